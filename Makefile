@@ -1,0 +1,45 @@
+# Everything a person does here. `make run` and `make test` need Python 3.11 or newer and nothing else.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+CONFIG ?= configs/quickstart.toml
+
+.PHONY: help run test format lint type unit bench proof clean
+
+help: ## show this list
+	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "staleflow needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V)" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,parquet,dev]'
+	touch $@
+
+run: .venv/.installed ## train the quickstart: make run [CONFIG=configs/...toml]
+	$(BIN)/staleflow run $(CONFIG)
+
+test: lint type unit ## everything that proves the project
+
+format: .venv/.installed ## write the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: .venv/.installed ## format and lint, read only
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+type: .venv/.installed ## mypy and pyright, strict
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+unit: .venv/.installed ## unit, property, simulation, process and wheel tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup tests
+
+bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it
+	for name in ledger control_plane rollout_engine; do $(BIN)/python -m bench.$$name || exit 1; done
+
+proof: .venv/.installed ## long: three seeds of the quickstart, results under bench/results/
+	$(BIN)/python -m bench.quickstart
+
+clean: ## remove what make made, but no run directory
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

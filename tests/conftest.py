@@ -1,0 +1,22 @@
+"""Async tests run on the loop that the product uses."""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import uvloop
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A folder whose path leaves room for a Unix socket (107 bytes)."""
+    path = Path(tempfile.mkdtemp(prefix="sf-"))
+    yield path
+    shutil.rmtree(path)
