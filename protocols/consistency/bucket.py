@@ -1,0 +1,86 @@
+"""The live groups of one deadline: how many there are in each state, and who is next in which order.
+
+Lines and heaps forget lazily: an entry that is no longer what it was listed as is skipped when it comes up, and swept
+when there are too many, so that every change costs a constant.
+"""
+
+from collections.abc import Iterator
+from heapq import heappop
+
+from staleflow.protocols.consistency.groups import LEASED, OCCUPIED, PUSHED, Group
+from staleflow.protocols.consistency.ids import GroupId
+
+
+class Bucket:
+    """The live groups of one deadline: how many are counted in each state, and who is next."""
+
+    __slots__ = ("idle", "leased", "occupied", "open", "pushed", "queue", "spare_queue", "spares", "told")
+
+    def __init__(self) -> None:
+        self.leased = 0
+        self.pushed = 0
+        self.occupied = 0
+        """Not claimed."""
+        self.told = 0
+        """Leased ones that were told to truncate."""
+        self.open: list[Group] = []
+        """Counted, leased or pushed, lease ascending; those that are no longer so are skipped and swept."""
+        self.idle: list[Group] = []
+        """Counted and leased, likewise: who may swap roles with a spare."""
+        self.queue: list[tuple[int, Group]] = []
+        """Heap of (order of occupation, group): counted and occupied; those that are no longer so are skipped."""
+        self.spare_queue: list[tuple[int, Group]] = []
+        self.spares: dict[GroupId, Group] = {}
+
+    @property
+    def counted(self) -> int:
+        return self.leased + self.pushed + self.occupied
+
+    def unfinished(self) -> Iterator[Group]:
+        """Counted leased and pushed groups, newest lease first."""
+        return (group for group in reversed(self.open) if group.state <= PUSHED and not group.spare)
+
+    def newest_leased(self) -> Group | None:
+        while self.idle:
+            if self.idle[-1].state is LEASED and not self.idle[-1].spare:
+                return self.idle[-1]
+            self.idle.pop()
+        return None
+
+    def first(self) -> Group | None:
+        """The longest occupied counted group that is not claimed."""
+        while self.queue:
+            group = self.queue[0][1]
+            if group.state is OCCUPIED and group.claim < 0:
+                return group
+            heappop(self.queue)
+        return None
+
+    def first_spare(self) -> Group | None:
+        while self.spare_queue:
+            group = self.spare_queue[0][1]
+            if group.state is OCCUPIED and group.spare:
+                return group
+            heappop(self.spare_queue)
+        return None
+
+    def list_open(self, group: Group) -> None:
+        """Put a counted leased or pushed group in its place; nearly always that is the end."""
+        if len(self.open) > 2 * (self.leased + self.pushed) + 64:
+            self.open = [other for other in self.open if other.state <= PUSHED and not other.spare]
+        _insert(self.open, group)
+        if group.state is LEASED:
+            if len(self.idle) > 2 * self.leased + 64:
+                self.idle = [other for other in self.idle if other.state is LEASED and not other.spare]
+            _insert(self.idle, group)
+
+
+def _insert(line: list[Group], group: Group) -> None:
+    out_of_order = line and line[-1].lease > group.lease
+    line.append(group)
+    if out_of_order:
+        line.sort(key=by_lease)
+
+
+def by_lease(group: Group) -> int:
+    return group.lease

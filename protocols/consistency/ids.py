@@ -1,0 +1,27 @@
+"""The nouns of the protocol. Each is one thing; a number of one kind is never taken for a number of another."""
+
+from typing import NewType
+
+GroupId = NewType("GroupId", int)
+"""The trajectories of one prompt: ``epoch * rows + row`` of the prompt source. Never reused once trained or dropped."""
+
+LeaseId = NewType("LeaseId", int)
+"""The right to produce a group; strictly increasing, never reused, and so the fencing token."""
+
+Version = NewType("Version", int)
+"""Parameters after that many committed train steps; 0 is the initial model."""
+
+Step = NewType("Step", int)
+"""Step ``k`` consumes batch ``k`` and publishes version ``k + 1``."""
+
+Lineage = NewType("Lineage", int)
+"""The surviving history; one more at each trainer rollback."""
+
+TrainerTerm = NewType("TrainerTerm", int)
+"""The trainer's fencing number; one more at each join. 0 means that no trainer has joined."""
+
+BatchId = NewType("BatchId", int)
+"""A sealed batch; strictly increasing from 1, never reused, so a batch sealed again has another id."""
+
+WorkerId = NewType("WorkerId", str)
+"""One attached process, unique to its lifetime: a name and a nonce (``rollout-0.9f2c``)."""

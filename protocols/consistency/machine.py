@@ -1,0 +1,272 @@
+"""The ledger as one pure machine: events in, effects out. Everything that affects it goes through ``Machine.apply``.
+
+- No IO, no clock, no randomness, standard library only; the same events always give the same effects.
+- A peer's normal no is a ``Refused`` effect. An event that makes no sense raises ``TransitionError``. Neither changes
+  anything.
+- What follows from an event (a promotion, a drop, a seal) is part of its effects, in order.
+- The machine never forgets to tell what changed: rows of ``take_dirty`` are what a store must write before the effects
+  are carried out.
+
+Reading order: limits, events, effects, window and bucket (the rule), ledger (the moves), then admission, production,
+training, settle, rollback.
+"""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from staleflow.protocols.consistency import admission, invariants, production, settle, snapshot, training
+from staleflow.protocols.consistency.effects import Effect, Sealed
+from staleflow.protocols.consistency.events import (
+    Checkpointed,
+    Claim,
+    Consume,
+    Deliver,
+    Detach,
+    Drop,
+    Event,
+    Join,
+    Migrate,
+    Occupy,
+    Publish,
+    Push,
+    Quarantine,
+    Release,
+    Renew,
+    Reserve,
+    Tick,
+)
+from staleflow.protocols.consistency.groups import GroupView, State, view
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.ledger import Ledger
+from staleflow.protocols.consistency.limits import Limits
+from staleflow.protocols.consistency.snapshot import Cell, Row
+
+
+class Machine:
+    """The consistency protocol. ``now_ms`` is any clock that never goes back; it decides nothing but expiry."""
+
+    __slots__ = ("_ledger",)
+
+    def __init__(self, limits: Limits) -> None:
+        self._ledger = Ledger(limits)
+
+    def apply(self, event: Event, now_ms: int) -> tuple[Effect, ...]:
+        """Apply one event and return the effects, in the order they must be carried out.
+
+        Raises ``TransitionError``, with nothing changed, when the event is illegal in this state.
+        """
+        ledger = self._ledger
+        self._handle(event, now_ms)
+        if ledger.out:
+            settle.settle(ledger, now_ms)
+        effects = tuple(ledger.out)
+        ledger.out.clear()
+        if ledger.story is not None:
+            ledger.story.add(effects)
+            self.check()
+        return effects
+
+    def _handle(self, event: Event, now_ms: int) -> None:
+        ledger = self._ledger
+        match event:
+            case Renew():
+                ledger.leases.renew(event.worker, now_ms)
+            case Reserve():
+                admission.reserve(ledger, event, now_ms)
+            case Push():
+                production.push(ledger, event)
+            case Occupy():
+                production.occupy(ledger, event)
+            case Tick():
+                admission.tick(ledger, now_ms)
+            case Release():
+                production.release(ledger, event)
+            case Migrate():
+                admission.migrate(ledger, event, now_ms)
+            case Detach():
+                admission.detach(ledger, event)
+            case Drop():
+                production.drop(ledger, event)
+            case Quarantine():
+                production.quarantine(ledger, event)
+            case Claim():
+                training.claim(ledger, event)
+            case Deliver():
+                training.deliver(ledger, event)
+            case Consume():
+                training.consume(ledger, event)
+            case Checkpointed():
+                training.checkpointed(ledger, event)
+            case Publish():
+                training.publish(ledger, event)
+            case Join():
+                training.join(ledger, event)
+            case _:
+                assert_never(event)
+
+    # --- where it stands -----------------------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> Limits:
+        return self._ledger.limits
+
+    @property
+    def version(self) -> Version:
+        """v: the newest published version; -1 before version 0."""
+        return self._ledger.window.version
+
+    @property
+    def lineage(self) -> Lineage:
+        return self._ledger.lineages.current
+
+    @property
+    def next_step(self) -> Step:
+        """s: the next step to seal."""
+        return self._ledger.window.step
+
+    @property
+    def trainer_term(self) -> TrainerTerm:
+        return self._ledger.trainer_term
+
+    @property
+    def trainer(self) -> WorkerId:
+        """Who joined last; empty before."""
+        return self._ledger.trainer
+
+    @property
+    def lease_hi(self) -> LeaseId:
+        """The highest lease number given out."""
+        return self._ledger.lease_hi
+
+    @property
+    def checkpoint(self) -> tuple[Lineage, Version]:
+        """The newest checkpoint that a trainer was promised to be able to come back from."""
+        return self._ledger.kept
+
+    def lineage_of(self, version: Version) -> Lineage:
+        """The lineage in which a surviving version was published."""
+        return self._ledger.lineages.of(version)
+
+    def survives(self, lineage: Lineage, version: Version) -> bool:
+        """True when (lineage, version) is published and no rollback abandoned it."""
+        return version <= self.version and self._ledger.lineages.survives(lineage, version)
+
+    # --- questions of the shell ----------------------------------------------------------------------------------
+
+    def room(self, version: Version) -> int:
+        """How many groups could be leased at ``version`` now, counted ones and spares together."""
+        return admission.room(self._ledger, version)
+
+    def leases_of(self, worker: WorkerId) -> tuple[tuple[GroupId, LeaseId], ...]:
+        """What a worker holds, oldest grant first."""
+        return tuple((group.id, group.lease) for group in self._ledger.leases.of(worker))
+
+    def group(self, id: GroupId) -> GroupView | None:
+        """What is known of a group; None when it was never leased, is retired, or its payload is forgotten."""
+        group = self._ledger.groups.get(id)
+        return None if group is None else view(group, self._ledger.window.token_bound)
+
+    def retired(self, id: GroupId) -> bool:
+        """True when the id may never be reserved again."""
+        return id in self._ledger.retired
+
+    def state_counts(self) -> dict[str, int]:
+        """Groups in each state, spares among them; ``consumed`` counts every one of the surviving history."""
+        ledger = self._ledger
+        counts = {state.name.lower(): ledger.counts[state] for state in State if state <= State.CONSUMED}
+        return counts | {"spares": ledger.window.num_spares, "claimed": ledger.window.claimed}
+
+    def totals(self) -> dict[str, int]:
+        """Moves since the beginning of the run."""
+        ledger = self._ledger
+        return {
+            "reserves": ledger.reserves,
+            "releases": ledger.releases,
+            "occupies": ledger.occupies,
+            "drops": ledger.drops,
+        }
+
+    def window(self) -> tuple[tuple[Step, int, int, int], ...]:
+        """Rows (deadline, leased, pushed, occupied) of the counted groups; one row of step 0 under the token bound."""
+        window = self._ledger.window
+        rows = ((d, window.buckets.get(d)) for d in window.deadlines())
+        return tuple((Step(d), b.leased, b.pushed, b.occupied) if b else (Step(d), 0, 0, 0) for d, b in rows)
+
+    def pins(self) -> tuple[GroupId, ...]:
+        """The groups that keep the next step from being sealed; empty when it is starved, or not pinned."""
+        return tuple(group.id for group in settle.pins(self._ledger))
+
+    def starved(self) -> bool:
+        """True when too few groups are occupied for the next step."""
+        window = self._ledger.window
+        return window.occupied + window.claimed < window.batch_size
+
+    def claimable(self) -> GroupId | None:
+        """The group that a streaming trainer may claim for the next step now."""
+        group = training.claimable(self._ledger)
+        return None if group is None else group.id
+
+    def sealed_batch(self, step: Step) -> Sealed | None:
+        """The batch of ``step``, sealed and not yet consumed, as it was when it was sealed."""
+        batch = self._ledger.batches.get(step)
+        return None if batch is None or batch.consumed else batch.sealed
+
+    def versions_in_use(self) -> tuple[tuple[Lineage, Version], ...]:
+        """Versions that must stay: the newest, the checkpoint's, and those of live leases. Ascending."""
+        return snapshot.versions_in_use(self._ledger)
+
+    def must_keep(self, id: GroupId) -> bool:
+        """True when a payload of this group is needed, or may be by a push under way."""
+        group = self._ledger.groups.get(id)
+        if group is None or group.state is State.RELEASED:
+            return False
+        return group.state is not State.CONSUMED or group.step >= self._ledger.kept[1]
+
+    def story(self, id: GroupId) -> tuple[str, ...]:
+        """The last effects on one group, oldest first. Kept in debug mode only."""
+        return self._ledger.story.of(id) if self._ledger.story is not None else ()
+
+    # --- storage -------------------------------------------------------------------------------------------------
+
+    def take_dirty(self) -> tuple[int, ...]:
+        """Keys of rows that changed since the last call. Group ids, and above 2**61 rows of batches and retired ids."""
+        dirty = tuple(self._ledger.dirty)
+        self._ledger.dirty.clear()
+        return dirty
+
+    def row(self, key: int) -> Row | None:
+        """What to store under ``key``; None: delete it. Flat: integers, strings, booleans."""
+        return snapshot.row(self._ledger, key)
+
+    def place(self, key: int) -> int:
+        """A number to store the row of ``key`` under: rows that change together lie together. Changes with the row.
+
+        A group's is its lease; no two rows ever have the same.
+        """
+        group = self._ledger.groups.get(GroupId(key))
+        return key if group is None else group.lease
+
+    def rows(self) -> dict[int, Row]:
+        """Every row, ascending by key."""
+        return snapshot.rows(self._ledger)
+
+    def globals_row(self) -> Row:
+        """What is not in rows. Changes with most events; small."""
+        return snapshot.globals_row(self._ledger)
+
+    @classmethod
+    def restore(
+        cls, limits: Limits, globals_row: Iterable[Cell], rows: Iterable[tuple[int, Iterable[Cell]]], now_ms: int
+    ) -> "Machine":
+        """The machine that was stored; every lease lives for a full ``lease_ms`` again. Raises ``RestoreError``."""
+        machine = cls(limits)
+        snapshot.restore(machine._ledger, tuple(globals_row), rows, now_ms)
+        return machine
+
+    def snapshot(self) -> tuple[Row, tuple[tuple[int, Row], ...]]:
+        """The whole state but the times of leases, hashable; equal snapshots behave alike."""
+        return self.globals_row(), tuple(self.rows().items())
+
+    def check(self) -> None:
+        """Raise ``InvariantError`` unless I1 to I6 hold and every counter is what a recount gives."""
+        invariants.check(self._ledger)

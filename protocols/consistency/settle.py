@@ -1,0 +1,163 @@
+"""What follows from any event: spares move up, groups that are overdue or too stale go, a step that is ready is sealed.
+
+Each rule looks at the window only, and the order is fixed: promote, drop what is too stale, seal, overdue. It is run
+until nothing changes; each round seals a step or gives up a group, so it ends.
+"""
+
+from itertools import islice
+
+from staleflow.protocols.consistency.batches import Batch, digest
+from staleflow.protocols.consistency.bucket import Bucket
+from staleflow.protocols.consistency.effects import DropWhy, Promoted, ReleaseWhy, Sealed, Truncate
+from staleflow.protocols.consistency.groups import LEASED, OCCUPIED, Group
+from staleflow.protocols.consistency.ids import BatchId
+from staleflow.protocols.consistency.ledger import STEP_ROWS, Ledger
+from staleflow.protocols.consistency.limits import OnOverdue
+
+
+def settle(ledger: Ledger, now_ms: int) -> None:
+    """Bring the ledger to rest."""
+    window = ledger.window
+    while True:
+        if ledger.stale_at:
+            _drop_stale(ledger)
+        if window.spares_occupied:
+            _promote(ledger)
+        if not ledger.trainer_term or window.occupied + window.claimed < window.batch_size:
+            return
+        if window.ahead <= 1 and window.ready():
+            seal(ledger, _next_members(ledger))
+        elif window.ahead or not _overdue(ledger, now_ms):
+            return
+
+
+def seal(ledger: Ledger, groups: tuple[Group, ...]) -> None:
+    """Fix the batch of step s. The groups are out of the window already."""
+    window = ledger.window
+    step = window.step
+    for group in groups:
+        ledger.seal(group, step)
+    ledger.claims.clear()
+    members = tuple([group.member() for group in groups])
+    ledger.batch_hi = BatchId(ledger.batch_hi + 1)
+    below = step - window.max_staleness
+    sealed = Sealed(
+        batch=ledger.batch_hi,
+        lineage=ledger.lineages.current,
+        step=step,
+        trainer_term=ledger.trainer_term,
+        members=members,
+        tokens=sum([group.tokens for group in groups]),
+        masked_tokens=sum([group.masked(below) for group in groups]) if window.token_bound else 0,
+        digest=digest(members),
+    )
+    ledger.batches[step] = Batch(sealed, groups)
+    ledger.dirty[STEP_ROWS + step] = None
+    ledger.out.append(sealed)
+    for spare in window.late():
+        if spare.state is OCCUPIED:
+            ledger.drop(spare, DropWhy.SURPLUS)
+        else:
+            ledger.release(spare, ReleaseWhy.SURPLUS)
+    window.rise()
+
+
+def _next_members(ledger: Ledger) -> tuple[Group, ...]:
+    """Take the claimed ones in the order of their claims, then the earliest deadlines, out of the window."""
+    window = ledger.window
+    groups = list(ledger.claims)
+    for group in groups:
+        window.leave(group)
+    while len(groups) < window.batch_size:
+        earliest = window.first()
+        assert earliest is not None
+        window.take_first(earliest)
+        groups.append(earliest)
+    return tuple(groups)
+
+
+def _drop_stale(ledger: Ledger) -> None:
+    """Token bound: drop every occupied group whose trainable share at step s is below ``min_trainable``."""
+    step = ledger.window.step
+    for due in sorted(step_ for step_ in ledger.stale_at if step_ <= step):
+        for group in ledger.stale_at.pop(due):
+            if group.state is OCCUPIED:
+                ledger.drop(group, DropWhy.OVERDUE)
+
+
+def _promote(ledger: Ledger) -> None:
+    """Give each occupied spare a counted place: a free one, else that of a leased group that is due no later."""
+    window = ledger.window
+    for deadline in window.deadlines():
+        bucket = window.buckets.get(deadline)
+        while bucket is not None and (spare := bucket.first_spare()) is not None:
+            demoted = None
+            if not window.slack(deadline):
+                demoted = _replaceable(ledger, deadline)
+                if demoted is None:
+                    break
+                ledger.become(demoted, spare=True)
+            ledger.become(spare, spare=False)
+            ledger.out.append(Promoted(group=spare.id, demoted=None if demoted is None else demoted.id))
+
+
+def _replaceable(ledger: Ledger, deadline: int) -> Group | None:
+    """The counted leased group that would pin first, of those due no later than ``deadline``."""
+    for d in ledger.window.deadlines():
+        if d > deadline:
+            return None
+        bucket = ledger.window.buckets.get(d)
+        if bucket is not None and bucket.leased:
+            return bucket.newest_leased()
+    return None
+
+
+def _overdue(ledger: Ledger, now_ms: int) -> bool:
+    """Act on the groups that pin the step the trainer waits for. True when that gave a place free."""
+    match ledger.limits.on_overdue:
+        case OnOverdue.WAIT:
+            return False
+        case OnOverdue.TRUNCATE:
+            for bucket, count in ledger.window.pinning():
+                _truncate(ledger, bucket, count)
+            return False
+        case OnOverdue.RETRY:
+            return _retry(ledger, now_ms)
+        case OnOverdue.DROP:
+            pinning = _pinning(ledger)
+            for group in pinning:
+                ledger.release(group, ReleaseWhy.OVERDUE)
+            return bool(pinning)
+
+
+def _pinning(ledger: Ledger) -> list[Group]:
+    return [group for bucket, count in ledger.window.pinning() for group in islice(bucket.unfinished(), count)]
+
+
+def _truncate(ledger: Ledger, bucket: Bucket, count: int) -> None:
+    """Tell as many as pin to finish with the tokens they have, each once."""
+    if bucket.told >= count:
+        return
+    for group in islice(bucket.unfinished(), count):
+        if group.state is LEASED and not group.told:
+            group.told = True
+            bucket.told += 1
+            ledger.out.append(Truncate(group=group.id, lease=group.lease, worker=group.worker))
+
+
+def _retry(ledger: Ledger, now_ms: int) -> bool:
+    """Lease each pinning group of an older version anew at the newest one."""
+    newest = ledger.window.version
+    acted = False
+    for bucket, count in ledger.window.pinning():
+        for group in list(islice(bucket.unfinished(), count)):
+            if group.version < newest:
+                ledger.release(group, ReleaseWhy.OVERDUE)
+                ledger.reserve(group.id, group.worker, newest, False, now_ms)
+                acted = True
+    return acted
+
+
+def pins(ledger: Ledger) -> tuple[Group, ...]:
+    """The unfinished groups that keep step s from being sealed, earliest deadline first, then newest lease."""
+    return tuple(_pinning(ledger))

@@ -1,0 +1,212 @@
+"""Trainers that come back, from the newest version or an older one, and payload that turns out corrupt."""
+
+import pytest
+
+from staleflow.protocols.consistency.effects import (
+    CheckpointKept,
+    Code,
+    Dropped,
+    DropWhy,
+    Joined,
+    Released,
+    ReleaseWhy,
+    RolledBack,
+    Sealed,
+    Unsealed,
+)
+from staleflow.protocols.consistency.events import Push, Segment
+from staleflow.protocols.consistency.groups import State
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.limits import Bound
+from tests.protocols.consistency.scenes import Scene, code, groups, seals
+
+
+def trained(steps: int, max_staleness: int = 2, batch_size: int = 2, bound: Bound = Bound.TRAJECTORY) -> Scene:
+    """Each step trained on the two groups 10 k and 10 k + 1, written by version k."""
+    scene = Scene(max_staleness=max_staleness, batch_size=batch_size, bound=bound)
+    for step in range(steps):
+        ids = range(10 * step, 10 * step + batch_size)
+        scene.reserve(*ids, version=step)
+        scene.finish(*ids)
+        scene.train(step)
+    return scene
+
+
+def test_a_trainer_that_comes_back_at_the_newest_version_is_served_the_same_batch() -> None:
+    scene = trained(1)
+    scene.reserve(20, 21, version=1)
+    scene.finish(20, 21)
+    before = scene.batch(1)
+    assert [type(effect) for effect in scene.join(1, trainer="again")] == [Joined]
+    assert scene.batch(1) == before
+    assert scene.machine.trainer_term == 2
+
+
+def test_rollback_seals_the_batch_again_at_once_same_members_order_and_digest_under_a_new_id() -> None:
+    scene = Scene(max_staleness=1, batch_size=2)
+    scene.reserve(0, 1, 2, 3)
+    scene.finish(3, 1)
+    first = scene.batch(0)
+    scene.train(0)
+    joined, rolled, sealed = scene.join(0, trainer="again")
+    assert isinstance(joined, Joined)
+    assert rolled == RolledBack(
+        lineage=Lineage(1), from_lineage=Lineage(0), to_version=Version(0), trainer_term=joined.trainer_term
+    )
+    assert isinstance(sealed, Sealed)
+    assert (sealed.members, sealed.digest, sealed.step) == (first.members, first.digest, first.step)
+    assert (sealed.batch, sealed.lineage) == (2, 1)
+
+
+def test_rollback_gives_up_what_an_abandoned_version_wrote_and_keeps_the_rest() -> None:
+    scene = trained(2)
+    scene.reserve(30, version=1)
+    scene.push(30, (1, 3), (2, 4))
+    scene.reserve(31, 32, version=2)
+    scene.finish(31)
+    scene.reserve(33, version=1)
+    done = scene.join(1, trainer="again")
+    assert [(e.group, e.why) for e in done if isinstance(e, Released)] == [
+        (30, ReleaseWhy.ROLLBACK),
+        (32, ReleaseWhy.ROLLBACK),
+    ]
+    assert [(e.group, e.why) for e in done if isinstance(e, Dropped)] == [(31, DropWhy.ROLLBACK)]
+    assert seals(done) == [(1, (10, 11))]
+    assert scene.view(33).state is State.LEASED
+    assert (scene.machine.lineage, scene.machine.version, scene.machine.next_step) == (1, 1, 2)
+
+
+def test_a_late_push_from_an_abandoned_version_is_stale() -> None:
+    scene = trained(2)
+    scene.reserve(33, version=1)
+    late = scene.push_event(33, (1, 3), (2, 4))
+    scene.join(1, trainer="again")
+    assert code(scene.apply(late)) is Code.STALE
+    scene.train(1)
+    assert code(scene.apply(late)) is Code.STALE, "version 2 exists again, but in another lineage"
+    assert seals(scene.finish(33)) == []
+
+
+def test_groups_of_later_batches_return_in_their_old_order() -> None:
+    scene = Scene(max_staleness=3, batch_size=1)
+    scene.reserve(0, 1, 2, 3)
+    scene.finish(3, 1, 0, 2)
+    scene.train(0, 1)
+    done = scene.join(0, trainer="again")
+    assert seals(done) == [(0, (3,)), (1, (1,))]
+    assert seals(scene.train(0)) == [(2, (0,))]
+    assert seals(scene.train(1)) == [(3, (2,))]
+
+
+def test_a_rollback_only_goes_to_a_surviving_published_version_since_the_checkpoint() -> None:
+    scene = trained(3)
+    scene.checkpointed(1)
+    for lineage, version in ((0, 0), (0, 4), (1, 2), (-1, 2), (0, -1)):
+        assert code(scene.join(version, lineage, trainer="again")) is Code.BAD_VERSION
+    scene.join(1, trainer="again")
+    scene.train(1)
+    assert code(scene.join(2, lineage=0, trainer="third")) is Code.BAD_VERSION
+    assert scene.machine.trainer_term == 2
+    assert [type(effect) for effect in scene.join(2, lineage=1, trainer="third")] == [Joined]
+
+
+def test_a_second_rollback_may_go_below_the_first() -> None:
+    scene = trained(3)
+    scene.join(2, trainer="b")
+    scene.train(2)
+    assert scene.machine.lineage_of(Version(3)) == 1
+    done = scene.join(1, trainer="c")
+    assert seals(done)[0] == (1, (10, 11))
+    assert [scene.machine.lineage_of(Version(v)) for v in (0, 1, 2)] == [0, 0, 2]
+    assert not scene.machine.survives(Lineage(1), Version(2)), "not published"
+    scene.train(1)
+    assert scene.machine.survives(Lineage(2), Version(2))
+    assert not scene.machine.survives(Lineage(0), Version(2))
+
+
+def test_consumed_payload_is_kept_until_checkpointed_and_then_its_ids_never_come_back() -> None:
+    scene = trained(2)
+    assert scene.machine.must_keep(GroupId(0))
+    (kept,) = scene.checkpointed(1)
+    assert isinstance(kept, CheckpointKept)
+    assert [scene.machine.must_keep(GroupId(group)) for group in (0, 10)] == [False, True]
+    assert scene.machine.retired(GroupId(0))
+    assert scene.machine.state_counts()["consumed"] == 4
+
+
+def test_a_checkpoint_lets_go_of_one_batch_at_a_time_but_needs_none_of_them() -> None:
+    scene = trained(4)
+    scene.checkpointed(3)
+    assert [scene.machine.must_keep(GroupId(group)) for group in (0, 10, 20, 30)] == [False, False, False, True]
+    retired = [[scene.machine.retired(GroupId(group)) for group in (0, 10, 20, 30)]]
+    for _ in range(3):
+        scene.at(1)
+        retired.append([scene.machine.retired(GroupId(group)) for group in (0, 10, 20, 30)])
+    assert [sum(row) for row in retired] == [1, 2, 3, 3]
+    assert scene.machine.state_counts()["consumed"] == 8
+
+
+def test_the_versions_to_keep_are_the_checkpoint_the_newest_and_those_of_leases() -> None:
+    scene = trained(4)
+    scene.checkpointed(1)
+    scene.reserve(50, version=2)
+    assert scene.machine.versions_in_use() == ((0, 1), (0, 2), (0, 4))
+
+
+def test_a_corrupt_member_unseals_its_batch_and_any_later_one_and_leaves() -> None:
+    scene = Scene(max_staleness=2, batch_size=2)
+    scene.reserve(0, 1, 2, 3, 4)
+    scene.finish(0, 1, 2, 3, 4)
+    done = scene.quarantine(1)
+    assert done[:3] == (
+        Unsealed(batch=scene.batch(0).batch - 1, why=DropWhy.QUARANTINE),  # type: ignore[arg-type]
+        Unsealed(batch=scene.batch(0).batch - 2, why=DropWhy.QUARANTINE),  # type: ignore[arg-type]
+        Dropped(group=GroupId(1), tokens=10, why=DropWhy.QUARANTINE),
+    )
+    assert seals(done) == [(0, (0, 2)), (1, (3, 4))]
+    assert groups(scene.batch(0)) == (0, 2)
+
+
+def test_a_corrupt_group_outside_a_batch_leaves_alone() -> None:
+    scene = Scene(max_staleness=2, batch_size=3)
+    scene.reserve(0, 1, 2)
+    scene.finish(0)
+    scene.push(1)
+    assert [type(effect) for effect in scene.quarantine(0)] == [Dropped]
+    assert [type(effect) for effect in scene.quarantine(1)] == [Released]
+    assert code(scene.quarantine(2)) is Code.STALE
+    assert code(scene.quarantine(0)) is Code.DUPLICATE
+
+
+def test_after_a_rollback_the_token_bound_waits_until_the_volume_is_used_up() -> None:
+    scene = Scene(max_staleness=0, batch_size=1, bound=Bound.TOKEN, max_spares=1)
+    for step in range(3):
+        scene.reserve(step, version=step)
+        scene.push(step, (step, 10))
+        scene.occupy(step)
+        scene.train(step)
+    scene.reserve(3, version=0)
+    scene.join(2, trainer="again")
+    assert scene.machine.room(Version(2)) == 0
+    assert code(scene.reserve(4, version=2)) is Code.BUSY
+    assert code(scene.migrate(3, "b")) is Code.BUSY
+
+
+@pytest.mark.parametrize("version", [-1, 3])
+def test_a_segment_outside_what_the_lease_allows_is_a_bad_version(version: int) -> None:
+    scene = trained(2)
+    scene.reserve(40, version=1)
+    event = Push(
+        group=GroupId(40),
+        lease=LeaseId(scene.view(40).lease),
+        worker=WorkerId("w"),
+        shard=0,
+        sha="x",
+        nbytes=1,
+        truncated=False,
+        segments=(Segment(Lineage(0), Version(version), 1),),
+    )
+    assert code(scene.apply(event)) is Code.BAD_VERSION
+    assert code(scene.push(40, (0, 1))) is Code.BAD_VERSION, "older than the lease"
+    assert scene.view(40).state is State.LEASED
+    assert scene.machine.next_step == Step(2)
