@@ -1,0 +1,70 @@
+"""What a version of the weights is made of: tensors one after another, each named by its sha256.
+
+Publisher and server lay a version out by this file, and a reader believes nothing that ``check`` has not passed.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.messages import Manifest, TensorEntry
+
+NBYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+"""Bytes of one element of every dtype that a version may hold."""
+
+ALIGNMENT: Final = 64
+"""Bytes: each tensor starts at a multiple of it."""
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> Manifest:
+    """The manifest of (name, dtype, shape, sha256 of the bytes), in that order."""
+    entries: list[TensorEntry] = []
+    end = 0
+    for name, dtype, shape, sha in tensors:
+        offset = end + -end % ALIGNMENT
+        nbytes = math.prod(shape) * NBYTES[dtype]
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, sha=sha))
+        end = offset + nbytes
+    return Manifest(tensors=entries, nbytes=end, sha=_sha(entries))
+
+
+def check(manifest: Manifest) -> None:
+    """``ProtocolError`` unless ``lay_out`` can have written it: known dtypes, no overlap, no gap, its own sha256."""
+    names = [entry.name for entry in manifest.tensors]
+    if not names:
+        raise _malformed("a version has at least one tensor")
+    if len(set(names)) != len(names):
+        raise _malformed("a tensor comes twice in the manifest")
+    for entry in manifest.tensors:
+        if entry.dtype not in NBYTES:
+            raise _malformed(f"tensor {entry.name!r}: dtype {entry.dtype!r} is not one of {', '.join(NBYTES)}")
+        if any(extent < 0 for extent in entry.shape):
+            raise _malformed(f"tensor {entry.name!r}: shape {entry.shape} holds a negative extent")
+    again = lay_out((entry.name, entry.dtype, entry.shape, entry.sha) for entry in manifest.tensors)
+    if again.tensors != manifest.tensors or again.nbytes != manifest.nbytes:
+        raise _malformed("the offsets of the manifest are not those of its tensors in order")
+    if again.sha != manifest.sha:
+        raise _malformed("the sha256 of the manifest is not that of its entries")
+
+
+def _sha(entries: list[TensorEntry]) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(entries)).hexdigest()
+
+
+def _malformed(detail: str) -> ProtocolError:
+    return ProtocolError(Code.MALFORMED, detail)

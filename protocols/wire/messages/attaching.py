@@ -1,0 +1,50 @@
+"""To the scheduler: processes that join and leave the run."""
+
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages.base import Message
+
+
+class Attach(Message, frozen=True, kw_only=True):
+    """A process joins the run. Attaching again under a known ``name`` replaces the older process. -> Attached"""
+
+    worker: WorkerId
+    name: str
+    role: str
+    """rollout, stage, trainer, trajectories, parameters, monitor or admin."""
+    config_sha: str = ""
+    """Of the configuration it runs with; empty when it takes the scheduler's."""
+    endpoint: str = ""
+    """Servers: where they are reached."""
+    shard: int = 0
+    """Trajectory servers: which."""
+    rows: int = 0
+    """Trajectory servers: rows of the prompt source."""
+    prompts_sha: str = ""
+    """Trajectory servers: sha256 of the prompt source."""
+    capacity: int = 0
+    """Rollout workers: groups that may be in flight at once."""
+    pid: int = 0
+
+
+class Attached(Message, frozen=True, kw_only=True):
+    run: str
+    config: bytes
+    """The run's configuration, JSON."""
+    config_sha: str
+    run_dir: str
+    """As the scheduler sees it; the same path only on the same host."""
+    shards: list[str]
+    """Endpoints of the trajectory servers in order of shard; empty ones have not attached yet."""
+    parameters: str
+    """Endpoint of the parameter server; empty when it has not attached yet."""
+    lineage: Lineage
+    version: Version
+    """Newest published; -1 before version 0."""
+    lease_ms: int
+
+
+class Detach(Message, frozen=True, kw_only=True):
+    """A process leaves of its own will; its leases are released (aborted). -> Done"""
+
+    worker: WorkerId
+    why: str

@@ -1,0 +1,62 @@
+"""What every message is made of, and the messages that every server answers."""
+
+from typing import Any
+
+import msgspec
+
+from staleflow.protocols.consistency.effects import Code
+
+PROTOCOL = 1
+"""Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Base of everything in the union."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """A piece of a message."""
+
+
+class TensorSpec(Part, frozen=True, kw_only=True):
+    """One raw little-endian array frame: closed dtype, shape, and so its exact number of bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """Am I heard? -> Pong. Sent by the transport every second in which nothing else was sent."""
+
+
+class Pong(Message, frozen=True, kw_only=True):
+    """Yes."""
+
+
+class Refusal(Message, frozen=True, kw_only=True):
+    """A normal no, to any request. ``busy`` may be tried again after ``retry_after_ms``; the others will not change."""
+
+    code: Code
+    detail: str = ""
+    retry_after_ms: int = 0
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """Yes, and there is nothing more to say."""
+
+
+class GetStatus(Message, frozen=True, kw_only=True):
+    """-> Status, from any server."""
+
+
+class Status(Message, frozen=True, kw_only=True):
+    """A plain snapshot; what is in it is said where the server makes it."""
+
+    values: dict[str, Any]
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Stop handing out work, keep what is acknowledged. -> Done"""
+
+    why: str

@@ -1,0 +1,109 @@
+"""To the scheduler: the trainer, and the parameter server on its behalf."""
+
+from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages.base import Message, Part
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """A trainer takes over with the weights of (lineage, version). -> Joined, or Refusal ``bad_version``"""
+
+    trainer: WorkerId
+    lineage: Lineage
+    version: Version
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    trainer_term: TrainerTerm
+    lineage: Lineage
+    """Surviving lineage after the join."""
+    version: Version
+    """Newest published; -1 when version 0 is still to be published."""
+
+
+class NextBatch(Message, frozen=True, kw_only=True):
+    """The trainer waits for the sealed batch of ``step``. -> Batch, as soon as it is sealed
+
+    A refusal ``busy`` after ``wait_ms`` says in ``detail`` why it still waits.
+    """
+
+    trainer_term: TrainerTerm
+    step: Step
+    rank: int = 0
+    wait_ms: int = 1000
+
+
+class MemberRef(Part, frozen=True, kw_only=True):
+    """Where a rank finds one group of its batch."""
+
+    group: GroupId
+    lease: LeaseId
+    lineage: Lineage
+    version: Version
+    sha: str
+    shard: int
+    tokens: int
+
+
+class Batch(Message, frozen=True, kw_only=True):
+    """A sealed batch; equal byte for byte whenever it is asked for again, but for ``attempt``."""
+
+    batch: BatchId
+    lineage: Lineage
+    step: Step
+    attempt: int
+    members: list[MemberRef]
+    digest: str
+    mask_below: Version
+    """Token bound: tokens of older versions get loss mask 0. -1 under the trajectory bound."""
+
+
+class RegisterVersion(Message, frozen=True, kw_only=True):
+    """The parameter server has a version durably: version 0, or that of ``batch``, which is thereby consumed.
+
+    -> Registered, or Refusal ``fenced``, ``bad_version``, ``conflict``
+    """
+
+    trainer_term: TrainerTerm
+    lineage: Lineage
+    version: Version
+    batch: BatchId | None
+    sha: str
+    nbytes: int
+
+
+class Registered(Message, frozen=True, kw_only=True):
+    lineage: Lineage
+    version: Version
+
+
+class RegisterCheckpoint(Message, frozen=True, kw_only=True):
+    """The trainer can come back at this version. -> Done"""
+
+    trainer_term: TrainerTerm
+    lineage: Lineage
+    version: Version
+
+
+class VersionsInUse(Message, frozen=True, kw_only=True):
+    """The parameter server asks which versions it must keep. -> KeepVersions"""
+
+
+class KeepVersions(Message, frozen=True, kw_only=True):
+    """(lineage, version) of every version that a lease, an instance, a checkpoint or a rollback may still need."""
+
+    versions: list[tuple[Lineage, Version]]
+
+
+class Metrics(Message, frozen=True, kw_only=True):
+    """Numbers for ``metrics.jsonl``; the trainer sends one a step and the scheduler adds its own. -> Done"""
+
+    worker: WorkerId
+    step: Step
+    values: dict[str, float]
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """The trainer has done its last step (or gives up, with ``error``): the run drains. -> Done"""
+
+    trainer_term: TrainerTerm
+    error: str = ""

@@ -1,0 +1,97 @@
+"""To a trajectory server: prompt rows, payload, stages."""
+
+from typing import Any
+
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire.messages.base import Message, Part, TensorSpec
+
+
+class GetRows(Message, frozen=True, kw_only=True):
+    """Prompt rows by group id. -> Rows"""
+
+    groups: list[GroupId]
+
+
+class Rows(Message, frozen=True, kw_only=True):
+    """In the order asked: the columns of each row."""
+
+    rows: list[dict[str, Any]]
+
+
+class PushItem(Part, frozen=True, kw_only=True):
+    """One group of a push: the next ``num_frames`` frames, described by ``frames``."""
+
+    group: GroupId
+    lease: LeaseId
+    worker: WorkerId
+    truncated: bool
+    frames: list[TensorSpec]
+
+
+class PushGroups(Message, frozen=True, kw_only=True):
+    """Finished groups, with their arrays (``trajectory.GroupPayload``). Answered when durable *and* registered.
+
+    -> Results, one a group
+    """
+
+    items: list[PushItem]
+
+
+class TakeStage(Message, frozen=True, kw_only=True):
+    """A stage worker waits for groups, at most ``max_groups``. -> StageWork (empty after ``wait_ms``)"""
+
+    stage: str
+    worker: WorkerId
+    max_groups: int
+    wait_ms: int = 1000
+
+
+class StageItem(Part, frozen=True, kw_only=True):
+    """One group for a stage; ``ticket`` fences a worker that was given up on."""
+
+    group: GroupId
+    lease: LeaseId
+    ticket: int
+    row: dict[str, Any]
+    frames: list[TensorSpec]
+
+
+class StageWork(Message, frozen=True, kw_only=True):
+    items: list[StageItem]
+
+
+class StageResult(Part, frozen=True, kw_only=True):
+    """What a stage made of one group: float32 columns in frames, one value a sample, or the reason why it could not."""
+
+    group: GroupId
+    lease: LeaseId
+    ticket: int
+    frames: list[TensorSpec]
+    error: str = ""
+
+
+class FinishStage(Message, frozen=True, kw_only=True):
+    """-> Results, one a group"""
+
+    stage: str
+    worker: WorkerId
+    results: list[StageResult]
+
+
+class FetchGroups(Message, frozen=True, kw_only=True):
+    """Payload of sealed groups. -> Groups; refused when one is corrupt (it is quarantined and the batch changes)"""
+
+    groups: list[GroupId]
+    shas: list[str]
+
+
+class GroupFrames(Part, frozen=True, kw_only=True):
+    group: GroupId
+    row: dict[str, Any]
+    frames: list[TensorSpec]
+
+
+class Groups(Message, frozen=True, kw_only=True):
+    """In the order asked, the frames of each one after the other."""
+
+    groups: list[GroupFrames]

@@ -1,0 +1,135 @@
+"""Arrays as raw little-endian frames: a spec in the header says what each frame is, and is checked before use.
+
+``specs_and_frames`` and ``arrays`` copy nothing. ``pack`` and ``unpack`` are the same as one blob, for stores: equal
+arrays give equal bytes whatever their order, so a blob can be named by its sha256.
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.codec import Data, ProtocolError
+from staleflow.protocols.wire.messages import TensorSpec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "int8": np.dtype("<i1"),
+    "uint8": np.dtype("<u1"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+}
+"""Every dtype that may travel. NumPy has no bfloat16: its bits travel as unsigned 16-bit integers."""
+
+MAX_DIMENSIONS: Final = 8
+ALIGNMENT: Final = 64
+"""Bytes: each array of a blob starts at a multiple of it."""
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_HEAD: Final = struct.Struct("<4sI")
+_MAGIC: Final = b"sfa1"
+_specs_decoder: Final = msgspec.msgpack.Decoder(list[TensorSpec])
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError, TypeError)
+
+
+def nbytes_of(spec: TensorSpec) -> int:
+    """Exact bytes of a frame. ``ProtocolError`` for a spec that describes no array."""
+    if (dtype := DTYPES.get(spec.dtype)) is None:
+        raise _malformed(f"array {spec.name!r}: dtype {spec.dtype!r} is not one of {', '.join(DTYPES)}")
+    if len(spec.shape) > MAX_DIMENSIONS or any(extent < 0 for extent in spec.shape):
+        raise _malformed(f"array {spec.name!r}: shape {spec.shape} is none of at most {MAX_DIMENSIONS} dimensions")
+    return math.prod(spec.shape) * dtype.itemsize
+
+
+def specs_and_frames(named: Mapping[str, Array]) -> tuple[list[TensorSpec], list[memoryview]]:
+    """Specs and their frames, in the order of the mapping; C order, little endian, no copy of arrays that are both.
+
+    ``ValueError`` for a dtype that may not travel.
+    """
+    specs: list[TensorSpec] = []
+    frames: list[memoryview] = []
+    for name, given in named.items():
+        little = given.dtype.newbyteorder("<")
+        if (dtype := _NAMES.get(little)) is None:
+            raise ValueError(f"array {name!r} is {given.dtype}; it must be one of {', '.join(DTYPES)}")
+        array = np.ascontiguousarray(given, dtype=little).reshape(given.shape)
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=given.shape))
+        frames.append(array.reshape(-1).view(np.uint8).data)
+    return specs, frames
+
+
+def arrays(specs: Sequence[TensorSpec], frames: Sequence[Data]) -> dict[str, Array]:
+    """Read-only views of the frames, by name. ``ProtocolError`` unless each frame is exactly what its spec says."""
+    if len(specs) != len(frames):
+        raise _malformed(f"{len(specs)} arrays are announced, {len(frames)} frames came")
+    found: dict[str, Array] = {}
+    for spec, frame in zip(specs, frames, strict=True):
+        size = memoryview(frame).nbytes
+        if (wanted := nbytes_of(spec)) != size:
+            raise _malformed(f"array {spec.name!r}: {spec.dtype}{list(spec.shape)} takes {wanted} bytes, {size} came")
+        if spec.name in found:
+            raise _malformed(f"array {spec.name!r} comes twice")
+        found[spec.name] = _view(spec, frame)
+    return found
+
+
+def pack(named: Mapping[str, Array]) -> bytes:
+    """One blob of all arrays, sorted by name. The same arrays always give the same bytes."""
+    specs, frames = specs_and_frames({name: named[name] for name in sorted(named)})
+    described = msgspec.msgpack.encode(specs)
+    parts: list[bytes | memoryview] = [_HEAD.pack(_MAGIC, len(described)), described]
+    offset = _HEAD.size + len(described)
+    for frame in frames:
+        padding = -offset % ALIGNMENT
+        parts += [b"\0" * padding, frame]
+        offset += padding + frame.nbytes
+    return b"".join(parts)
+
+
+def unpack(data: Data) -> dict[str, Array]:
+    """Read-only views into a blob. ``ProtocolError`` for bytes that ``pack`` cannot have written."""
+    view = memoryview(data).cast("B")
+    if view.nbytes < _HEAD.size:
+        raise _malformed(f"a blob of {view.nbytes} bytes has no head")
+    magic, length = _HEAD.unpack_from(view)
+    if magic != _MAGIC or _HEAD.size + length > view.nbytes:
+        raise _malformed("the head of the blob is damaged")
+    specs = _read_specs(view[_HEAD.size : _HEAD.size + length])
+    offset = _HEAD.size + length
+    frames: list[memoryview] = []
+    for spec in specs:
+        start = offset + -offset % ALIGNMENT
+        end = start + nbytes_of(spec)
+        if end > view.nbytes or any(view[offset:start]):
+            raise _malformed(f"array {spec.name!r}: bytes {start} to {end} are not in a blob of {view.nbytes}")
+        frames.append(view[start:end])
+        offset = end
+    if offset != view.nbytes:
+        raise _malformed(f"{view.nbytes - offset} bytes follow the last array of the blob")
+    return arrays(specs, frames)
+
+
+def _read_specs(data: memoryview) -> list[TensorSpec]:
+    try:
+        return _specs_decoder.decode(data)
+    except _UNREADABLE as error:
+        raise _malformed(f"the specs of the blob are damaged: {error}") from None
+
+
+def _view(spec: TensorSpec, frame: Data) -> Array:
+    array: Array = np.frombuffer(frame, dtype=DTYPES[spec.dtype]) if len(frame) else np.empty(0, DTYPES[spec.dtype])
+    array = array.reshape(spec.shape)
+    array.flags.writeable = False
+    return array
+
+
+def _malformed(detail: str) -> ProtocolError:
+    return ProtocolError(Code.MALFORMED, detail)

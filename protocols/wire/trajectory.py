@@ -1,0 +1,188 @@
+"""The payload of one group: what its samples say, with which weights each token was written, and how likely it was.
+
+Columnar and ragged: ``n`` samples of one prompt, their completions one after another, ``T`` tokens in all. Nothing is
+believed before ``check`` has passed; ``from_arrays`` calls it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.events import Segment
+from staleflow.protocols.consistency.ids import GroupId, Lineage, Version
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.tensors import Array
+
+STAGE: Final = "stage/"
+"""Columns of stages are named ``stage/<stage>/<column>``: float32, one value a sample."""
+
+LOGPROB_TOLERANCE: Final = 1e-3
+"""A log-probability may exceed 0 by this much, from rounding in the engine."""
+
+
+class Finish(IntEnum):
+    """How a sample ended."""
+
+    STOP = 0
+    LENGTH = 1
+    INTERRUPTED = 2
+
+
+_COLUMNS: Final = {
+    "prompt_ids": ("int32", 1),
+    "lengths": ("int32", 1),
+    "token_ids": ("int32", 1),
+    "logprobs": ("float32", 1),
+    "loss_mask": ("uint8", 1),
+    "segments": ("int64", 2),
+    "finish": ("uint8", 1),
+}
+"""Name -> dtype and number of dimensions."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupPayload:
+    """One group. Not checked on construction; ``check`` before it leaves, ``from_arrays`` when it comes."""
+
+    prompt_ids: Array
+    """int32 [P]"""
+    lengths: Array
+    """int32 [n]: completion tokens of each sample."""
+    token_ids: Array
+    """int32 [T]: all completions, sample after sample."""
+    logprobs: Array
+    """float32 [T]: of each token, as the engine sampled it."""
+    loss_mask: Array
+    """uint8 [T]: 1 where the policy wrote the token, 0 where the environment did."""
+    segments: Array
+    """int64 [S, 4]: rows (sample, lineage, version, tokens), sample after sample, in order of writing."""
+    finish: Array
+    """uint8 [n]: ``Finish`` of each sample."""
+    stages: dict[str, Array] = field(default_factory=dict[str, Array])
+    """float32 [n] each, by full name: ``stage/reward/reward``."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def to_arrays(self) -> dict[str, Array]:
+        """Everything by name, checked: ``ProtocolError`` rather than a payload that nobody would take."""
+        self.check()
+        return {name: getattr(self, name) for name in _COLUMNS} | self.stages
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> "GroupPayload":
+        """A checked payload. ``ProtocolError`` names the first thing that is wrong."""
+        if missing := [name for name in _COLUMNS if name not in arrays]:
+            raise _malformed(f"the payload lacks {', '.join(missing)}")
+        if unknown := [name for name in arrays if name not in _COLUMNS and not name.startswith(STAGE)]:
+            raise _malformed(f"the payload has unknown columns: {', '.join(unknown)}")
+        stages = {name: array for name, array in arrays.items() if name.startswith(STAGE)}
+        payload = cls(**{name: arrays[name] for name in _COLUMNS}, stages=stages)
+        payload.check()
+        return payload
+
+    def check(self) -> None:
+        """``ProtocolError`` unless this is a group: types, sizes, ranges, and segments that add up to the tokens."""
+        for name, (dtype, ndim) in _COLUMNS.items():
+            _check_type(name, getattr(self, name), dtype, ndim)
+        self._check_sizes()
+        self._check_values()
+        _check_segments(self.segments, self.lengths)
+        for name, column in self.stages.items():
+            _check_stage(name, column, self.num_samples)
+
+    def segment_summary(self) -> list[Segment]:
+        """Tokens by (lineage, version), all samples together, ascending."""
+        totals: dict[tuple[int, int], int] = {}
+        for _, lineage, version, tokens in self.segments.tolist():
+            totals[lineage, version] = totals.get((lineage, version), 0) + tokens
+        return [Segment(Lineage(key[0]), Version(key[1]), totals[key]) for key in sorted(totals)]
+
+    def token_versions(self) -> Array:
+        """int64 [T]: the version that wrote each token."""
+        return np.repeat(self.segments[:, 2], self.segments[:, 3])
+
+    def _check_sizes(self) -> None:
+        samples, tokens = self.num_samples, int(self.lengths.sum(dtype=np.int64))
+        if not samples:
+            raise _malformed("lengths is empty; a group has at least one sample")
+        if int(self.lengths.min()) < 0:
+            raise _malformed(f"lengths holds {int(self.lengths.min())}; a completion has no fewer than 0 tokens")
+        for name, wanted in (("token_ids", tokens), ("logprobs", tokens), ("loss_mask", tokens), ("finish", samples)):
+            if (size := len(getattr(self, name))) != wanted:
+                raise _malformed(f"{name} holds {size} values; the lengths of {samples} samples ask for {wanted}")
+
+    def _check_values(self) -> None:
+        for name in ("prompt_ids", "token_ids"):
+            if (ids := getattr(self, name)).size and int(ids.min()) < 0:
+                raise _malformed(f"{name} holds {int(ids.min())}; a token id is at least 0")
+        if self.logprobs.size and not float(self.logprobs.min()) > -np.inf:  # NaN or -inf
+            raise _malformed("logprobs holds a value that is not finite")
+        if self.logprobs.size and float(self.logprobs.max()) > LOGPROB_TOLERANCE:
+            raise _malformed(f"logprobs holds {float(self.logprobs.max())}; a log-probability is at most 0")
+        if self.loss_mask.size and int(self.loss_mask.max()) > 1:
+            raise _malformed(f"loss_mask holds {int(self.loss_mask.max())}; it is 0 or 1")
+        if int(self.finish.max()) > max(Finish):
+            raise _malformed(f"finish holds {int(self.finish.max())}; it is one of {[int(value) for value in Finish]}")
+
+
+def shard_of(group: GroupId, shards: int) -> int:
+    """The trajectory server that holds ``group``: the same in every process and release (splitmix64, then modulo)."""
+    mask = 0xFFFF_FFFF_FFFF_FFFF
+    mixed = (group + 0x9E37_79B9_7F4A_7C15) & mask
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58_476D_1CE4_E5B9) & mask
+    mixed = ((mixed ^ mixed >> 27) * 0x94D0_49BB_1331_11EB) & mask
+    return (mixed ^ mixed >> 31) % shards
+
+
+def _check_type(name: str, array: Array, dtype: str, ndim: int) -> None:
+    if array.dtype != np.dtype(dtype) or array.ndim != ndim:
+        raise _malformed(f"{name} is {array.dtype} with {array.ndim} dimensions; it must be {dtype} with {ndim}")
+
+
+def _check_segments(segments: Array, lengths: Array) -> None:
+    if segments.shape[1] != 4:
+        raise _malformed(f"segments has {segments.shape[1]} columns; a row is sample, lineage, version, tokens")
+    samples, tokens = segments[:, 0], segments[:, 3]
+    if segments.size and (int(segments.min()) < 0 or int(tokens.min()) < 1 or int(samples.max()) >= len(lengths)):
+        raise _malformed("segments names a sample that is not there, or holds a negative number or an empty segment")
+    if int(tokens.max(initial=0)) > int(lengths.max()):
+        raise _malformed(f"segments holds one of {int(tokens.max())} tokens; the longest sample has {lengths.max()}")
+    first, second = segments[:-1], segments[1:]
+    forward = (second[:, 0] > first[:, 0]) | (
+        (second[:, 0] == first[:, 0])
+        & ((second[:, 1] > first[:, 1]) | ((second[:, 1] == first[:, 1]) & (second[:, 2] >= first[:, 2])))
+    )
+    if not forward.all():
+        row = int(np.argmin(forward)) + 1
+        raise _malformed(f"segments goes back in row {row}: sample, lineage and version must ascend")
+    written = np.zeros(len(lengths), dtype=np.int64)
+    np.add.at(written, samples, tokens)
+    if (wrong := np.flatnonzero(written != lengths)).size:
+        sample = int(wrong[0])
+        raise _malformed(
+            f"the segments of sample {sample} add up to {written[sample]} tokens, it has {lengths[sample]}"
+        )
+
+
+def _check_stage(name: str, column: Array, samples: int) -> None:
+    if len(parts := name.split("/")) != 3 or parts[0] != "stage" or not all(parts):
+        raise _malformed(f"{name!r} is no column; its name must be stage/<stage>/<column>")
+    _check_type(name, column, "float32", 1)
+    if len(column) != samples:
+        raise _malformed(f"{name} holds {len(column)} values; the group has {samples} samples")
+    if not np.isfinite(column).all():
+        raise _malformed(f"{name} holds a value that is not finite")
+
+
+def _malformed(detail: str) -> ProtocolError:
+    return ProtocolError(Code.MALFORMED, detail)
