@@ -1,0 +1,147 @@
+"""Keys that must agree with each other. Pure: no file is looked at and nothing is imported."""
+
+import math
+import re
+from urllib.parse import urlsplit
+
+from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.imports import split
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.limits import Bound, OnOverdue
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
+
+
+def consistent(config: Config) -> None:
+    """``ConfigError`` for the first rule that ``config`` breaks."""
+    for rule in (_name, _model, _prompts, _specs, _bound, _groups, _algorithm, _shards, _binds):
+        rule(config)
+
+
+def needs_model(config: Config) -> bool:
+    """True unless engine and trainer are both simulated."""
+    return config.rollout.engine != "simulated" or config.trainer.backend != "simulated"
+
+
+def _name(config: Config) -> None:
+    if not _NAME.fullmatch(config.name):
+        raise ConfigError("name", config.name, "it names run directories: letters, digits, '.', '_' and '-' only")
+
+
+def _model(config: Config) -> None:
+    path, build = config.model.path, config.model.build
+    if path and build:
+        raise ConfigError("model.path", path, f'with model.build "{build}" there must be only one of the two')
+    if not path and not build and needs_model(config):
+        raise ConfigError("model.path", MISSING, "it must be a model directory, or model.build must make one")
+    if config.model.options and not build:
+        raise ConfigError("model.options", config.model.options, "these are options of model.build, which is missing")
+
+
+def _prompts(config: Config) -> None:
+    prompts = config.prompts
+    if prompts.path and prompts.source:
+        raise ConfigError("prompts.path", prompts.path, "with prompts.source there must be only one of the two")
+    if not prompts.path and not prompts.source:
+        raise ConfigError("prompts.path", MISSING, "it must be a .jsonl or .parquet file, or prompts.source be set")
+    if prompts.eval_path and prompts.eval_source:
+        raise ConfigError("prompts.eval_path", prompts.eval_path, "with prompts.eval_source only one of the two")
+    for key, path in (("prompts.path", prompts.path), ("prompts.eval_path", prompts.eval_path)):
+        if path and not path.endswith((".jsonl", ".parquet")):
+            raise ConfigError(key, path, "it must end in .jsonl or .parquet")
+    if config.trainer.eval_every and not (prompts.eval_path or prompts.eval_source):
+        allowed = "it needs held-out prompts: prompts.eval_path or prompts.eval_source"
+        raise ConfigError("trainer.eval_every", config.trainer.eval_every, allowed)
+
+
+def import_paths(config: Config) -> dict[str, str]:
+    """Every import path that is set, by key."""
+    found = {
+        "model.build": config.model.build,
+        "prompts.source": config.prompts.source,
+        "prompts.eval_source": config.prompts.eval_source,
+        "reward.run": config.reward.run,
+    }
+    return {key: spec for key, spec in found.items() if spec or key == "reward.run"}
+
+
+def _specs(config: Config) -> None:
+    for key, spec in import_paths(config).items():
+        split(spec, key)
+
+
+def _bound(config: Config) -> None:
+    staleness = config.staleness
+    if staleness.bound is Bound.TOKEN and staleness.on_overdue is not OnOverdue.WAIT:
+        allowed = 'with staleness.bound "token" no group is ever overdue: leave it at "wait"'
+        raise ConfigError("staleness.on_overdue", staleness.on_overdue.value, allowed)
+    if staleness.bound is not Bound.TOKEN and staleness.min_trainable > 0:
+        allowed = 'it means something only with staleness.bound "token"; leave it at 0'
+        raise ConfigError("staleness.min_trainable", staleness.min_trainable, allowed)
+
+
+def _groups(config: Config) -> None:
+    rollout = config.rollout
+    samples = math.ceil(rollout.group_size * rollout.redundancy.samples)
+    if samples > rollout.max_inflight:
+        allowed = f"a group of {samples} samples must fit: at least {samples}"
+        raise ConfigError("rollout.max_inflight", rollout.max_inflight, allowed)
+    if rollout.filter == "zero_spread" and rollout.group_size == 1:
+        allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
+        raise ConfigError("rollout.group_size", rollout.group_size, allowed)
+
+
+def _algorithm(config: Config) -> None:
+    if not all(0 <= beta < 1 for beta in config.trainer.betas):
+        raise ConfigError("trainer.betas", list(config.trainer.betas), "each must be at least 0 and below 1")
+
+
+def check_rows(config: Config, rows: int) -> None:
+    """The prompts must last for every step (some may still be filtered away)."""
+    prompts, trainer = config.prompts, config.trainer
+    source = prompts.path or prompts.source
+    if rows < 1:
+        raise ConfigError("prompts.path" if prompts.path else "prompts.source", source, "it has no rows")
+    needed = trainer.batch_size * trainer.steps
+    if prompts.epochs and rows * prompts.epochs < needed:
+        allowed = (
+            f"{rows} rows x {prompts.epochs} give {rows * prompts.epochs} groups, but trainer.batch_size "
+            f"{trainer.batch_size} x trainer.steps {trainer.steps} need {needed}: "
+            f"at least {math.ceil(needed / rows)}, or 0 to repeat until the trainer is done"
+        )
+        raise ConfigError("prompts.epochs", prompts.epochs, allowed)
+
+
+def _shards(config: Config) -> None:
+    binds, shards = config.trajectories.bind, config.trajectories.shards
+    if binds and len(binds) != shards:
+        raise ConfigError("trajectories.bind", binds, f"it must have trajectories.shards = {shards} addresses, or none")
+
+
+def _binds(config: Config) -> None:
+    binds = [("scheduler.bind", config.scheduler.bind), ("parameters.bind", config.parameters.bind)]
+    binds += [("trajectories.bind", bind) for bind in config.trajectories.bind]
+    seen: dict[str, str] = {}
+    for key, bind in binds:
+        if not bind:
+            continue
+        _address(key, bind)
+        if bind in seen:
+            raise ConfigError(key, bind, f"{seen[bind]} has it already; each server needs its own")
+        seen[bind] = key
+
+
+def _address(key: str, bind: str) -> None:
+    form = "it must be tcp://host:port or ipc:///path"
+    if bind.startswith("ipc:///") and len(bind) > len("ipc:///"):
+        return
+    try:
+        parts = urlsplit(bind)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise ConfigError(key, bind, form) from None
+    if parts.scheme != "tcp" or not host or not port or parts.path:
+        raise ConfigError(key, bind, f"{form}, with a port from 1 to 65535")
+    if not _LOOPBACK.fullmatch(host):
+        raise ConfigError(key, bind, "only loopback may be bound: 127.0.0.1, ::1 or localhost")

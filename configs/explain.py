@@ -1,0 +1,137 @@
+"""A decoding error in one line that names the key, the value and what is allowed.
+
+The decoder says where it stopped; what is allowed there comes from the schema itself.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn, cast
+
+import msgspec
+import msgspec.inspect as kinds
+
+from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.schema import Config
+
+_PATH = re.compile(r" - at `\$\.?(.*)`$")
+_ITEM = re.compile(r"\[[^\]]*\]")
+_NAMED = re.compile(r"(unknown|missing required) field `([^`]*)`")
+_BIGGEST = 2**63 - 1
+
+
+def decode(table: dict[str, Any]) -> Config:
+    """The configuration that ``table`` describes, or a ``ConfigError``."""
+    _finite(table, ())
+    try:
+        return msgspec.convert(table, Config)
+    except msgspec.ValidationError as error:
+        _explain(str(error), table)
+
+
+def _explain(message: str, table: dict[str, Any]) -> NoReturn:
+    at = _PATH.search(message)
+    path = tuple(part for part in _ITEM.sub("", at[1] if at else "").split(".") if part)
+    if named := _NAMED.search(message):
+        path = (*path, named[2])
+        if named[1] == "unknown":
+            raise ConfigError(".".join(path), _value(table, path), _nearest(path))
+        raise ConfigError(".".join(path), MISSING, f"it must be {_allowed(_kind(path))}")
+    raise ConfigError(".".join(path), _value(table, path), f"it must be {_allowed(_kind(path))}")
+
+
+def _value(table: Any, path: tuple[str, ...]) -> object:
+    for part in path:
+        if not isinstance(table, dict) or part not in table:
+            return MISSING
+        table = cast(dict[str, Any], table)[part]
+    return table
+
+
+def keys(kind: kinds.Type | None = None, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every dotted key of the schema that holds a value, in order."""
+    for field in cast(kinds.StructType, kind or kinds.type_info(Config)).fields:
+        path = (*above, field.name)
+        if isinstance(field.type, kinds.StructType):
+            yield from keys(field.type, path)
+        else:
+            yield ".".join(path)
+
+
+def _nearest(path: tuple[str, ...]) -> str:
+    *above, wrong = path
+    known = [key.split(".") for key in keys()]
+    here = {key[len(above)]: ".".join(key[: len(path)]) for key in known if key[: len(above)] == above}
+    leaves = {key[-1]: ".".join(key) for key in reversed(known)}
+    names = {**leaves, **here}
+    if close := difflib.get_close_matches(wrong, names, n=1, cutoff=0.65):
+        return f"there is no such key, did you mean {names[close[0]]}?"
+    return f"there is no such key; allowed here: {', '.join(here)}"
+
+
+def _kind(path: tuple[str, ...]) -> kinds.Type:
+    kind: kinds.Type = kinds.type_info(Config)
+    for part in path:
+        match kind:
+            case kinds.StructType():
+                kind = next(field.type for field in kind.fields if field.name == part)
+            case kinds.DictType():
+                kind = kind.value_type
+            case _:
+                break
+    return kind
+
+
+def _allowed(kind: kinds.Type) -> str:
+    match kind:
+        case kinds.IntType():
+            return f"an integer{_range(kind)}"
+        case kinds.FloatType():
+            return f"a number{_range(kind)}"
+        case kinds.StrType():
+            return "a string"
+        case kinds.BoolType():
+            return "true or false"
+        case kinds.LiteralType():
+            return _one_of(kind.values)
+        case kinds.EnumType():
+            return _one_of(tuple(member.value for member in kind.cls))
+        case kinds.ListType():
+            return f"a list, each {_allowed(kind.item_type)}"
+        case kinds.TupleType():
+            return f"a list of {len(kind.item_types)}, each {_allowed(kind.item_types[0])}"
+        case kinds.DictType():
+            return "a table" if isinstance(kind.value_type, kinds.AnyType) else "a table of strings"
+        case kinds.StructType():
+            return f"a table with {', '.join(field.name for field in kind.fields)}"
+        case _:
+            return "a TOML value"
+
+
+def _one_of(values: tuple[Any, ...]) -> str:
+    return f"one of {', '.join(repr(str(value)) for value in sorted(values))}".replace("'", '"')
+
+
+def _range(kind: kinds.IntType | kinds.FloatType) -> str:
+    if kind.ge is not None and kind.le is not None:
+        return f" from {kind.ge} to {kind.le}"
+    signs = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
+    return "".join(f" {sign} {limit}" for sign, limit in signs if limit is not None)
+
+
+def _finite(value: object, path: tuple[str, ...]) -> None:
+    """Refuses what TOML can write and nothing downstream can use: infinities, NaN, integers past 64 bits."""
+    match value:
+        case dict():
+            for key, inner in cast(dict[str, object], value).items():
+                _finite(inner, (*path, key))
+        case list():
+            for inner in cast(list[object], value):
+                _finite(inner, path)
+        case float() if not math.isfinite(value):
+            raise ConfigError(".".join(path), value, "it must be a finite number")
+        case int() if abs(value) > _BIGGEST:
+            raise ConfigError(".".join(path), value, "it must be an integer of at most 64 bits")
+        case _:
+            pass

@@ -1,0 +1,97 @@
+"""What only this machine can tell: the files of a configuration exist and its import paths work."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from staleflow.configs import probe
+from staleflow.configs.checks import check_rows, import_paths
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+"""A directory with none of these has no tokenizer."""
+
+Probe = Callable[[probe.Question], dict[str, int]]
+
+
+def present(config: Config, ask: Probe = probe.ask) -> None:
+    """``ConfigError`` for the first thing that is not there. Starts one short process for the imports."""
+    if config.model.path:
+        check_model_dir(Path(config.model.path))
+    _prompt_file("prompts.path", config.prompts.path, config)
+    _prompt_file("prompts.eval_path", config.prompts.eval_path, config)
+    rows = ask(_question(config))
+    if config.prompts.epochs:
+        check_rows(config, rows["prompts.source"] if config.prompts.source else _count(Path(config.prompts.path)))
+
+
+def check_model_dir(path: Path, key: str = "model.path") -> None:
+    """A directory as ``save_pretrained`` writes it: a config and a tokenizer."""
+    if not path.is_dir():
+        raise ConfigError(key, str(path), "no such directory")
+    if not (path / "config.json").is_file():
+        raise ConfigError(key, str(path), "it has no config.json: it must be a model directory of save_pretrained")
+    if not any((path / name).is_file() for name in TOKENIZER):
+        raise ConfigError(key, str(path), f"it has no tokenizer: one of {', '.join(TOKENIZER)} must be there")
+
+
+def _question(config: Config) -> probe.Question:
+    specs = import_paths(config)
+    options = {"seed": config.seed, **config.prompts.options}
+    calls: dict[str, tuple[int, list[str]]] = {}
+    if config.model.build:
+        calls["model.build"] = (1, ["seed", *config.model.options])
+    sources: dict[str, tuple[dict[str, Any], str, bool]] = {}
+    for key in ("prompts.source", "prompts.eval_source"):
+        if key in specs:
+            calls[key] = (0, list(options))
+            sources[key] = (options, _prompt_column(config), key == "prompts.source" and config.prompts.epochs > 0)
+    return {"specs": specs, "calls": calls, "sources": sources}
+
+
+def _prompt_column(config: Config) -> str:
+    return config.prompts.columns.get("prompt", "prompt")
+
+
+def _prompt_file(key: str, text: str, config: Config) -> None:
+    if not text:
+        return
+    path = Path(text)
+    if not path.is_file():
+        raise ConfigError(key, text, "no such file")
+    if path.suffix != ".jsonl":
+        return
+    column = _prompt_column(config)
+    first = _first_row(key, path)
+    if column not in first:
+        allowed = f'its rows have no column "{column}" (they have {", ".join(first)}); name it in prompts.columns'
+        raise ConfigError(key, text, allowed)
+
+
+def _first_row(key: str, path: Path) -> dict[str, Any]:
+    with path.open("rb") as lines:
+        line = next((line for line in lines if line.strip()), b"")
+    if not line:
+        raise ConfigError(key, str(path), "it has no rows")
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(key, str(path), f"its first row is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(key, str(path), "each row must be a JSON object")
+    return cast(dict[str, Any], row)
+
+
+def _count(path: Path) -> int:
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")  # an extra, and heavy
+    except ImportError:
+        allowed = 'reading Parquet needs the extra: pip install "staleflow[parquet]"'
+        raise ConfigError("prompts.path", str(path), allowed) from None
+    return int(parquet.read_metadata(path).num_rows)

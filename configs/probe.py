@@ -1,0 +1,94 @@
+"""Tries user code in a process of its own: is it importable, does it take its options, how many rows does it give.
+
+``python -m staleflow.configs.probe`` reads one JSON object on stdin and writes one on stdout; the process that asks
+stays free of whatever the user's modules import.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from typing import Any, cast
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.imports import load_object
+
+Question = dict[str, Any]
+"""``specs``: key -> import path; ``calls``: key -> (positional count, keyword names) that it must take;
+``sources``: key -> (keyword arguments, column that its rows must have, whether to count them all)."""
+
+
+def ask(question: Question, timeout_s: float = 120.0) -> dict[str, int]:
+    """Rows of each source (1 where not counted), or the ``ConfigError`` that the other process found."""
+    command = [sys.executable, "-m", "staleflow.configs.probe"]
+    sent = json.dumps(question)
+    try:
+        done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError("import paths", str(question["specs"]), f"importing took over {timeout_s:g} s") from None
+    reply = _reply(done.stdout)
+    if error := reply.get("error"):
+        raise ConfigError(*error)
+    if "rows" not in reply:
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise ConfigError("import paths", str(question["specs"]), f"importing them ended Python: {last}")
+    rows: dict[str, int] = reply["rows"]
+    return rows
+
+
+def _reply(text: str) -> dict[str, Any]:
+    try:
+        return cast(dict[str, Any], json.loads(text.rpartition("\n")[2]))
+    except ValueError:
+        return {}
+
+
+def answer(question: Question) -> dict[str, int]:
+    """Imports and calls what ``question`` names; ``ConfigError`` for what cannot be."""
+    specs: dict[str, str] = question["specs"]
+    found = {key: load_object(spec, key) for key, spec in specs.items()}
+    for key, (positional, names) in question["calls"].items():
+        _takes(found[key], key, specs[key], positional, names)
+    return {key: _rows(found[key], key, specs[key], *how) for key, how in question["sources"].items()}
+
+
+def _rows(source: Any, key: str, spec: str, options: dict[str, Any], column: str, count: bool) -> int:
+    try:
+        rows = iter(source(**options))
+        first: Any = next(rows, None)
+        number = (first is not None) + (sum(1 for _ in rows) if count else 0)
+    except Exception as error:  # user code: whatever it raises is the operator's to read
+        raise ConfigError(key, spec, f"calling it failed ({type(error).__name__}: {error})") from error
+    if first is None:
+        raise ConfigError(key, spec, "it gave no rows")
+    if not isinstance(first, dict) or column not in cast(dict[str, Any], first):
+        begins = str(cast(object, first))[:80]
+        raise ConfigError(key, spec, f'its rows must be dicts with a column "{column}"; the first is {begins}')
+    return number
+
+
+def _takes(function: Any, key: str, spec: str, positional: int, names: list[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*range(positional), **dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigError(key, spec, f"it is called with {', '.join(names)}, but {error}") from error
+
+
+def main() -> int:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what user modules print must not mix with the answer
+    try:
+        reply: dict[str, Any] = {"rows": answer(json.load(sys.stdin))}
+    except ConfigError as error:
+        reply = {"error": [error.what, error.value, error.allowed]}
+    os.write(out, b"\n" + json.dumps(reply).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # tearing down what the user's modules imported may take seconds

@@ -1,0 +1,33 @@
+"""A configuration that needs nothing, written where a test wants it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MINIMAL = """
+name = "tiny"
+[prompts]
+source = "staleflow.quickstart.task:prompts"
+[reward]
+run = "staleflow.quickstart.task:reward"
+[rollout]
+engine = "simulated"
+filter = "none"
+[trainer]
+backend = "simulated"
+"""
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a configuration file and returns its path."""
+
+    def to(text: str = MINIMAL, name: str = "run.toml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return to

@@ -1,0 +1,63 @@
+"""Keys that contradict each other."""
+
+import pytest
+
+from staleflow.configs.checks import check_rows
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import load
+from tests.configs.conftest import MINIMAL, Write
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["rollout.engine=transformers"], r"model\.path is missing; it must be a model directory, or model\.build"),
+        (["model.path=/m", "model.build=a:b"], r'model\.path is "/m"; with model\.build "a:b" there must be only one'),
+        (["model.options.x=1"], r"model\.options is \{'x': 1\}; these are options of model\.build, which is missing"),
+        (["prompts.path=/p.jsonl"], r"prompts\.path is \"/p\.jsonl\"; with prompts\.source there must be only one"),
+        (['prompts.source=""'], r"prompts\.path is missing; it must be a \.jsonl or \.parquet file"),
+        (['prompts.source=""', "prompts.path=/p.csv"], r'prompts\.path is "/p\.csv"; it must end in \.jsonl or'),
+        (["prompts.eval_path=/a.jsonl", "prompts.eval_source=a:b"], r"with prompts\.eval_source only one of the two"),
+        (["trainer.eval_every=5"], r"trainer\.eval_every is 5; it needs held-out prompts: prompts\.eval_path or"),
+        (["reward.run=score"], r'reward\.run is "score"; it must be module:function or file\.py:function'),
+        (["reward.run=a:"], r'reward\.run is "a:"; it must be module:function'),
+        (['reward.run=""'], r'reward\.run is ""; it must be module:function'),
+        (["staleness.bound=token", "staleness.on_overdue=drop"], r'staleness\.on_overdue is "drop"; with staleness'),
+        (["staleness.min_trainable=0.5"], r"staleness\.min_trainable is 0\.5; it means something only with"),
+        (["rollout.max_inflight=7"], r"rollout\.max_inflight is 7; a group of 8 samples must fit: at least 8"),
+        (["rollout.max_inflight=8", "rollout.redundancy.samples=1.1"], r"a group of 9 samples must fit: at least 9"),
+        (["rollout.group_size=1", "rollout.filter=zero_spread"], r"rollout\.group_size is 1; .* at least 2"),
+        (
+            ["trajectories.bind=['tcp://127.0.0.1:1']", "trajectories.shards=2"],
+            r"it must have trajectories\.shards = 2",
+        ),
+        (["scheduler.bind=tcp://0.0.0.0:1"], r'scheduler\.bind is "tcp://0\.0\.0\.0:1"; only loopback may be bound'),
+        (["scheduler.bind=tcp://127.0.0.1"], r"it must be tcp://host:port or ipc:///path"),
+        (["scheduler.bind=tcp://127.0.0.1:0"], r"with a port from 1 to 65535"),
+        (["scheduler.bind=tcp://127.0.0.1:70000"], r"it must be tcp://host:port"),
+        (["scheduler.bind=ipc://relative"], r"it must be tcp://host:port or ipc:///path"),
+        (["scheduler.bind=tcp://[::1]:7", "parameters.bind=tcp://[::1]:7"], r"scheduler\.bind has it already"),
+    ],
+)
+def test_a_contradiction_is_named(write: Write, overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        load(write(), overrides)
+
+
+def test_what_fits_is_left_alone(write: Write) -> None:
+    assert load(write(), ["scheduler.bind=tcp://[::1]:7", "parameters.bind=ipc:///tmp/p"]).scheduler.bind
+    assert load(write(), ["rollout.max_inflight=8"]).rollout.group_size == 8
+
+
+def test_prompts_that_cannot_fill_every_batch_are_named_with_how_many_passes_would_do(write: Write) -> None:
+    config = load(write(MINIMAL), ["prompts.epochs=1", "trainer.steps=10", "trainer.batch_size=4"])
+    check_rows(config, 40)
+    with pytest.raises(ConfigError) as raised:
+        check_rows(config, 39)
+    assert str(raised.value) == (
+        "prompts.epochs is 1; 39 rows x 1 give 39 groups, but trainer.batch_size 4 x trainer.steps 10 need 40: "
+        "at least 2, or 0 to repeat until the trainer is done"
+    )
+    check_rows(load(write(MINIMAL), ["prompts.epochs=0"]), 1)
+    with pytest.raises(ConfigError, match="it has no rows"):
+        check_rows(config, 0)

@@ -1,0 +1,132 @@
+"""What is not on this machine is named before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import load
+from staleflow.configs.presence import check_model_dir, present
+from staleflow.configs.probe import Question
+from tests.configs.conftest import MINIMAL, Write
+
+
+def no_questions(question: Question) -> dict[str, int]:
+    return {"prompts.source": 10}
+
+
+def refused(write: Write, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        present(load(write(MINIMAL), overrides))
+    return str(raised.value)
+
+
+def test_the_simulated_preset_needs_nothing_but_this_package(write: Write) -> None:
+    present(load(write(MINIMAL)))
+
+
+def test_a_reward_that_cannot_be_imported_is_named_with_the_reason(write: Write, tmp_path: Path) -> None:
+    nowhere = refused(write, "reward.run=nowhere:f")
+    assert (
+        nowhere == "reward.run is \"nowhere:f\"; it cannot be imported (ModuleNotFoundError: No module named 'nowhere')"
+    )
+    assert refused(write, "reward.run=json:nothing") == 'reward.run is "json:nothing"; json has no nothing'
+    assert "decoder must be callable, it is module" in refused(write, "reward.run=json:decoder")
+    missing = tmp_path / "none.py"
+    assert "it cannot be imported (FileNotFoundError: no such file)" in refused(write, f"reward.run={missing}:f")
+    (tmp_path / "broken.py").write_text("import nowhere_else")
+    assert "No module named 'nowhere_else'" in refused(write, f"reward.run={tmp_path}/broken.py:f")
+    (tmp_path / "wrong.py").write_text("def f(:")
+    assert "it cannot be imported (SyntaxError" in refused(write, f"reward.run={tmp_path}/wrong.py:f")
+
+
+def test_a_module_that_ends_python_is_survived(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("import os\nos._exit(3)")
+    assert "importing them ended Python: exit code 3" in refused(write, f"reward.run={tmp_path}/leaves.py:f")
+
+
+def test_what_a_module_prints_at_import_is_not_taken_for_an_answer(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("print('{}')\nimport sys; sys.stdout.flush()\ndef f(*a, **k): ...\n")
+    present(load(write(MINIMAL), [f"reward.run={tmp_path}/loud.py:f"]))
+
+
+def test_a_file_may_import_its_neighbour(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("def score(*a, **k): return 1.0")
+    (tmp_path / "judge.py").write_text("from neighbour import score")
+    present(load(write(MINIMAL), [f"reward.run={tmp_path}/judge.py:score"]))
+
+
+def test_options_that_a_source_does_not_take_are_named(write: Write) -> None:
+    assert "unexpected keyword argument 'limmit'" in refused(write, "prompts.options.limmit=3")
+    assert "calling it failed (ValueError: limit=1" in refused(write, "prompts.options.limit=1")
+
+
+def test_a_source_must_give_rows_with_a_prompt(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text("def none(seed): return []\ndef odd(seed): return [3]\n")
+    assert "it gave no rows" in refused(write, f"prompts.source={tmp_path}/rows.py:none")
+    assert 'its rows must be dicts with a column "prompt"; the first is 3' in (
+        refused(write, f"prompts.source={tmp_path}/rows.py:odd")
+    )
+    assert 'a column "question"' in refused(write, "prompts.columns.prompt=question")
+
+
+def test_a_source_too_small_for_the_run_is_counted(write: Write) -> None:
+    overrides = ("prompts.epochs=1", "prompts.options.limit=2", "trainer.steps=10")
+    assert "give" in refused(write, *overrides)
+    present(load(write(MINIMAL), [*overrides[1:], "prompts.epochs=0"]))
+
+
+def test_files_of_prompts_must_be_there_and_have_the_column(write: Write, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    from_file = ('prompts.source=""', f"prompts.path={rows}")
+    assert refused(write, *from_file) == f'prompts.path is "{rows}"; no such file'
+    rows.write_text("\n")
+    assert "it has no rows" in refused(write, *from_file)
+    rows.write_text("not json\n")
+    assert "its first row is not JSON" in refused(write, *from_file)
+    rows.write_text("[1]\n")
+    assert "each row must be a JSON object" in refused(write, *from_file)
+    rows.write_text(json.dumps({"question": "1+1="}) + "\n")
+    assert 'its rows have no column "prompt" (they have question); name it in prompts.columns' in (
+        refused(write, *from_file)
+    )
+    present(load(write(MINIMAL), [*from_file, "prompts.columns.prompt=question"]))
+    with pytest.raises(ConfigError, match="1 rows x 1 give 1 groups"):
+        present(load(write(MINIMAL), [*from_file, "prompts.columns.prompt=question", "prompts.epochs=1"]))
+
+
+def test_parquet_rows_are_counted(write: Write, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), rows)
+    overrides = ('prompts.source=""', f"prompts.path={rows}", "prompts.epochs=1")
+    assert "2 rows x 1 give 2 groups" in refused(write, *overrides)
+
+
+def test_a_model_directory_needs_a_config_and_a_tokenizer(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    with pytest.raises(ConfigError, match="no such directory"):
+        check_model_dir(model)
+    model.mkdir()
+    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+        check_model_dir(model)
+    (model / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"it has no tokenizer: one of tokenizer\.json, tokenizer_config\.json"):
+        check_model_dir(model)
+    (model / "tokenizer.json").write_text("{}")
+    check_model_dir(model)
+
+
+def test_imports_are_asked_for_only_once_and_with_every_key(write: Write) -> None:
+    asked: list[Question] = []
+
+    def remember(question: Question) -> dict[str, int]:
+        asked.append(question)
+        return no_questions(question)
+
+    present(load(write(MINIMAL), ["model.build=a:b", "prompts.eval_source=c:d"]), remember)
+    assert [list(question["specs"]) for question in asked] == [
+        ["model.build", "prompts.source", "prompts.eval_source", "reward.run"]
+    ]
