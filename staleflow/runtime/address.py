@@ -1,0 +1,103 @@
+"""Addresses: what may be bound or connected to, said plainly before ZeroMQ says it darkly."""
+
+import errno
+import ipaddress
+import re
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from staleflow.configs.errors import ConfigError
+
+IPC_PATH_BYTES: Final = 107
+"""The longest path of a Unix socket on Linux."""
+
+_TCP: Final = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\];\s]+):(?P<port>\*|\d{1,5})")
+_LOOPBACK_ONLY: Final = "it must be on the loopback interface (127.0.0.1, [::1]) or an ipc:// path"
+_SYNTAX: Final = "it must be tcp://host:port or ipc:///path"
+
+
+def check_connect(address: str) -> str:
+    """``address`` if a client can connect to it, else ``ConfigError``."""
+    if address.startswith("ipc://"):
+        return _check_ipc(address)
+    host, port = _split(address)
+    if port == 0 or host == "*":
+        raise ConfigError("address", address, "a client needs the host and port of a server")
+    return address
+
+
+def check_bind(address: str) -> str:
+    """The address to bind, on loopback; ``ConfigError`` for one that is not an address, or reaches further."""
+    if address.startswith("ipc://"):
+        return _check_ipc(address)
+    host, port = _split(address)
+    if host == "localhost":
+        host = "127.0.0.1"
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError("bind", address, _LOOPBACK_ONLY) from None
+    if not ip.is_loopback:
+        raise ConfigError("bind", address, _LOOPBACK_ONLY)
+    return f"tcp://{f'[{ip}]' if ip.version == 6 else ip}:{port or '*'}"
+
+
+def bind(target: "zmq.Socket[bytes]", address: str) -> str:
+    """Bind and return the real address (port 0 resolved). ``ConfigError`` naming the address if that cannot be."""
+    checked = check_bind(address)
+    if checked.startswith("ipc://"):
+        _free_ipc(Path(checked.removeprefix("ipc://")), address)
+    target.set(zmq.IPV6, int("[" in checked))
+    try:
+        target.bind(checked)
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError("bind", address, "it is in use; it must be free") from None
+        raise ConfigError("bind", address, f"the system refuses it: {error.strerror}") from None
+    return target.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def _split(address: str) -> tuple[str, int]:
+    if (match := _TCP.fullmatch(address)) is None:
+        raise ConfigError("address", address, _SYNTAX)
+    port = 0 if match["port"] == "*" else int(match["port"])
+    if port > 65_535:
+        raise ConfigError("address", address, "a port is at most 65535")
+    return match["host"].strip("[]"), port
+
+
+def _check_ipc(address: str) -> str:
+    path = address.removeprefix("ipc://")
+    if not path.startswith("/"):
+        raise ConfigError("address", address, "the path of an ipc:// address must be absolute")
+    if (size := len(path.encode())) > IPC_PATH_BYTES:
+        raise ConfigError("address", address, f"its path has {size} bytes, the system takes {IPC_PATH_BYTES}")
+    return address
+
+
+def _free_ipc(path: Path, address: str) -> None:
+    """Remove the socket file of a dead process. ``ConfigError`` if somebody listens on it, or it is no socket."""
+    if not path.parent.is_dir():
+        raise ConfigError("bind", address, f"the folder {path.parent} must exist")
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError("bind", address, "there is a file that is not a socket; it is left alone")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except FileNotFoundError:
+            return
+        except BlockingIOError:  # its backlog is full: somebody listens
+            pass
+    raise ConfigError("bind", address, "it is in use; it must be free")

@@ -1,0 +1,292 @@
+"""The client side: one DEALER to one server, in an async and a blocking form.
+
+- A call is over when its answer comes. Until then its request is sent again, with the same id: after a while without
+  an answer, and when the server was busy.
+- A server not heard from for three heartbeats may be behind a dead connection: the socket is replaced, and what
+  waits is sent again. Only the caller's ``timeout_s`` ends a call without an answer.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future as ThreadFuture
+from typing import Any, Final, TypeVar
+
+import uvloop
+import zmq
+
+from staleflow.configs.errors import ConfigError
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.codec import Data, ProtocolError, VersionError, decode_reply, encode_request
+from staleflow.protocols.wire.messages import PROTOCOL, Ping, Refusal, Reply, Request
+from staleflow.runtime.address import check_connect
+from staleflow.runtime.drained import DrainedSocket
+from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.limits import TransportLimits
+from staleflow.runtime.retry import Backoff
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Answer = tuple[Reply, list[memoryview]]
+
+DEFAULT_LIMITS: Final = TransportLimits()
+ROUTE_BYTES: Final = 255
+"""The longest name of a connection that ZeroMQ takes."""
+CLOCK_GRAIN_S: Final = 0.002
+"""A timer of the loop may be early by this much."""
+LEAST_BUSY_S: Final = 0.01
+"""A busy server is not asked again sooner than this."""
+_PING: Final = encode_request(0, Ping())
+
+
+def worker_id(name: str) -> WorkerId:
+    """``name`` and a nonce: unique to the lifetime of this process."""
+    return WorkerId(f"{name}.{secrets.token_hex(4)}")
+
+
+class _Pending:
+    """A request that waits for its answer."""
+
+    __slots__ = ("attempt", "deadline_s", "future", "id", "parts", "started_s", "timer", "why")
+
+    def __init__(self, id: int, parts: list[Data], future: "asyncio.Future[Answer]", started_s: float) -> None:
+        self.id = id
+        self.parts = parts
+        self.future = future
+        self.started_s = started_s
+        self.deadline_s = float("inf")
+        self.attempt = 0
+        self.timer: asyncio.TimerHandle | None = None
+        self.why = ""
+
+
+class Client:
+    """Calls one server. Belongs to the loop of its first call; connects then."""
+
+    def __init__(self, address: str, *, worker: WorkerId, limits: TransportLimits = DEFAULT_LIMITS) -> None:
+        self.address = check_connect(address)
+        self._route = f"{worker}/{secrets.token_hex(4)}".encode()
+        if len(self._route) > ROUTE_BYTES:
+            raise ConfigError("worker", worker, f"its name must have at most {ROUTE_BYTES - 9} bytes")
+        self._limits = limits
+        self._backoff = Backoff(limits.retry_s, limits.retry_cap_s)
+        self._pending: dict[int, _Pending] = {}
+        self._last_id = 0
+        self._socket: DrainedSocket | None = None
+        self._heard_s = 0.0
+        self._said_s = 0.0
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def call(self, body: Request, frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0) -> Answer:
+        """The answer and its raw frames. Frames are not copied: nobody may change their bytes before the answer.
+
+        ``Refused`` for any no but ``busy``; ``Unavailable`` after ``timeout_s`` (None waits for ever);
+        ``ConfigError`` if the server speaks another protocol.
+        """
+        pending = self._ask(body, frames, timeout_s)
+        try:
+            reply, answer_frames = await pending.future
+        finally:
+            self._forget(pending)
+        if type(reply) is Refusal:
+            raise Refused(reply.code, reply.detail)
+        return reply, answer_frames
+
+    async def ask(
+        self, body: Request, reply_type: type[T], frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0
+    ) -> T:
+        """As ``call``, for an answer of one type without frames. ``ProtocolError`` if it is another."""
+        reply, _ = await self.call(body, frames, timeout_s=timeout_s)
+        if not isinstance(reply, reply_type):
+            detail = f"{self.address} answered {type(body).__name__} with {type(reply).__name__}"
+            raise ProtocolError(Code.MALFORMED, f"{detail}, not {reply_type.__name__}")
+        return reply
+
+    def close(self) -> None:
+        """Close; calls that still wait raise ``Unavailable``. From the loop's thread; may be called again."""
+        self._closed = True
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        for pending in list(self._pending.values()):
+            self._fail(pending)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _ask(self, body: Request, frames: Sequence[Data], timeout_s: float | None) -> _Pending:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._closed:
+            raise Unavailable(self.address, 0.0, "this client is closed")
+        if len(self._pending) >= self._limits.max_pending:
+            raise Refused(Code.BUSY, f"{len(self._pending)} calls to {self.address} wait already")
+        self._last_id += 1
+        parts: list[Data] = [encode_request(self._last_id, body), *frames]
+        self._check_size(parts)
+        if self._socket is None:
+            self._connect(now)
+        pending = _Pending(self._last_id, parts, loop.create_future(), now)
+        if timeout_s is not None:
+            pending.deadline_s = now + timeout_s
+        self._pending[pending.id] = pending
+        self._transmit(pending, now)
+        return pending
+
+    def _check_size(self, parts: list[Data]) -> None:
+        size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+        limits = self._limits
+        if size > limits.max_message_bytes or len(parts) - 1 > limits.max_frames:
+            had = f"{size} bytes in {len(parts) - 1} frames"
+            raise Refused(Code.OVERSIZE, f"{had}; at most {limits.max_message_bytes} in {limits.max_frames}")
+
+    # Sending -----------------------------------------------------------------------------------------------------
+
+    def _transmit(self, pending: _Pending, now: float) -> None:
+        """Send, and set the timer that sends again."""
+        pending.attempt += 1
+        assert self._socket is not None
+        if self._socket.send(pending.parts):
+            self._said_s = now
+        self._set_timer(pending, now, self._backoff.delay_s(pending.attempt))
+
+    def _set_timer(self, pending: _Pending, now: float, delay_s: float) -> None:
+        if pending.timer is not None:
+            pending.timer.cancel()
+        loop = asyncio.get_running_loop()
+        pending.timer = loop.call_at(min(now + delay_s, pending.deadline_s), self._due, pending)
+
+    def _due(self, pending: _Pending) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= pending.deadline_s - CLOCK_GRAIN_S:
+            self._fail(pending)
+        elif not pending.future.done():
+            self._transmit(pending, now)
+
+    def _forget(self, pending: _Pending) -> None:
+        self._pending.pop(pending.id, None)
+        if pending.timer is not None:
+            pending.timer.cancel()
+
+    def _fail(self, pending: _Pending) -> None:
+        waited_s = asyncio.get_running_loop().time() - pending.started_s
+        if not pending.future.done():
+            pending.future.set_exception(Unavailable(self.address, waited_s, pending.why))
+
+    # Receiving ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
+        now = self._heard_s = asyncio.get_running_loop().time()
+        try:
+            id, reply = decode_reply(head[0])
+        except VersionError as error:
+            self._wrong_version(error)
+            return
+        except ProtocolError as error:
+            log.warning("%s sent what is no message: %s", self.address, error.detail)
+            return
+        if (pending := self._pending.get(id)) is None:
+            if type(reply) is Refusal:
+                log.warning("%s refused what nobody waits for: %s %s", self.address, reply.code.value, reply.detail)
+            return
+        if pending.future.done():
+            return
+        if oversize:
+            reply = Refusal(code=Code.OVERSIZE, detail=f"the answer of {self.address} exceeds this client's limits")
+        if type(reply) is Refusal and reply.code is Code.BUSY:
+            pending.why = reply.detail
+            base_s = max(reply.retry_after_ms / 1_000, LEAST_BUSY_S)
+            self._set_timer(pending, now, Backoff(base_s, max(base_s, self._limits.retry_cap_s)).delay_s(1))
+            return
+        pending.future.set_result((reply, frames))
+
+    def _wrong_version(self, error: VersionError) -> None:
+        """Nothing that this server says can be believed: every call fails, with both versions."""
+        for pending in self._pending.values():
+            if not pending.future.done():
+                allowed = f"this client speaks {PROTOCOL}"
+                pending.future.set_exception(ConfigError(f"protocol of {self.address}", error.theirs, allowed))
+
+    # The connection ----------------------------------------------------------------------------------------------
+
+    def _connect(self, now: float) -> None:
+        self._socket = DrainedSocket(zmq.DEALER, num_heads=1, limits=self._limits, on_message=self._receive)
+        self._socket.zmq.set(zmq.ROUTING_ID, self._route)
+        self._socket.zmq.set(zmq.IPV6, int("[" in self.address))
+        self._socket.zmq.set(zmq.RECONNECT_IVL, 50)
+        self._socket.zmq.set(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._socket.zmq.connect(self.address)
+        self._socket.start()
+        self._heard_s = now
+        self._beat_later(self._limits.heartbeat_s * random.random())  # so that a thousand clients do not beat as one
+
+    def _beat_later(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + delay_s
+        self._heartbeat = loop.call_at(due_s, self._beat, due_s)
+
+    def _beat(self, due_s: float) -> None:
+        """Ping, or replace a dead connection. A beat that is late itself proves nothing: answers may lie unread."""
+        now = asyncio.get_running_loop().time()
+        assert self._socket is not None
+        if now - self._heard_s > self._limits.silence_s and now < due_s + self._limits.heartbeat_s / 2:
+            self._socket.close(linger_ms=0)
+            self._connect(now)
+            for pending in self._pending.values():
+                if not pending.future.done():
+                    self._transmit(pending, now)
+            return
+        if now - self._said_s > self._limits.heartbeat_s / 2 and self._socket.send((_PING,)):
+            self._said_s = now
+        self._beat_later(self._limits.heartbeat_s)
+
+
+class BlockingClient:
+    """The same for a training loop: a ``Client`` on a loop in a thread of its own. Safe to use from several threads."""
+
+    def __init__(self, address: str, *, worker: WorkerId, limits: TransportLimits = DEFAULT_LIMITS) -> None:
+        self._client = Client(address, worker=worker, limits=limits)
+        self.address = self._client.address
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"client {address}", daemon=True)
+        self._thread.start()
+
+    def call(self, body: Request, frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0) -> Answer:
+        """As ``Client.call``, blocking."""
+        return self._run(self._client.call(body, frames, timeout_s=timeout_s))
+
+    def ask(
+        self, body: Request, reply_type: type[T], frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0
+    ) -> T:
+        """As ``Client.ask``, blocking."""
+        return self._run(self._client.ask(body, reply_type, frames, timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """Close the client and end its thread. May be called again."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        """Close, and let the threads that wait for answers have their errors."""
+        self._client.close()
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise Unavailable(self.address, 0.0, "this client is closed")
+        future: ThreadFuture[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise

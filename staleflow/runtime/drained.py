@@ -1,0 +1,161 @@
+"""A ZeroMQ socket on an asyncio loop, by its file descriptor: the one transport under every server and client.
+
+Why not ``zmq.asyncio``: it costs a future and a poll a message, three to five times what draining the descriptor costs.
+
+The descriptor is edge-triggered: it says "something changed", once. So the socket is looked at again after every drain
+and after every send, or messages would stay in it unseen. A drain handles at most ``burst_messages``, then lets the
+loop's timers run and goes on.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+import zmq
+
+from staleflow.protocols.wire.codec import Data
+from staleflow.runtime.limits import TransportLimits
+
+MAX_SOCKETS: Final = 16_384
+"""Of one process."""
+
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_NOBLOCK_MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_RCVMORE: Final = int(zmq.RCVMORE)
+_POLLIN: Final = int(zmq.POLLIN)
+# Plain integers: combining ZeroMQ's flag enums takes longer than sending a message.
+
+_open: Final[set[int]] = set()
+"""Sockets of this process that are not closed, by identity."""
+
+
+def context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """The ZeroMQ context of this process."""
+    shared = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+    shared.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return shared
+
+
+def end_context() -> None:
+    """Wait until closed sockets have delivered or given up, at most their linger. No effect while one is open."""
+    if not _open:
+        zmq.Context.instance().term()
+
+
+class DrainedSocket:
+    """A socket whose messages are handed to ``on_message(head, frames, oversize)``, in order, from the loop's thread.
+
+    The head is the first ``num_heads`` parts, as bytes; the frames are the others, as views of ZeroMQ's own memory. A
+    message beyond the limits comes with the frames that fit and ``oversize`` set. ``on_drained`` runs after each drain
+    that handled a message.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        *,
+        num_heads: int,
+        limits: TransportLimits,
+        on_message: Callable[[list[bytes], list[memoryview], bool], None],
+        on_drained: Callable[[], None] | None = None,
+    ) -> None:
+        self._limits = limits
+        self._num_heads = num_heads
+        self._on_message = on_message
+        self._on_drained = on_drained
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._looking = False
+        self._draining = False
+        self.zmq = context().socket(kind)
+        self.zmq.set(zmq.SNDHWM, limits.send_queue)
+        self.zmq.set(zmq.RCVHWM, limits.receive_queue)
+        self.zmq.set(zmq.MAXMSGSIZE, limits.max_message_bytes)
+        self.zmq.set(zmq.LINGER, limits.linger_ms)
+        _open.add(id(self))
+        self._recv = self.zmq.recv
+        self._get = self.zmq.get
+
+    def start(self) -> None:
+        """Attach to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.zmq.fileno(), self._drain)
+        self.look_soon()
+
+    def close(self, linger_ms: int | None = None) -> None:
+        """Detach and close; what was sent still leaves within ``linger_ms``. Returns at once; may be called again."""
+        if self.zmq.closed:
+            return
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self.zmq.fileno())
+        self.zmq.close(self._limits.linger_ms if linger_ms is None else linger_ms)
+        _open.discard(id(self))
+
+    def send(self, parts: Sequence[Data]) -> bool:
+        """Queue one message, never waiting. False when the peer is not there or its queue is full."""
+        last = len(parts) - 1
+        copy_below = self._limits.copy_below_bytes
+        try:
+            for index, part in enumerate(parts):
+                flags = _NOBLOCK_MORE if index < last else _NOBLOCK
+                size = part.nbytes if isinstance(part, memoryview) else len(part)
+                self.zmq.send(part, flags, copy=size < copy_below)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        finally:
+            if not self._draining:
+                self.look_soon()
+        return True
+
+    def look_soon(self) -> None:
+        """Look at the socket in the next turn of the loop."""
+        if not self._looking and self._loop is not None:
+            self._looking = True
+            self._loop.call_soon(self._drain)
+
+    def _events(self) -> int:
+        return cast("int", self._get(_EVENTS))
+
+    def _drain(self) -> None:
+        self._looking = False
+        if self.zmq.closed:
+            return
+        if not self._events() & _POLLIN:
+            return
+        self._draining = True
+        try:
+            self._handle_burst()
+            if self._on_drained is not None:
+                self._on_drained()
+        finally:
+            self._draining = False
+            if not self.zmq.closed and self._events() & _POLLIN:
+                self.look_soon()
+
+    def _handle_burst(self) -> None:
+        """Handle what is there, at most a burst."""
+        for _ in range(self._limits.burst_messages):
+            try:
+                first = self._recv(_NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(*self._rest(first))
+            if self.zmq.closed:
+                return
+
+    def _rest(self, first: bytes) -> tuple[list[bytes], list[memoryview], bool]:
+        """The whole message. Its parts have all arrived; those beyond the limits are taken out and forgotten."""
+        head = [first]
+        room = self._limits.max_message_bytes
+        for _ in range(1, self._num_heads):  # a ROUTER puts the route before at least one part
+            head.append(self._recv(_NOBLOCK))
+            room -= len(head[-1])
+        frames: list[memoryview] = []
+        while self._get(_RCVMORE):
+            frame = self._recv(_NOBLOCK, copy=False).buffer
+            room -= frame.nbytes
+            if room >= 0 and len(frames) <= self._limits.max_frames:
+                frames.append(frame)
+        return head, frames, room < 0 or len(frames) > self._limits.max_frames

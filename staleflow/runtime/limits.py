@@ -1,0 +1,40 @@
+"""Bounds of the transport: nothing that a peer sends, and no waiting peer, may cost more than this."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportLimits:
+    """Sizes and times of one endpoint or client. Both sides of a connection must agree on the sizes."""
+
+    max_message_bytes: int = 256 << 20
+    """All frames of a message together."""
+    max_frames: int = 16_384
+    """Raw frames of a message, beside its header."""
+    max_pending: int = 4_096
+    """Calls that wait for their answer: of one peer at an endpoint, of one client."""
+    max_peers: int = 8_192
+    """Peers of an endpoint that are alive at once."""
+    send_queue: int = 8_192
+    """Messages that ZeroMQ queues for a peer; more than ``max_pending``, so no answer to a peer that reads is lost."""
+    receive_queue: int = 256
+    """Messages of a peer that ZeroMQ reads ahead; then the peer has to wait."""
+    burst_messages: int = 512
+    """Messages handled before the loop's timers get a turn."""
+    copy_below_bytes: int = 32_768
+    """Frames smaller than this are copied when sent: cheaper than keeping track of the owner of the bytes."""
+    heartbeat_s: float = 1.0
+    """A client says something at least this often."""
+    missed: int = 3
+    """Heartbeats without a sign of life after which the other side is gone."""
+    retry_s: float = 1.0
+    """An unanswered request is sent again after this long at least, ..."""
+    retry_cap_s: float = 2.0
+    """... and at most. A restarted server knows nothing of the calls that the old one held."""
+    linger_ms: int = 500
+    """How long a closed socket may still deliver what was sent."""
+
+    @property
+    def silence_s(self) -> float:
+        """Silence that means gone."""
+        return self.heartbeat_s * self.missed

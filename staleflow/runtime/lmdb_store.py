@@ -1,0 +1,227 @@
+"""A few ordered tables in one LMDB file, written by one process, one transaction a group commit.
+
+- Everything written inside one ``write()`` block becomes visible and durable together, or not at all.
+- ``durability = "process"``: a committed block has reached the page cache and survives ``kill -9`` of this process.
+  ``"power"``: it is synced to disk before the block ends.
+- The file never grows beyond ``map_bytes``. A write that finds no room raises ``StoreFull`` and changes nothing; reads
+  and deletes go on. No ``writemap``: a full disk is an error code here and not a SIGBUS.
+- One process at a time: a second opener gets ``StoreInUse``. A killed owner leaves nothing to clean up.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lmdb
+
+Buffer = bytes | bytearray | memoryview
+Durability = Literal["process", "power"]
+
+FULL_SHARE = 0.9
+"""Share of the map beyond which a server refuses new work; the rest is for what ends work."""
+
+_NUMBER = struct.Struct(">Q")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StoreError(Exception):
+    """Base: what this store could not do. Nothing of the failed block was kept."""
+
+
+class StoreFull(StoreError):
+    """The map or the disk has no room."""
+
+
+class StoreInUse(StoreError):
+    """Another live process owns the store."""
+
+
+class StoreCorrupt(StoreError):
+    """LMDB refuses the file; the message names it."""
+
+
+def number_key(number: int) -> bytes:
+    """A key of 8 bytes whose order is that of the numbers; 0 <= number < 2**64."""
+    return _NUMBER.pack(number)
+
+
+def key_number(key: bytes) -> int:
+    """The number of ``number_key``."""
+    return int(_NUMBER.unpack(key)[0])
+
+
+class Read:
+    """A consistent view of all tables, until its block ends."""
+
+    def __init__(self, txn: "lmdb.Transaction[memoryview]", tables: dict[str, Any]) -> None:
+        self._txn = txn
+        self._tables = tables
+
+    def get(self, table: str, key: bytes) -> bytes | None:
+        """A copy of the value; None when there is none."""
+        value = self._txn.get(key, None, self._tables[table])
+        return None if value is None else bytes(value)
+
+    def view(self, table: str, key: bytes) -> memoryview | None:
+        """The value without a copy. Valid until the block ends, and until the first write of a ``write()`` block."""
+        return self._txn.get(key, None, self._tables[table])
+
+    def items(self, table: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Copies of (key, value) in order of key, from ``start`` on."""
+        with self._txn.cursor(self._tables[table]) as cursor:
+            if not (cursor.set_range(start) if start else cursor.first()):
+                return
+            for key, value in cursor:
+                yield bytes(key), bytes(value)
+
+    def keys(self, table: str, start: bytes = b"") -> Iterator[bytes]:
+        """Keys in order, from ``start`` on."""
+        with self._txn.cursor(self._tables[table]) as cursor:
+            if not (cursor.set_range(start) if start else cursor.first()):
+                return
+            for key in cursor.iternext(keys=True, values=False):
+                yield bytes(key)
+
+    def last_key(self, table: str) -> bytes | None:
+        """The greatest key; None when the table is empty."""
+        with self._txn.cursor(self._tables[table]) as cursor:
+            return bytes(cursor.key()) if cursor.last() else None
+
+    def count(self, table: str) -> int:
+        """How many records the table has."""
+        return self._txn.stat(self._tables[table])["entries"]
+
+
+class Write(Read):
+    """One transaction: kept as a whole when its block ends, forgotten when the block raises."""
+
+    def put(self, table: str, key: bytes, value: Buffer) -> None:
+        """Set ``key``, whatever it was."""
+        self._txn.put(key, value, db=self._tables[table])
+
+    def put_new(self, table: str, key: bytes, value: Buffer) -> bool:
+        """Set ``key`` unless it exists; says whether it did."""
+        return self._txn.put(key, value, overwrite=False, db=self._tables[table])
+
+    def put_many(self, table: str, items: Sequence[tuple[bytes, Buffer]]) -> None:
+        """Set many keys in one call."""
+        with self._txn.cursor(self._tables[table]) as cursor:
+            cursor.putmulti(items)
+
+    def delete(self, table: str, key: bytes) -> bool:
+        """Forget ``key``; says whether it was there."""
+        return self._txn.delete(key, db=self._tables[table])
+
+
+class Store:
+    """The tables ``tables`` in the directory ``path``, which is made if it is missing.
+
+    ``StoreInUse`` when another process has it open, ``StoreCorrupt`` when the file is not one of LMDB's.
+    """
+
+    def __init__(self, path: Path, *, tables: Sequence[str], map_bytes: int, durability: Durability) -> None:
+        self.path = path
+        self.map_bytes = map_bytes
+        self._names = tuple(tables)
+        self._sync = durability == "power"
+        path.mkdir(parents=True, exist_ok=True)
+        self._owner = self._own()
+        try:
+            self._env = self._open()
+            self._tables = self._open_tables()
+        except BaseException:
+            os.close(self._owner)
+            raise
+
+    def _own(self) -> int:
+        owner = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = os.read(owner, 32).decode(errors="replace").strip()
+            os.close(owner)
+            raise StoreInUse(f"{self.path} is in use by process {pid or 'unknown'}") from None
+        os.ftruncate(owner, 0)
+        os.pwrite(owner, f"{os.getpid()}\n".encode(), 0)
+        return owner
+
+    def _open(self) -> lmdb.Environment:
+        try:
+            return lmdb.Environment(
+                str(self.path),
+                map_size=self.map_bytes,
+                max_dbs=len(self._names),
+                sync=self._sync,
+                metasync=self._sync,
+                writemap=False,
+                readahead=False,
+                max_spare_txns=2,
+            )
+        except lmdb.Error as error:
+            raise StoreCorrupt(f"{self.path / 'data.mdb'} cannot be opened: {error}") from error
+
+    def _open_tables(self) -> dict[str, Any]:
+        try:
+            self._env.reader_check()
+            return {name: self._env.open_db(name.encode()) for name in self._names}
+        except lmdb.MapFullError as error:
+            self._env.close()
+            raise StoreFull(f"{self.path} has no room for its tables in {self.map_bytes} bytes") from error
+        except lmdb.Error as error:
+            self._env.close()
+            raise StoreCorrupt(f"{self.path / 'data.mdb'} cannot be read: {error}") from error
+
+    @contextmanager
+    def read(self) -> Generator[Read]:
+        """A view of what was committed last."""
+        with self._env.begin(buffers=True) as txn:
+            yield Read(txn, self._tables)
+
+    @contextmanager
+    def write(self) -> Generator[Write]:
+        """One transaction, committed when the block ends.
+
+        Raises ``StoreFull`` or ``StoreError`` when it cannot be; then, as when the block itself raises, nothing of it
+        was kept.
+        """
+        try:
+            with self._env.begin(write=True, buffers=True) as txn:
+                yield Write(txn, self._tables)
+        except lmdb.MapFullError as error:
+            raise StoreFull(f"{self.path}: {self.map_bytes} bytes are used up") from error
+        except lmdb.Error as error:
+            self._reopen()
+            if getattr(error, "code", 0) in _NO_ROOM or os.strerror(errno.ENOSPC) in str(error):
+                raise StoreFull(f"{self.path}: {error}") from error
+            raise StoreError(f"{self.path}: {error}") from error
+
+    def _reopen(self) -> None:
+        """LMDB refuses everything after a failed write of its meta page; a fresh environment sees the last commit."""
+        self._env.close()
+        self._env = self._open()
+        self._tables = self._open_tables()
+
+    def used_share(self) -> float:
+        """Share of the map that live records take, 0 to 1; pages that were freed count as room."""
+        with self._env.begin() as txn:
+            stats = [txn.stat(table) for table in self._tables.values()]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return pages * stats[0]["psize"] / self.map_bytes
+
+    def sync(self) -> None:
+        """Bring what was committed to disk."""
+        self._env.sync(True)
+
+    def close(self) -> None:
+        """Sync and let go; harmless when repeated."""
+        if self._owner < 0:
+            return
+        self._env.sync(True)
+        self._env.close()
+        os.close(self._owner)
+        self._owner = -1

@@ -1,0 +1,42 @@
+"""Logging of one process: a file in the run directory, and standard error."""
+
+import logging
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from staleflow.configs.errors import ConfigError
+
+
+class _Formatter(logging.Formatter):
+    converter = time.gmtime  # type: ignore[assignment]
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+
+@contextmanager
+def logging_to(run_dir: Path, name: str, level: int = logging.INFO) -> Generator[None]:
+    """While inside, everything logged goes to ``<run_dir>/logs/<name>.log`` (appended) and standard error."""
+    path = run_dir / "logs" / f"{name}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
+    except OSError as error:
+        raise ConfigError("run directory", run_dir, f"{path} must be writable: {error.strerror}") from None
+    handlers.append(logging.StreamHandler(sys.stderr))
+    formatter = _Formatter(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(level)
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()

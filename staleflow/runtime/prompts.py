@@ -1,0 +1,140 @@
+"""Prompt rows from a JSONL or Parquet file, or from a user's Python iterable.
+
+A row is a dict with a text column ``prompt``; other columns go to the stages as they are. All rows are read once, into
+their encoded form, and named by one sha256: the same rows give the same sha256 from whatever source they came.
+"""
+
+import hashlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.imports import load_object
+from staleflow.configs.schema import Prompts
+
+PROMPT = "prompt"
+
+_encoder = msgspec.msgpack.Encoder(order="sorted")
+_decoder = msgspec.msgpack.Decoder(dict[str, Any])
+_json = msgspec.json.Decoder(dict[str, Any])
+
+
+class PromptRows:
+    """Rows by number, and ``sha``: hex sha256 over all of them in order."""
+
+    def __init__(self, encoded: list[bytes]) -> None:
+        self._encoded = encoded
+        digest = hashlib.sha256()
+        for row in encoded:
+            digest.update(len(row).to_bytes(8, "little") + row)
+        self.sha = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return _decoder.decode(self._encoded[row])
+
+
+def open_prompts(prompts: Prompts, *, seed: int) -> PromptRows:
+    """The rows to train on. ``ConfigError`` names what is missing or malformed."""
+    return _open("", prompts.path, prompts.source, prompts, seed)
+
+
+def open_eval_prompts(prompts: Prompts, *, seed: int) -> PromptRows | None:
+    """The held-out rows; None when the configuration names none."""
+    if not prompts.eval_path and not prompts.eval_source:
+        return None
+    return _open("eval_", prompts.eval_path, prompts.eval_source, prompts, seed)
+
+
+def _open(prefix: str, path: str, source: str, prompts: Prompts, seed: int) -> PromptRows:
+    if bool(path) == bool(source):
+        value = f"{path} and {source}" if path else MISSING
+        raise ConfigError(f"prompts.{prefix}path", value, f"exactly one of it and prompts.{prefix}source must be set")
+    key, given = (f"prompts.{prefix}path", path) if path else (f"prompts.{prefix}source", source)
+    rows = _from_file(key, Path(path)) if path else _from_source(key, source, {"seed": seed, **prompts.options})
+    names = {theirs: ours for ours, theirs in prompts.columns.items()}
+    encoded = [_encoded(key, given, place, row, names) for place, row in rows]
+    if not encoded:
+        raise ConfigError(key, given, "it has no rows")
+    return PromptRows(encoded)
+
+
+def _from_file(key: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, row) of each row of a file."""
+    if not path.is_file():
+        raise ConfigError(key, str(path), "no such file")
+    match path.suffix:
+        case ".jsonl":
+            return _jsonl(key, path)
+        case ".parquet":
+            return _parquet(key, path)
+        case _:
+            raise ConfigError(key, str(path), "it must end in .jsonl or .parquet")
+
+
+def _jsonl(key: str, path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", _json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(key, str(path), f"line {number} must be a JSON object: {error}") from error
+
+
+def _parquet(key: str, path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow: Any = importlib.import_module("pyarrow")
+    except ImportError as error:
+        wanted = 'reading Parquet needs the extra: pip install "staleflow[parquet]"'
+        raise ConfigError(key, str(path), wanted) from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    yield f"row {number}", row
+                    number += 1
+    except (arrow.ArrowException, OSError) as error:
+        raise ConfigError(key, str(path), f"it must be a Parquet file: {error}") from error
+
+
+def _from_source(key: str, source: str, options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    function = load_object(source, key)
+    try:
+        rows: Any = function(**options)
+        for number, row in enumerate(rows):
+            yield f"row {number}", row
+    except ConfigError:
+        raise
+    except Exception as error:  # user code: whatever it raises is the operator's to read
+        raise ConfigError(key, source, f"calling it failed ({type(error).__name__}: {error})") from error
+
+
+def _encoded(key: str, given: str, place: str, row: Any, names: dict[str, str]) -> bytes:
+    """One row under our column names. A column that a rename replaces is left out."""
+    if not isinstance(row, dict):
+        raise ConfigError(key, given, f"{place} must be a dict of columns, it is {type(row).__name__}")
+    theirs = cast(dict[str, Any], row)
+    for name in names:
+        if name not in theirs:
+            raise ConfigError(key, given, f'{place} has no column "{name}" (it has {", ".join(map(str, theirs))})')
+    ours = {name: value for name, value in theirs.items() if name not in names and name not in names.values()}
+    ours |= {names[name]: theirs[name] for name in names}
+    if PROMPT not in ours:
+        allowed = f'{place} has no column "{PROMPT}" (it has {", ".join(map(str, theirs))}); name it in prompts.columns'
+        raise ConfigError(key, given, allowed)
+    if not isinstance(ours[PROMPT], str):
+        raise ConfigError(key, given, f'{place}: column "{PROMPT}" must be text, it is {type(ours[PROMPT]).__name__}')
+    try:
+        return _encoder.encode(ours)
+    except (TypeError, ValueError, OverflowError, msgspec.EncodeError) as error:
+        raise ConfigError(key, given, f"{place} cannot be sent: {error}") from error

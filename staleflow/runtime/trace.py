@@ -1,0 +1,182 @@
+"""``trace.jsonl``: what the ledger did, one line a transition, chained by hashes so that nobody edits it unseen.
+
+- A line is committed to the store together with the state change it tells of; the file follows, and may lag the store
+  but never lead it. Until a piece is known to be in the file it stays in the store's ``outbox``.
+- ``seq`` counts from 1 without a gap, and the chain goes on, across incarnations.
+- Opening cuts a torn or uncommitted tail off the file and appends what the store has and the file lacks.
+"""
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from staleflow.runtime.lmdb_store import Durability, Read, Store, Write, key_number, number_key
+from staleflow.runtime.trace_events import SCHEMA, TraceEvent
+
+NO_HASH = "0" * 16
+TABLES = ("trace", "outbox")
+"""Tables that a store needs for a trace."""
+
+_HEAD = b"head"
+_SYNC_NS = 1_000_000_000
+
+
+class TraceError(Exception):
+    """The file lacks lines that the store no longer has, or is not the store's. The message names the file."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The end of the committed trace."""
+
+    seq: int = 0
+    h: str = NO_HASH
+    end: int = 0
+    """Bytes of the file up to and including line ``seq``."""
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def lines(head: Head, prefix: bytes, events: list[tuple[TraceEvent, int, int]]) -> tuple[Head, bytes]:
+    """The lines of ``events`` (event, unix ns, monotonic ns) after ``head``, and the new head."""
+    seq, previous, out = head.seq, head.h.encode(), list[bytes]()
+    for event, unix_ns, mono_ns in events:
+        seq += 1
+        line = b'%b%d,"t":%d,"m":%d,%b' % (prefix, seq, unix_ns, mono_ns, _encode(event)[1:-1])
+        previous = hashlib.sha256(previous + line).hexdigest()[:16].encode()
+        out.append(b'%b,"h":"%b"}\n' % (line, previous))
+    chunk = b"".join(out)
+    return Head(seq, previous.decode(), head.end + len(chunk)), chunk
+
+
+class Trace:
+    """The trace of one incarnation; its lines wait in ``add`` until the transaction that ``commit`` takes part in.
+
+    A group commit is ``with store.write() as txn: ...; trace.commit(txn)`` and then ``trace.committed()``, or
+    ``trace.forget()`` if the transaction failed.
+    """
+
+    def __init__(self, path: Path, store: Store, *, run: str, incarnation: int, durability: Durability) -> None:
+        self.path = path
+        self._power = durability == "power"
+        self._prefix = b'{"schema":%d,"run":%b,"inc":%d,"seq":' % (SCHEMA, _encode(run), incarnation)
+        self._events: list[tuple[TraceEvent, int, int]] = []
+        self._ended = False
+        self._unwritten: list[tuple[int, bytes]] = []
+        with store.read() as txn:
+            self._head = self._next = stored_head(txn)
+            self._file = _recover(path, txn, self._head)
+            self._written = [key_number(key) for key in txn.keys("outbox")]
+        self._trimmed = 0
+        self._synced_ns = time.monotonic_ns()
+
+    @property
+    def seq(self) -> int:
+        """Number of the last committed line."""
+        return self._head.seq
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any line waits for a commit."""
+        return bool(self._events)
+
+    def add(self, event: TraceEvent) -> None:
+        """Append a line with the next commit; no effect after ``end``."""
+        if not self._ended:
+            self._events.append((event, time.time_ns(), time.monotonic_ns()))
+
+    def end(self) -> None:
+        """This incarnation tells nothing more."""
+        self._ended = True
+
+    def commit(self, txn: Write) -> None:
+        """Put the waiting lines into ``txn``, and forget there what has reached the file."""
+        self._next, chunk = lines(self._head, self._prefix, self._events)
+        if chunk:
+            txn.put("outbox", number_key(self._head.end), chunk)
+            txn.put("trace", _HEAD, msgspec.msgpack.encode(self._next))
+            self._unwritten.append((self._head.end, chunk))
+        self._trim(txn)
+
+    def _trim(self, txn: Write) -> None:
+        """Forget in the outbox what the file has; after a sync when a power failure counts."""
+        self._trimmed = 0
+        if self._power:
+            if time.monotonic_ns() - self._synced_ns < _SYNC_NS:
+                return
+            os.fdatasync(self._file)
+            self._synced_ns = time.monotonic_ns()
+        for offset in self._written:
+            txn.delete("outbox", number_key(offset))
+        self._trimmed = len(self._written)
+
+    def committed(self) -> None:
+        """The transaction is durable: bring its lines to the file. An ``OSError`` leaves them to the next commit."""
+        self._head = self._next
+        self._events.clear()
+        del self._written[: self._trimmed]
+        self._trimmed = 0
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            offset, chunk = self._unwritten[0]
+            _write_at(self._file, offset, chunk)
+            self._written.append(offset)
+            del self._unwritten[0]
+
+    def forget(self) -> None:
+        """The transaction failed: its lines never happened."""
+        self._events.clear()
+        self._trimmed = 0
+        self._next = self._head
+        self._unwritten = [(offset, chunk) for offset, chunk in self._unwritten if offset < self._head.end]
+
+    def close(self) -> None:
+        """Write what is committed and let go of the file."""
+        if self._file >= 0:
+            self._write()
+            os.close(self._file)
+            self._file = -1
+
+
+def stored_head(txn: Read) -> Head:
+    """Where the committed trace ends."""
+    raw = txn.get("trace", _HEAD)
+    return Head() if raw is None else msgspec.msgpack.decode(raw, type=Head)
+
+
+def _write_at(file: int, offset: int, chunk: bytes) -> None:
+    view = memoryview(chunk)
+    while view:
+        done = os.pwrite(file, view, offset)
+        offset, view = offset + done, view[done:]
+
+
+def _recover(path: Path, txn: Read, head: Head) -> int:
+    """Open the file and make it equal to the committed trace."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        for key, chunk in txn.items("outbox"):
+            if os.fstat(file).st_size < key_number(key):
+                raise TraceError(f"{path} has lost lines: {os.fstat(file).st_size} bytes are left of {head.end}")
+            _write_at(file, key_number(key), chunk)
+        size = os.fstat(file).st_size
+        if size < head.end:
+            raise TraceError(f"{path} has lost lines: {size} bytes are left of {head.end}")
+        if size > head.end:
+            os.ftruncate(file, head.end)
+        _check_end(path, file, head)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _check_end(path: Path, file: int, head: Head) -> None:
+    ending = f',"h":"{head.h}"}}\n'.encode()
+    if head.seq and os.pread(file, len(ending), head.end - len(ending)) != ending:
+        raise TraceError(f"{path} is not the trace of this run: line {head.seq} does not end with hash {head.h}")

@@ -1,0 +1,360 @@
+"""Every line that a trace may hold (DESIGN section 7), one struct each, and how the ledger's effects become lines.
+
+The field names are the contract that anyone can check; ``schema`` is raised when one changes. Fields that are ``UNSET``
+are left out of the line.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType, field
+
+from staleflow.protocols.consistency import effects
+from staleflow.protocols.consistency.effects import DropWhy, ReleaseWhy
+from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+
+SCHEMA = 1
+
+
+class TraceEvent(Struct, frozen=True, kw_only=True, tag_field="ev"):
+    """Base of everything in a trace."""
+
+
+class Recovered(Struct, frozen=True, kw_only=True):
+    """What an incarnation found in the store."""
+
+    reserved: int
+    occupied: int
+    sealed: int
+    last_seq: int
+    lineage: Lineage
+    version: Version
+
+
+class Checkpoint(Struct, frozen=True, kw_only=True):
+    lineage: Lineage
+    version: Version
+
+
+class SegmentOf(Struct, frozen=True, kw_only=True):
+    lineage: Lineage
+    version: Version
+    tokens: int
+
+
+class MemberOf(Struct, frozen=True, kw_only=True):
+    group: GroupId
+    lease: LeaseId
+    lineage: Lineage
+    version: Version
+    sha: str
+
+
+class Open(TraceEvent, frozen=True, kw_only=True, tag="open"):
+    max_staleness: int
+    batch_size: int
+    group_size: int
+    bound: str
+    min_trainable: float
+    on_overdue: str
+    lease_ms: int
+    protocol: int
+    config_sha: str
+    recovered: Recovered
+
+
+class Auth(TraceEvent, frozen=True, kw_only=True, tag="auth"):
+    peer: str
+    role: str
+    ok: bool
+    why: str
+    count: int
+
+
+class Attach(TraceEvent, frozen=True, kw_only=True, tag="attach"):
+    worker: WorkerId
+    role: str
+    why: str
+
+
+class Detach(TraceEvent, frozen=True, kw_only=True, tag="detach"):
+    worker: WorkerId
+    role: str
+    why: str
+
+
+class Publish(TraceEvent, frozen=True, kw_only=True, tag="publish"):
+    lineage: Lineage
+    version: Version
+    sha: str
+    nbytes: int = field(name="bytes")
+    trainer_term: TrainerTerm
+
+
+class Pull(TraceEvent, frozen=True, kw_only=True, tag="pull"):
+    worker: WorkerId
+    lineage: Lineage
+    version: Version
+    sha: str
+    ok: bool
+
+
+class Join(TraceEvent, frozen=True, kw_only=True, tag="join"):
+    trainer: WorkerId
+    trainer_term: TrainerTerm
+    checkpoint: Checkpoint
+
+
+class Rollback(TraceEvent, frozen=True, kw_only=True, tag="rollback"):
+    lineage: Lineage
+    from_lineage: Lineage
+    to_version: Version
+    trainer_term: TrainerTerm
+
+
+class Reserve(TraceEvent, frozen=True, kw_only=True, tag="reserve"):
+    group: GroupId
+    lease: LeaseId
+    worker: WorkerId
+    lineage: Lineage
+    version: Version
+    deadline: Step | None
+    spare: bool
+
+
+class Promote(TraceEvent, frozen=True, kw_only=True, tag="promote"):
+    group: GroupId
+    demoted: GroupId | UnsetType = UNSET
+
+
+class Push(TraceEvent, frozen=True, kw_only=True, tag="push"):
+    group: GroupId
+    lease: LeaseId
+    worker: WorkerId
+    shard: int
+    sha: str
+    nbytes: int = field(name="bytes")
+    truncated: bool
+    segments: list[SegmentOf]
+
+
+class Occupy(TraceEvent, frozen=True, kw_only=True, tag="occupy"):
+    group: GroupId
+
+
+class Release(TraceEvent, frozen=True, kw_only=True, tag="release"):
+    group: GroupId
+    lease: LeaseId
+    tokens: int
+    why: ReleaseWhy
+
+
+class Drop(TraceEvent, frozen=True, kw_only=True, tag="drop"):
+    group: GroupId
+    tokens: int
+    why: DropWhy
+
+
+class Seal(TraceEvent, frozen=True, kw_only=True, tag="seal"):
+    batch: BatchId
+    lineage: Lineage
+    step: Step
+    trainer_term: TrainerTerm
+    members: list[MemberOf]
+    tokens: int
+    masked_tokens: int
+    digest: str
+
+
+class Claim(TraceEvent, frozen=True, kw_only=True, tag="claim"):
+    group: GroupId
+    step: Step
+
+
+class Unseal(TraceEvent, frozen=True, kw_only=True, tag="unseal"):
+    batch: BatchId
+    why: DropWhy
+
+
+class Deliver(TraceEvent, frozen=True, kw_only=True, tag="deliver"):
+    batch: BatchId
+    lineage: Lineage
+    step: Step
+    attempt: int
+    trainer_term: TrainerTerm
+    rank: int
+
+
+class Consume(TraceEvent, frozen=True, kw_only=True, tag="consume"):
+    batch: BatchId
+    lineage: Lineage
+    step: Step
+    trainer_term: TrainerTerm
+
+
+class CheckpointKept(TraceEvent, frozen=True, kw_only=True, tag="checkpoint"):
+    lineage: Lineage
+    version: Version
+    trainer_term: TrainerTerm
+
+
+class Reject(TraceEvent, frozen=True, kw_only=True, tag="reject"):
+    op: str
+    worker: str
+    group: GroupId | UnsetType = UNSET
+    lease: LeaseId | UnsetType = UNSET
+    count: int
+    code: str
+
+
+class Overload(TraceEvent, frozen=True, kw_only=True, tag="overload"):
+    on: bool
+    resource: Literal["map", "disk"]
+    used: float
+    limit: float
+
+
+class Close(TraceEvent, frozen=True, kw_only=True, tag="close"):
+    why: str
+    reserved: int
+    occupied: int
+
+
+AnyEvent = (
+    Open
+    | Auth
+    | Attach
+    | Detach
+    | Publish
+    | Pull
+    | Join
+    | Rollback
+    | Reserve
+    | Promote
+    | Push
+    | Occupy
+    | Release
+    | Drop
+    | Seal
+    | Claim
+    | Unseal
+    | Deliver
+    | Consume
+    | CheckpointKept
+    | Reject
+    | Overload
+    | Close
+)
+
+
+def _push(e: effects.Pushed) -> TraceEvent:
+    return Push(
+        group=e.group,
+        lease=e.lease,
+        worker=e.worker,
+        shard=e.shard,
+        sha=e.sha,
+        nbytes=e.nbytes,
+        truncated=e.truncated,
+        segments=[SegmentOf(lineage=s[0], version=s[1], tokens=s[2]) for s in e.segments],
+    )
+
+
+def _seal(e: effects.Sealed) -> TraceEvent:
+    return Seal(
+        batch=e.batch,
+        lineage=e.lineage,
+        step=e.step,
+        trainer_term=e.trainer_term,
+        members=[
+            MemberOf(group=m.group, lease=m.lease, lineage=m.lineage, version=m.version, sha=m.sha) for m in e.members
+        ],
+        tokens=e.tokens,
+        masked_tokens=e.masked_tokens,
+        digest=e.digest,
+    )
+
+
+def _join(e: effects.Joined) -> TraceEvent:
+    checkpoint = Checkpoint(lineage=e.lineage, version=e.version)
+    return Join(trainer=e.trainer, trainer_term=e.trainer_term, checkpoint=checkpoint)
+
+
+def _publish(e: effects.Published) -> TraceEvent:
+    return Publish(lineage=e.lineage, version=e.version, sha=e.sha, nbytes=e.nbytes, trainer_term=e.trainer_term)
+
+
+def _rollback(e: effects.RolledBack) -> TraceEvent:
+    return Rollback(
+        lineage=e.lineage, from_lineage=e.from_lineage, to_version=e.to_version, trainer_term=e.trainer_term
+    )
+
+
+def _reserve(e: effects.Reserved) -> TraceEvent:
+    return Reserve(
+        group=e.group,
+        lease=e.lease,
+        worker=e.worker,
+        lineage=e.lineage,
+        version=e.version,
+        deadline=e.deadline,
+        spare=e.spare,
+    )
+
+
+def _promote(e: effects.Promoted) -> TraceEvent:
+    return Promote(group=e.group, demoted=UNSET if e.demoted is None else e.demoted)
+
+
+def _occupy(e: effects.Occupied) -> TraceEvent:
+    return Occupy(group=e.group)
+
+
+def _release(e: effects.Released) -> TraceEvent:
+    return Release(group=e.group, lease=e.lease, tokens=e.tokens, why=e.why)
+
+
+def _drop(e: effects.Dropped) -> TraceEvent:
+    return Drop(group=e.group, tokens=e.tokens, why=e.why)
+
+
+def _claim(e: effects.Claimed) -> TraceEvent:
+    return Claim(group=e.group, step=e.step)
+
+
+def _unseal(e: effects.Unsealed) -> TraceEvent:
+    return Unseal(batch=e.batch, why=e.why)
+
+
+def _deliver(e: effects.Delivered) -> TraceEvent:
+    return Deliver(
+        batch=e.batch, lineage=e.lineage, step=e.step, attempt=e.attempt, trainer_term=e.trainer_term, rank=e.rank
+    )
+
+
+def _consume(e: effects.Consumed) -> TraceEvent:
+    return Consume(batch=e.batch, lineage=e.lineage, step=e.step, trainer_term=e.trainer_term)
+
+
+def _checkpoint(e: effects.CheckpointKept) -> TraceEvent:
+    return CheckpointKept(lineage=e.lineage, version=e.version, trainer_term=e.trainer_term)
+
+
+EVENT_OF: dict[type, Callable[[Any], TraceEvent]] = {
+    effects.Published: _publish,
+    effects.Joined: _join,
+    effects.RolledBack: _rollback,
+    effects.Reserved: _reserve,
+    effects.Promoted: _promote,
+    effects.Pushed: _push,
+    effects.Occupied: _occupy,
+    effects.Released: _release,
+    effects.Dropped: _drop,
+    effects.Sealed: _seal,
+    effects.Claimed: _claim,
+    effects.Unsealed: _unseal,
+    effects.Delivered: _deliver,
+    effects.Consumed: _consume,
+    effects.CheckpointKept: _checkpoint,
+}
+"""The line of each effect. ``Truncate`` and ``Refused`` have none: nothing changed."""
