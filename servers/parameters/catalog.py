@@ -1,0 +1,157 @@
+"""Which versions there are for whom: registered, corrupt, pinned, in use.
+
+- A version counts once the scheduler has registered it; one that it refuses is forgotten.
+- What is deleted: not pinned, not in use by the scheduler's word, not among the newest ``keep_versions``.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.messages import KeepVersions, Registered, RegisterVersion, VersionsInUse
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+from staleflow.servers.parameters.pins import Pins
+from staleflow.servers.parameters.versions import About, CorruptVersion, NoRoom, Staged, Stored, VersionKey, Versions
+
+log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """All versions of the folder. Lives on one loop; slow work on files happens in threads."""
+
+    def __init__(self, versions: Versions, scheduler: Client, *, keep_versions: int) -> None:
+        self.pins = Pins()
+        self._versions = versions
+        self._scheduler = scheduler
+        self._keep_versions = keep_versions
+        self._registered: set[VersionKey] = set()
+        self._corrupt: dict[VersionKey, str] = {}
+        self._verifying = asyncio.Lock()
+        self.publishing = asyncio.Lock()
+        """Held by whoever adds or registers versions."""
+
+    # For pullers -----------------------------------------------------------------------------------------------------
+
+    def find(self, key: VersionKey) -> Stored:
+        """A version that may be served. ``Refused`` if there is none, or not yet."""
+        if (stored := self._versions.stored.get(key)) is None:
+            raise Refused(Code.BAD_VERSION, f"{key} is not here")
+        if key in self._corrupt:
+            raise Refused(Code.BAD_VERSION, self._corrupt[key])
+        if key not in self._registered:
+            raise Refused(Code.BUSY, f"{key} waits for the scheduler")
+        return stored
+
+    async def verified(self, worker: str, key: VersionKey, stored: Stored) -> None:
+        """Look at the bytes of a pinned version. ``Refused``, and no longer pinned, if they are corrupt."""
+        try:
+            async with self._verifying:  # a second reader finds the work done
+                await asyncio.to_thread(self._versions.verify, stored)
+        except CorruptVersion as error:
+            log.error("%s is corrupt and not served: %s", key, error)
+            self._corrupt[key] = f"{key} is corrupt: {error}"
+            self.pins.remove(worker, key)
+            raise Refused(Code.BAD_VERSION, self._corrupt[key]) from error
+
+    # For the publisher -----------------------------------------------------------------------------------------------
+
+    def lacks(self, about: About) -> bool:
+        """True when the version must be stored; False when these bytes are here already.
+
+        ``Refused`` conflict when it is published with other bytes; busy while that is not known.
+        """
+        key, known = about.key, self._versions.stored.get(about.key)
+        if known is None:
+            return True
+        if known.about.manifest.sha == about.manifest.sha:
+            return key in self._corrupt
+        if key not in self._registered:
+            raise Refused(Code.BUSY, f"{key} waits for the scheduler")
+        raise Refused(Code.CONFLICT, f"{key} is published with other bytes: {known.about.manifest.sha}")
+
+    async def keep(self, staged: Staged) -> None:
+        """Make a version durable. ``Refused`` stale when its bytes are not those of the manifest: write them again."""
+        key = staged.about.key
+        try:
+            stored = await asyncio.to_thread(self._versions.keep, staged)
+        except CorruptVersion as error:
+            log.error("a publish is refused: %s", error)
+            raise Refused(Code.STALE, f"{error}; begin again") from error
+        except NoRoom as error:
+            log.error("no room: %s", error)
+            raise Refused(Code.BUSY, str(error)) from error
+        self._versions.stored[key] = stored
+        self._corrupt.pop(key, None)
+
+    async def register(self, about: About) -> Registered:
+        """Tell the scheduler of a durable version; forget it if the answer is no."""
+        key, manifest = about.key, about.manifest
+        if key in self._registered:
+            return Registered(lineage=about.lineage, version=about.version)
+        request = RegisterVersion(
+            trainer_term=about.trainer_term,
+            lineage=about.lineage,
+            version=about.version,
+            batch=about.batch,
+            sha=manifest.sha,
+            nbytes=manifest.nbytes,
+        )
+        try:
+            registered = await self._scheduler.ask(request, Registered, timeout_s=None)
+        except Refused as no:
+            log.warning("%s is not registered: %s", key, no)
+            self._versions.delete(key)
+            raise
+        self._registered.add(key)
+        log.info("%s is published, %d bytes, sha %s", key, manifest.nbytes, manifest.sha[:12])
+        return registered
+
+    # Housekeeping ----------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Find out which of the versions in the folder are registered; register, or forget, the others."""
+        self._registered |= (await self._used() or set()) & self._versions.stored.keys()
+        for key in sorted(self._versions.stored.keys() - self._registered):
+            async with self.publishing:
+                if (stored := self._versions.stored.get(key)) is not None:
+                    with suppress(Refused):
+                        await self.register(stored.about)
+
+    async def collect(self) -> None:
+        """Delete what is neither used, nor pinned, nor new."""
+        before = sorted(self._registered)
+        if (used := await self._used()) is None:
+            return
+        keep = used | set(before[-self._keep_versions :])
+        for key in before:
+            if key not in keep and not self.pins.of(key):
+                self._registered.discard(key)
+                self._corrupt.pop(key, None)
+                self._versions.delete(key)
+                log.info("%s is deleted", key)
+
+    async def _used(self) -> set[VersionKey] | None:
+        """What the scheduler says is in use; None when the run is over."""
+        try:
+            answer = await self._scheduler.ask(VersionsInUse(), KeepVersions, timeout_s=None)
+        except Refused:
+            return None
+        return {VersionKey(*key) for key in answer.versions}
+
+    def status(self) -> list[dict[str, Any]]:
+        """All versions, newest last."""
+        return [
+            {
+                "lineage": key.lineage,
+                "version": key.version,
+                "sha": stored.about.manifest.sha,
+                "nbytes": stored.about.manifest.nbytes,
+                "registered": key in self._registered,
+                "corrupt": self._corrupt.get(key, ""),
+                "pinned_by": self.pins.of(key),
+            }
+            for key, stored in sorted(self._versions.stored.items())
+        ]

@@ -1,0 +1,45 @@
+"""The process of the parameter server."""
+
+import os
+from pathlib import Path
+
+from staleflow.configs.load import addresses, config_sha
+from staleflow.configs.schema import Config
+from staleflow.protocols.wire.messages import Attach
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.daemon import Stop, run
+from staleflow.servers.attached import Tasks, serve_attached
+from staleflow.servers.parameters.service import ParameterService
+from staleflow.servers.parameters.versions import Versions
+
+NAME = "parameters"
+
+
+def serve(config: Config, run_dir: Path) -> int:
+    """Hold the weights of the run in ``run_dir`` until a signal; returns the exit code."""
+    return run(lambda stop: serve_until(stop, config, run_dir), NAME, run_dir)
+
+
+async def serve_until(stop: Stop, config: Config, run_dir: Path) -> None:
+    """Serve until stopped; publishes under way may end."""
+    where, worker = addresses(config, run_dir), worker_id(NAME)
+    versions = Versions(run_dir / NAME, durability=config.parameters.durability)
+    scheduler = Client(where.scheduler, worker=worker)
+
+    def hello(address: str) -> Attach:
+        return Attach(
+            worker=worker,
+            name=NAME,
+            role="parameters",
+            config_sha=config_sha(config),
+            endpoint=address,
+            pid=os.getpid(),
+        )
+
+    def make(tasks: Tasks) -> ParameterService:
+        parameters = config.parameters
+        return ParameterService(
+            versions, scheduler, tasks, keep_versions=parameters.keep_versions, chunk_bytes=parameters.chunk_kb << 10
+        )
+
+    await serve_attached(stop, bind=where.parameters, scheduler=scheduler, hello=hello, make=make)

@@ -1,0 +1,38 @@
+"""Answers that wait for the commit of what they tell."""
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.messages import Refusal, Reply
+from staleflow.runtime.endpoint import Call
+
+RETRY_MS = 500
+
+
+class Answers:
+    """Held answers, in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Call, Reply]] = []
+
+    def hold(self, call: Call, reply: Reply) -> None:
+        """Answer ``call`` once everything up to now is durable."""
+        self._held.append((call, reply))
+
+    def refuse(self, call: Call, code: Code, detail: str) -> None:
+        """A normal no, in its place among the other answers."""
+        self._held.append(
+            (call, Refusal(code=code, detail=detail, retry_after_ms=RETRY_MS if code is Code.BUSY else 0))
+        )
+
+    def release(self) -> None:
+        """The commit is done: the answers leave."""
+        held, self._held = self._held, []
+        for call, reply in held:
+            if not call.done:
+                call.reply(reply)
+
+    def take_back(self, why: str) -> None:
+        """The commit failed: none of it happened, and everybody may ask again."""
+        held, self._held = self._held, []
+        for call, _ in held:
+            if not call.done:
+                call.refuse(Code.BUSY, why, RETRY_MS)

@@ -1,0 +1,145 @@
+"""Who joins and leaves: attach, detach, silence, and the way back.
+
+The ledger hears of two things only: a worker that said goodbye or was replaced loses its leases at once; one that is
+silent keeps them until they expire.
+"""
+
+from staleflow.configs.load import to_json
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency import events
+from staleflow.protocols.consistency.effects import Code, ReleaseWhy
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done
+from staleflow.runtime import trace_events
+from staleflow.runtime.clock import now_ms
+from staleflow.runtime.endpoint import Call
+from staleflow.servers.scheduler import registry
+from staleflow.servers.scheduler.answers import Answers
+from staleflow.servers.scheduler.identity import Identity
+from staleflow.servers.scheduler.instances import Instances
+from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.registry import ROLES, Process, Registry
+from staleflow.servers.scheduler.rejects import Rejects
+
+
+class Attachments:
+    """Keeps registry, instances, ledger and trace in step about who is there."""
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        run_dir: str,
+        interpreter: Interpreter,
+        answers: Answers,
+        rejects: Rejects,
+        registry: Registry,
+        instances: Instances,
+    ) -> None:
+        self._config = config
+        self._config_json = to_json(config)
+        self._identity = identity
+        self._run_dir = run_dir
+        self._interpreter = interpreter
+        self._answers = answers
+        self._rejects = rejects
+        self._registry = registry
+        self._instances = instances
+
+    def attach(self, call: Call, body: Attach) -> None:
+        no = self._objection(call, body)
+        self._rejects.auth(call.peer, body.role, no[1] if no else "", ok=no is None, now_ms=now_ms())
+        if no is not None:
+            self._answers.refuse(call, *no)
+            return
+        known = self._registry.get(body.worker)
+        if known is None or known.attach != body or not known.alive:
+            self._take_in(body)
+        self._answers.hold(call, self._attached())
+
+    def _take_in(self, body: Attach) -> None:
+        older = self._registry.attach(body)
+        if older is not None:
+            self._leave(older, f"replaced by {body.worker}")
+        self._interpreter.with_commit(lambda txn: registry.save(txn, body))
+        self._arrive(body, "")
+
+    def _arrive(self, body: Attach, why: str) -> None:
+        self._interpreter.trace.add(trace_events.Attach(worker=body.worker, role=body.role, why=why))
+        if body.role == "rollout":
+            self._instances.add(body.worker, max(body.capacity, 1))
+        self._instances.changed = True
+
+    def _objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
+        """Why this process may not join; None if it may."""
+        if call.peer != body.worker:
+            return Code.DENIED, f"{call.peer} attaches as {body.worker}; a process attaches over its own connection"
+        if body.role not in ROLES:
+            return Code.DENIED, f'role is "{body.role}"; it must be one of {", ".join(ROLES)}'
+        if not body.name or len(body.name.encode()) > 200:
+            return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
+        if body.config_sha and body.config_sha != self._identity.config_sha:
+            return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
+        if body.role == "trajectories":
+            return self._shard_objection(body)
+        return None
+
+    def _shard_objection(self, body: Attach) -> tuple[Code, str] | None:
+        shards = self._config.trajectories.shards
+        if not 0 <= body.shard < shards:
+            return Code.CONFLICT, f"shard is {body.shard}; it must be 0 to {shards - 1}"
+        if body.rows < 1:
+            return Code.CONFLICT, f"shard {body.shard} has no prompts"
+        deck = self._interpreter.deck
+        if not deck.set_source(body.rows, body.prompts_sha):
+            known = f"{deck.rows} rows, sha256 {deck.prompts_sha[:12]}"
+            return Code.CONFLICT, f"the prompts of shard {body.shard} are others than this run began with ({known})"
+        return None
+
+    def _attached(self) -> Attached:
+        machine = self._interpreter.machine
+        return Attached(
+            run=self._identity.run,
+            config=self._config_json,
+            config_sha=self._identity.config_sha,
+            run_dir=self._run_dir,
+            shards=list(self._registry.endpoints()),
+            parameters=self._registry.parameters(),
+            lineage=machine.lineage,
+            version=machine.version,
+            lease_ms=self._interpreter.limits.lease_ms,
+        )
+
+    def detach(self, call: Call, body: Detach) -> None:
+        process = self._registry.remove(body.worker)
+        if process is not None:
+            self._interpreter.with_commit(lambda txn: registry.forget(txn, process.name))
+            self._leave(process, body.why or "goodbye")
+        self._answers.hold(call, Done())
+
+    def _leave(self, process: Process, why: str) -> None:
+        """Gone for good: its leases are free at once."""
+        event = trace_events.Detach(worker=process.worker, role=process.role, why=why)
+        self._interpreter.trace.add(event)
+        if process.role == "rollout":
+            self._instances.remove(process.worker)
+            self._interpreter.apply(events.Detach(worker=process.worker, why=ReleaseWhy.ABORTED))
+
+    def heard(self, worker: str, now: int) -> Process | None:
+        """A message of that process came; one that was silent is back."""
+        process = self._registry.get(worker)
+        if process is not None:
+            process.seen_ms = now
+            if not process.alive:
+                process.alive = True
+                self._arrive(process.attach, "heard again")
+        return process
+
+    def silent(self, worker: str) -> None:
+        """Nothing was heard of a process for three heartbeats: no new work; its leases run on until they expire."""
+        process = self._registry.get(worker)
+        if process is not None and process.alive:
+            process.alive = False
+            trace = self._interpreter.trace
+            trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
+            self._instances.remove(WorkerId(worker))

@@ -1,0 +1,67 @@
+"""Which run a store belongs to. What the bound is a promise about may not change under it."""
+
+import secrets
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import config_sha, difference, from_json, to_json
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.limits import Limits
+from staleflow.runtime.lmdb_store import Store, Write
+
+_KEY = b"identity"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Stored with the first transaction of a run; ``incarnation`` rises by one at each start."""
+
+    run: str
+    config_sha: str
+    config: bytes
+    """The configuration, canonical JSON."""
+    incarnation: int
+
+
+def identify(store: Store, config: Config) -> Identity:
+    """The identity that this start will have. ``ConfigError`` if the store is of another configuration."""
+    with store.read() as txn:
+        raw = txn.get("meta", _KEY)
+    sha = config_sha(config)
+    if raw is None:
+        run = f"{config.name}-{secrets.token_hex(4)}"
+        return Identity(run=run, config_sha=sha, config=to_json(config), incarnation=1)
+    old = msgspec.msgpack.decode(raw, type=Identity)
+    if old.config_sha != sha:
+        raise _differs(store, old, config)
+    return msgspec.structs.replace(old, incarnation=old.incarnation + 1)
+
+
+def _differs(store: Store, old: Identity, config: Config) -> ConfigError:
+    found = difference(from_json(old.config), config)
+    if found is None:
+        return ConfigError("run directory", str(store.path), "it belongs to another configuration")
+    key, theirs, ours = found
+    return ConfigError(
+        key, ours, f"the run in {store.path.parent} was started with {theirs}; use another run directory"
+    )
+
+
+def save(txn: Write, identity: Identity) -> None:
+    """Put the identity into the first transaction of this incarnation."""
+    txn.put("meta", _KEY, msgspec.msgpack.encode(identity))
+
+
+def limits(config: Config) -> Limits:
+    """The constants of the ledger."""
+    staleness = config.staleness
+    spares = round((config.rollout.redundancy.groups - 1.0) * config.trainer.batch_size * (staleness.max_staleness + 1))
+    return Limits(
+        max_staleness=staleness.max_staleness,
+        batch_size=config.trainer.batch_size,
+        lease_ms=max(round(config.scheduler.lease_s * 1000), 1),
+        bound=staleness.bound,
+        on_overdue=staleness.on_overdue,
+        min_trainable=staleness.min_trainable,
+        max_spares=spares,
+    )

@@ -1,0 +1,181 @@
+"""Rollout instances: what each holds, what it was told, and the report that waits for the next command.
+
+- Every report lists the leases that the instance works on. One that it lacks, though it acknowledged the command, is
+  assigned again; one that it should not have is aborted. So a lost command, a lost reply and a restart all heal.
+- Nothing is answered before ``answer`` is called, which is after the commit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from staleflow.protocols.consistency.effects import Pushed, Released, Reserved, Truncate
+from staleflow.protocols.consistency.groups import GroupView
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import Abort, Assign, Command, Commands, Interrupt, Report
+from staleflow.protocols.wire.trajectory import shard_of
+from staleflow.runtime.endpoint import Call
+from staleflow.servers.scheduler.instance import Instance
+
+LeasesOf = Callable[[WorkerId], Mapping[LeaseId, GroupView]]
+
+
+class Instances:
+    """All rollout instances that are alive, and what the ledger's effects mean to them."""
+
+    def __init__(self, shards: int, leases_of: LeasesOf) -> None:
+        self._shards = shards
+        self._leases_of = leases_of
+        self._by_worker: dict[WorkerId, Instance] = {}
+        self._to_answer: dict[WorkerId, Instance] = {}
+        self._touched: dict[WorkerId, None] = {}
+        self.newest = Version(-1)
+        """Newest published version; the owner keeps it."""
+        self.draining = False
+        self.changed = True
+        """Something that a strategy looks at may be different from what it saw last."""
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._by_worker.values())
+
+    def get(self, worker: WorkerId) -> Instance | None:
+        return self._by_worker.get(worker)
+
+    # --- coming and going ------------------------------------------------------------------------------------
+
+    def add(self, worker: WorkerId, capacity: int) -> None:
+        """An instance is alive (again)."""
+        if worker not in self._by_worker:
+            instance = self._by_worker[worker] = Instance(worker, capacity)
+            instance.reload(self._leases_of(worker))
+        self._touch(worker)
+
+    def _touch(self, worker: WorkerId) -> None:
+        self._touched[worker] = None
+        self.changed = True
+
+    def take_touched(self) -> list[WorkerId]:
+        """Instances that came, changed or left since the last call."""
+        touched = list(self._touched)
+        self._touched.clear()
+        return touched
+
+    def touch_pulling(self) -> None:
+        """Time has passed for those that were told to load weights."""
+        for instance in self:
+            if instance.pull_ms:
+                self._touched[instance.worker] = None
+        self.changed = True
+
+    def remove(self, worker: WorkerId) -> None:
+        """An instance is gone; its leases are the ledger's business."""
+        self._by_worker.pop(worker, None)
+        self._to_answer.pop(worker, None)
+        self._touch(worker)
+
+    def reload(self) -> None:
+        """The ledger went back to its last commit: what was not sent was never ordered."""
+        for instance in self:
+            instance.commands.unsend()
+            instance.reload(self._leases_of(instance.worker))
+            self._touch(instance.worker)
+
+    # --- what the ledger did ---------------------------------------------------------------------------------
+
+    def on_reserved(self, effect: Reserved) -> None:
+        instance = self._by_worker.get(effect.worker)
+        if instance is not None:
+            number = self._order(instance, self._assign(effect.group, effect.lease, effect.lineage, effect.version))
+            instance.leases[effect.lease] = (effect.group, number)
+
+    def on_pushed(self, effect: Pushed) -> None:
+        instance = self._by_worker.get(effect.worker)
+        if instance is not None and instance.leases.pop(effect.lease, None) is not None:
+            instance.pushed[effect.lease] = None
+            self._touch(instance.worker)
+
+    def on_released(self, effect: Released) -> None:
+        instance = self._by_worker.get(effect.worker)
+        if instance is not None and not effect.pushed and instance.leases.pop(effect.lease, None) is not None:
+            instance.aborting[effect.lease] = self._order(instance, Abort(lease=effect.lease))
+
+    def on_truncate(self, effect: Truncate) -> None:
+        instance = self._by_worker.get(effect.worker)
+        if instance is not None:
+            self._order(instance, Interrupt(lease=effect.lease))
+
+    # --- what the instance says ------------------------------------------------------------------------------
+
+    def report(self, instance: Instance, call: Call, report: Report, now_ms: int) -> None:
+        """Take in a report; its call waits for commands until ``answer`` or ``answer_due``."""
+        older, instance.call = instance.call, call
+        if older is not None and not older.done:
+            older.reply(Commands(first=report.ack + 1, commands=[], version=self.newest, drain=self.draining))
+        instance.due_ms = now_ms + min(report.wait_ms, 60_000)
+        instance.commands.acknowledge(report.ack)
+        if report.stats != instance.stats:
+            instance.hear(report.stats)
+            self._touch(instance.worker)
+        if report.held or instance.leases or instance.aborting or instance.pushed:
+            self._compare(instance, report)
+        self._to_answer[instance.worker] = instance
+
+    def _compare(self, instance: Instance, report: Report) -> None:
+        """Heal the difference between the leases that the instance has and those that it should have."""
+        held = dict.fromkeys(report.held)
+        acked = instance.commands.acked
+        for lease in held:
+            if lease not in instance.leases and lease not in instance.pushed and not instance.aborts(lease):
+                instance.aborting[lease] = self._order(instance, Abort(lease=lease))
+        missing = [lease for lease, (_, number) in instance.leases.items() if number <= acked and lease not in held]
+        if missing:
+            known = self._leases_of(instance.worker)
+            for lease in missing:
+                view = known[lease]
+                number = self._order(instance, self._assign(view.group, lease, view.lineage, view.version))
+                instance.leases[lease] = (view.group, number)
+        instance.pushed = {lease: None for lease in instance.pushed if lease in held}
+        instance.aborting = {x: number for x, number in instance.aborting.items() if x in held or number > acked}
+
+    # --- answers ---------------------------------------------------------------------------------------------
+
+    def answer(self) -> None:
+        """Send what was ordered to every instance that waits."""
+        for instance in self._to_answer.values():
+            if instance.commands.pending and instance.call is not None:
+                self._reply(instance)
+        self._to_answer.clear()
+
+    def answer_due(self, now_ms: int) -> None:
+        """Answer the reports that have waited long enough."""
+        for instance in self:
+            if instance.call is not None and instance.due_ms <= now_ms:
+                self._reply(instance)
+
+    def drain(self) -> None:
+        """No more work: every instance that waits is told at once, the others when they report."""
+        self.draining = True
+        for instance in self:
+            if instance.call is not None:
+                self._reply(instance)
+
+    def _reply(self, instance: Instance) -> None:
+        call, instance.call = instance.call, None
+        if call is not None and not call.done:
+            commands = instance.commands
+            call.reply(
+                Commands(first=commands.acked + 1, commands=commands.take(), version=self.newest, drain=self.draining)
+            )
+
+    def order_pull(self, instance: Instance, lineage: Lineage, version: Version, now_ms: int) -> None:
+        """Tell an instance to load weights."""
+        instance.order_pull(lineage, version, now_ms)
+        self._touch(instance.worker)
+        self._to_answer[instance.worker] = instance
+
+    def _order(self, instance: Instance, command: Command) -> int:
+        self._touch(instance.worker)
+        self._to_answer[instance.worker] = instance
+        return instance.commands.add(command)
+
+    def _assign(self, group: GroupId, lease: LeaseId, lineage: Lineage, version: Version) -> Assign:
+        shard = shard_of(group, self._shards) if self._shards > 1 else 0
+        return Assign(group=group, lease=lease, lineage=lineage, version=version, shard=shard)

@@ -1,0 +1,153 @@
+"""The scheduler's process: opens the store, takes up the run where it ended, and serves."""
+
+import asyncio
+import gc
+import logging
+import resource
+from pathlib import Path
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import addresses
+from staleflow.configs.schema import Config
+from staleflow.protocols.wire.messages import PROTOCOL
+from staleflow.runtime.daemon import Stop, run
+from staleflow.runtime.endpoint import Endpoint
+from staleflow.runtime.lmdb_store import Store, StoreCorrupt, StoreInUse
+from staleflow.runtime.trace import Trace, TraceError
+from staleflow.runtime.trace_events import Open, Recovered
+from staleflow.servers.scheduler import identity as identities
+from staleflow.servers.scheduler.deck import Deck
+from staleflow.servers.scheduler.identity import Identity
+from staleflow.servers.scheduler.interpreter import TABLES, Interpreter
+from staleflow.servers.scheduler.service import TICK_S, Service
+
+log = logging.getLogger(__name__)
+
+GC_OBJECTS = 50_000
+"""New objects between two looks of the garbage collector: messages live shortly and hold no cycles."""
+LATER_S = 0.002
+"""Between two cycles when one was not enough."""
+OPEN_FILES = 16_384
+"""Open files that the process asks the system for."""
+
+
+def serve(config: Config, run_dir: Path) -> int:
+    """Serve until SIGTERM; the process's exit code."""
+    _raise_file_limit()
+
+    async def main(stop: Stop) -> None:
+        store = _open_store(config, run_dir)
+        try:
+            await _serve(config, run_dir, store, stop)
+        finally:
+            store.close()
+
+    return run(main, "scheduler", run_dir)
+
+
+def _raise_file_limit() -> None:
+    """A thousand workers are a thousand connections; many systems allow fewer open files than that by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard) if hard >= 0 else OPEN_FILES, hard))
+
+
+def _open_store(config: Config, run_dir: Path) -> Store:
+    settings = config.scheduler
+    try:
+        return Store(
+            run_dir / "scheduler",
+            tables=TABLES,
+            map_bytes=settings.map_mb << 20,
+            durability=settings.durability,
+        )
+    except StoreInUse as error:
+        raise ConfigError("run directory", str(run_dir), f"{error}") from error
+    except StoreCorrupt as error:
+        raise ConfigError("scheduler's store", str(run_dir / "scheduler"), f"{error}") from error
+
+
+def open_service(config: Config, run_dir: Path, store: Store) -> tuple[Service, Interpreter]:
+    """The service as the store left it, with ``open`` in the trace. ``ConfigError`` if the store is of another run."""
+    identity = identities.identify(store, config)
+    durability = config.scheduler.durability
+    try:
+        trace = Trace(
+            run_dir / "trace.jsonl",
+            store,
+            run=identity.run,
+            incarnation=identity.incarnation,
+            durability=durability,
+        )
+    except TraceError as error:
+        raise ConfigError("trace", str(run_dir / "trace.jsonl"), str(error)) from error
+    deck = Deck(seed=config.seed, epochs=config.prompts.epochs)
+    interpreter = Interpreter(store, identities.limits(config), trace, deck)
+    service = Service(config, run_dir, identity, interpreter)
+    interpreter.with_commit(lambda txn: identities.save(txn, identity))
+    trace.add(_opened(config, identity, interpreter))
+    service.flush()
+    return service, interpreter
+
+
+def _opened(config: Config, identity: Identity, interpreter: Interpreter) -> Open:
+    machine = interpreter.machine
+    limits = interpreter.limits
+    counts = machine.state_counts()
+    return Open(
+        max_staleness=limits.max_staleness,
+        batch_size=limits.batch_size,
+        group_size=config.rollout.group_size,
+        bound=limits.bound.value,
+        min_trainable=limits.min_trainable,
+        on_overdue=limits.on_overdue.value,
+        lease_ms=limits.lease_ms,
+        protocol=PROTOCOL,
+        config_sha=identity.config_sha,
+        recovered=Recovered(
+            reserved=counts["leased"] + counts["pushed"],
+            occupied=counts["occupied"],
+            sealed=counts["sealed"],
+            last_seq=interpreter.trace.seq,
+            lineage=machine.lineage,
+            version=machine.version,
+        ),
+    )
+
+
+async def _serve(config: Config, run_dir: Path, store: Store, stop: Stop) -> None:
+    service, interpreter = open_service(config, run_dir, store)
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS, 20, 100)
+    endpoint = Endpoint(
+        addresses(config, run_dir).scheduler,
+        on_call=service.on_call,
+        on_drained=service.flush,
+        on_gone=service.on_gone,
+        on_reject=service.on_reject,
+    )
+    service.peers = lambda: endpoint.peers
+    service.later = lambda: asyncio.get_running_loop().call_later(LATER_S, service.wake)
+    log.info("scheduler serves at %s", endpoint.address)
+    serving = asyncio.create_task(endpoint.serve())
+    ticking = asyncio.create_task(_tick(service))
+    ended = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, ticking, ended), return_when=asyncio.FIRST_COMPLETED)
+        for task in (serving, ticking):
+            if task.done():
+                task.result()
+        service.drain()
+        service.close(stop.why)
+    finally:
+        ticking.cancel()
+        ended.cancel()
+        endpoint.close()
+        interpreter.trace.close()
+        await asyncio.gather(serving, ticking, ended, return_exceptions=True)
+
+
+async def _tick(service: Service) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        service.tick()

@@ -1,0 +1,178 @@
+"""``metrics.jsonl``: one line a train step, the trainer's numbers and the scheduler's own.
+
+The file goes on where it ended when a run is resumed; a torn last line is cut off.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from staleflow.protocols.consistency.effects import Consumed, Sealed
+from staleflow.protocols.consistency.ids import BatchId, Step, Version
+from staleflow.protocols.consistency.limits import Bound, Limits
+from staleflow.protocols.consistency.machine import Machine
+from staleflow.servers.scheduler.instance import Instance
+from staleflow.servers.scheduler.totals import Totals
+
+log = logging.getLogger(__name__)
+
+Line = dict[str, float | int | None]
+
+
+class Metrics:
+    """Gathers what the scheduler sees between two steps."""
+
+    def __init__(self, path: Path, limits: Limits, group_size: int, totals: Totals) -> None:
+        self._path = path
+        self._limits = limits
+        self._group_size = group_size
+        self._totals = totals
+        self._batches: dict[BatchId, Sealed] = {}
+        self._staleness: dict[Step, tuple[float, int, float]] = {}
+        self._since_ns = 0
+        self._tokens = 0
+        self._samples = 0
+        self._busy: dict[str, tuple[float, int]] = {}
+        self.last = _last_line(path)
+        """The line written last."""
+
+    # --- what happens ----------------------------------------------------------------------------------------
+
+    def pushed(self, samples: list[int]) -> None:
+        """A group was pushed; tokens of each sample."""
+        self._totals.counts.samples_pushed += len(samples)
+
+    def on_sealed(self, effect: Sealed) -> None:
+        self._batches[effect.batch] = effect
+        while len(self._batches) > 64:
+            del self._batches[next(iter(self._batches))]
+        ages = [effect.step - member.version for member in effect.members]
+        masked = effect.masked_tokens / effect.tokens if effect.tokens else 0.0
+        self._staleness[effect.step] = (sum(ages) / len(ages), max(ages), masked)
+        oldest = effect.step - self._limits.max_staleness if self._limits.bound is Bound.TRAJECTORY else 0
+        self._totals.sealed(effect, Version(oldest))
+
+    def on_consumed(self, effect: Consumed) -> None:
+        sealed = self._batches.pop(effect.batch, None)
+        if sealed is not None:
+            samples = len(sealed.members) * self._group_size
+            self._totals.consumed(effect, sealed.tokens, sealed.masked_tokens, samples)
+
+    # --- the line --------------------------------------------------------------------------------------------
+
+    def step(
+        self, step: Step, values: dict[str, float], machine: Machine, instances: Iterable[Instance], now_ns: int
+    ) -> None:
+        """Write the line of a step; the trainer's word counts where both know a number. Once a step and lineage.
+
+        What the trainer adds to a step later, or says before the first (an evaluation), is a line of its own.
+        """
+        lineage = machine.lineage
+        again = self.last.get("step") == step and self.last.get("lineage") == lineage
+        if again and values.keys() <= self.last.keys():
+            return
+        line: Line = {"step": step, "lineage": lineage, "version": machine.version, "t": now_ns / 1e9}
+        if not again and 0 <= step < machine.version:
+            line.update(self._off_policy(step))
+            line.update(in_flight(machine, self._limits))
+            line.update(self._rollout(list(instances), now_ns))
+            line.update(self._rates(now_ns))
+        line.update(values)
+        self.last = line
+        try:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            log.warning("%s lacks step %d: %s", self._path, step, error)
+
+    def _off_policy(self, step: Step) -> Line:
+        counts = self._totals.counts
+        mean, most, masked = self._staleness.get(step, (0.0, 0, 0.0))
+        self._staleness = {k: v for k, v in self._staleness.items() if k > step}
+        return {
+            "off_policy/mean": mean,
+            "off_policy/max": most,
+            "staleness/violations": counts.violations,
+            "staleness/masked_token_ratio": masked,
+            "staleness/dropped": sum(counts.drops.values()),
+            "staleness/length_bias": length_bias(self._totals),
+        }
+
+    def _rollout(self, instances: list[Instance], now_ns: int) -> Line:
+        busy = share = 0.0
+        for instance in instances:
+            before_s, before_ns = self._busy.get(instance.worker, (0.0, 0))
+            if before_ns:
+                busy += instance.stats.busy_s - before_s
+                share += (now_ns - before_ns) / 1e9
+            self._busy[instance.worker] = (instance.stats.busy_s, now_ns)
+        return {
+            "rollout/instances": len(instances),
+            "rollout/running": sum(instance.stats.running for instance in instances),
+            "rollout/waiting": sum(instance.stats.waiting for instance in instances),
+            "rollout/idle_ratio": max(0.0, 1.0 - busy / share) if share else 0.0,
+        }
+
+    def _rates(self, now_ns: int) -> Line:
+        counts = self._totals.counts
+        tokens, samples = counts.tokens_trained - self._tokens, counts.samples_trained - self._samples
+        seconds = (now_ns - self._since_ns) / 1e9
+        first = not self._since_ns
+        self._since_ns, self._tokens, self._samples = now_ns, counts.tokens_trained, counts.samples_trained
+        if first or seconds <= 0:
+            return {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0}
+        return {"perf/tokens_per_second": tokens / seconds, "perf/samples_per_second": samples / seconds}
+
+    def start_clock(self, now_ns: int) -> None:
+        """Rates count from here."""
+        counts = self._totals.counts
+        self._since_ns, self._tokens, self._samples = now_ns, counts.tokens_trained, counts.samples_trained
+
+
+def length_bias(totals: Totals) -> float:
+    """Mean length trained / mean length sampled; 1 is no bias, and also when nothing was trained yet."""
+    counts = totals.counts
+    if not counts.samples_trained or not counts.samples_pushed or not counts.tokens_pushed:
+        return 1.0
+    return (counts.tokens_trained / counts.samples_trained) / (counts.tokens_pushed / counts.samples_pushed)
+
+
+def in_flight(machine: Machine, limits: Limits) -> Line:
+    """Versions behind the newest of the groups being generated, and of those that wait to be trained.
+
+    Empty under the token bound, where a group has no deadline to tell its version by.
+    """
+    if limits.bound is not Bound.TRAJECTORY:
+        return {}
+    rows = [(machine.version - (deadline - limits.max_staleness), row) for deadline, *row in machine.window()]
+    return {
+        **_spread("off_policy/in_flight", [(age, row[0]) for age, row in rows]),
+        **_spread("off_policy/in_queue", [(age, row[1] + row[2]) for age, row in rows]),
+    }
+
+
+def _spread(name: str, ages: list[tuple[int, int]]) -> Line:
+    total = sum(count for _, count in ages)
+    mean = sum(age * count for age, count in ages) / total if total else 0.0
+    return {f"{name}/mean": mean, f"{name}/max": max((age for age, count in ages if count), default=0)}
+
+
+def _last_line(path: Path) -> Line:
+    """The last whole line of the file, after a torn one was cut off."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        os.truncate(path, len(whole))
+    if not whole:
+        return {}
+    try:
+        return msgspec.json.decode(whole.splitlines()[-1], type=Line)
+    except msgspec.DecodeError:
+        log.warning("the last line of %s is not one of ours", path)
+        return {}

@@ -1,0 +1,92 @@
+"""Operations on groups, in batches: each is applied on its own, and answered in its place.
+
+What a shard sends again because an answer was lost has its effect once and is answered as before.
+"""
+
+from typing import assert_never
+
+from staleflow.protocols.consistency import events
+from staleflow.protocols.consistency.effects import Code, Refused, ReleaseWhy
+from staleflow.protocols.consistency.errors import TransitionError
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.messages import (
+    Op,
+    Operations,
+    RegisterOccupy,
+    RegisterPush,
+    RegisterQuarantine,
+    RegisterRelease,
+    Result,
+    Results,
+)
+from staleflow.runtime.clock import now_ms
+from staleflow.runtime.endpoint import Call
+from staleflow.servers.scheduler.answers import Answers
+from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.metrics import Metrics
+from staleflow.servers.scheduler.rejects import Rejects
+
+_DONE = Result()
+
+
+class GroupOperations:
+    """Applies the operations of shards and workers."""
+
+    def __init__(self, interpreter: Interpreter, answers: Answers, rejects: Rejects, metrics: Metrics) -> None:
+        self._interpreter = interpreter
+        self._answers = answers
+        self._rejects = rejects
+        self._metrics = metrics
+
+    def operations(self, call: Call, body: Operations) -> None:
+        results = [self._one(call.peer, op) for op in body.ops]
+        self._answers.hold(call, Results(results=results))
+
+    def _one(self, peer: str, op: Op) -> Result:
+        if isinstance(op, RegisterPush) and self._interpreter.full:
+            self._rejects.push_refused(peer, op, Code.BUSY.value, now_ms())
+            return Result(code=Code.BUSY, detail=f"the scheduler's {self._interpreter.full} is full")
+        try:
+            told = self._interpreter.apply(_event(op))
+        except TransitionError as error:
+            self._rejects.refused(peer, Refused(op=type(op).__name__, code=Code.DENIED, group=op.group), now_ms())
+            return Result(code=Code.DENIED, detail=str(error))
+        if told and isinstance(refused := told[0], Refused):
+            self._rejects.refused(peer, refused, now_ms())
+            if refused.code is not Code.DUPLICATE:
+                return Result(code=refused.code, detail=refused.detail)
+        elif isinstance(op, RegisterPush):
+            self._metrics.pushed(op.samples)
+        elif isinstance(op, RegisterRelease) and op.why is ReleaseWhy.ABORTED and told:
+            self._put_off(op.group)
+        return _DONE
+
+    def _put_off(self, group: GroupId) -> None:
+        """A prompt that was given up on (its reward failed, say) would fail again and keep its slot for ever: it comes
+        back after as many others as there are prompts."""
+        deck = self._interpreter.deck
+        deck.take(group)
+        deck.again(group, deck.rows)
+
+
+def _event(op: Op) -> events.Event:
+    match op:
+        case RegisterPush():
+            return events.Push(
+                group=op.group,
+                lease=op.lease,
+                worker=op.worker,
+                shard=op.shard,
+                sha=op.sha,
+                nbytes=op.nbytes,
+                truncated=op.truncated,
+                segments=tuple(op.segments),
+            )
+        case RegisterOccupy():
+            return events.Occupy(group=op.group, lease=op.lease)
+        case RegisterRelease():
+            return events.Release(group=op.group, lease=op.lease, why=op.why)
+        case RegisterQuarantine():
+            return events.Quarantine(group=op.group)
+        case _:
+            assert_never(op)

@@ -1,0 +1,17 @@
+"""Where the run is in its life, as far as it is not in the ledger."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Phase:
+    """Only ever moves forward."""
+
+    draining: bool = False
+    """No new leases."""
+    finished: bool = False
+    """The trainer said that it is done, or gave up."""
+    error: str = ""
+    """Why it gave up."""
+    closed: bool = False
+    """The trace is closed: nothing changes any more."""

@@ -1,0 +1,335 @@
+"""Messages in, answers out, one commit in between.
+
+Order of one drain: every message is applied to the ledger; batches that became ready are handed out; the strategy
+deals new work; all of it is committed; only then do answers leave. A long drain commits every ``COMMIT_MS``.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency import effects, events
+from staleflow.protocols.consistency.effects import Code, ReleaseWhy
+from staleflow.protocols.consistency.groups import GroupView
+from staleflow.protocols.consistency.ids import LeaseId, WorkerId
+from staleflow.protocols.wire import messages
+from staleflow.protocols.wire.messages import Done
+from staleflow.runtime import trace_events
+from staleflow.runtime.clock import now_ms, unix_ns
+from staleflow.runtime.endpoint import Call
+from staleflow.runtime.lmdb_store import FULL_SHARE
+from staleflow.servers.scheduler.answers import RETRY_MS, Answers
+from staleflow.servers.scheduler.attachments import Attachments
+from staleflow.servers.scheduler.cycle import Cycle
+from staleflow.servers.scheduler.identity import Identity
+from staleflow.servers.scheduler.instances import Instances
+from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.metrics import Metrics
+from staleflow.servers.scheduler.operations import GroupOperations
+from staleflow.servers.scheduler.phase import Phase
+from staleflow.servers.scheduler.registry import Registry
+from staleflow.servers.scheduler.rejects import Rejects
+from staleflow.servers.scheduler.status import StatusView
+from staleflow.servers.scheduler.training import Training
+
+COMMIT_MS = 5
+TICK_S = 0.05
+ROOM_TICKS = 10
+"""Ticks between two looks at the room that the store has left."""
+CLOSE_AFTER_MS = 5_000
+"""A finished run closes its trace when nothing is in flight any more, at latest after this."""
+_IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain)
+"""Answered and forgotten once the trace is closed."""
+_QUESTIONS = (messages.Report, messages.Retention, messages.VersionsInUse, messages.Metrics)
+"""Answered even then: they change nothing that is traced."""
+_AGAIN = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, ReleaseWhy.ROLLBACK)
+"""Reasons of release after which the prompt is dealt again."""
+
+
+class Service:
+    """The scheduler without its socket."""
+
+    def __init__(self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
+        self._config = config
+        self.phase = Phase()
+        self._answers = Answers()
+        self._rejects = Rejects(interpreter.trace, interpreter.totals.rejected)
+        self._registry = Registry(config.trajectories.shards)
+        with interpreter.store.read() as txn:
+            self._registry.load(txn)
+        self._instances = Instances(config.trajectories.shards, self._leases_of)
+        self._instances.newest = interpreter.machine.version
+        group_size = config.rollout.group_size
+        self._metrics = Metrics(run_dir / "metrics.jsonl", interpreter.limits, group_size, interpreter.totals)
+        self._status = StatusView(
+            config, identity, interpreter, self._registry, self._instances, self._metrics, self.phase
+        )
+        self._attachments = Attachments(
+            config,
+            identity,
+            str(run_dir),
+            interpreter,
+            self._answers,
+            self._rejects,
+            self._registry,
+            self._instances,
+        )
+        steps = config.trainer.steps
+        self._training = Training(interpreter, self._answers, self._rejects, self._status.why, steps)
+        self._operations = GroupOperations(interpreter, self._answers, self._rejects, self._metrics)
+        self._cycle = Cycle(interpreter, self._instances, config.rollout.routing, self._training.end)
+        self._handlers = self._table()
+        self._since_ns = 0
+        self._ticks = 0
+        self._later = False
+        self._finished_ms = 0
+        self.peers: Callable[[], list[str]] = list
+        """Peers that the transport hears; the owner of the socket sets it."""
+        self.later: Callable[[], object] = lambda: None
+        """Calls ``flush`` a little later; the owner of the loop sets it."""
+        self._listen()
+
+    def _table(self) -> dict[type, Callable[[Call, Any], None]]:
+        return {
+            messages.Attach: self._attachments.attach,
+            messages.Detach: self._attachments.detach,
+            messages.Report: self._report,
+            messages.Pulled: self._pulled,
+            messages.Operations: self._operate,
+            messages.Retention: self._retention,
+            messages.Join: self._training.join,
+            messages.NextBatch: self._training.next_batch,
+            messages.RegisterVersion: self._training.register_version,
+            messages.RegisterCheckpoint: self._training.register_checkpoint,
+            messages.VersionsInUse: self._versions_in_use,
+            messages.Metrics: self._step_metrics,
+            messages.Finished: self._finish,
+            messages.Drain: self._drain,
+        }
+
+    def _listen(self) -> None:
+        listen, instances, totals = self._interpreter.listen, self._instances, self._interpreter.totals
+        listen(effects.Reserved, instances.on_reserved)
+        listen(effects.Reserved, totals.reserved)
+        listen(effects.Reserved, self._on_reserved)
+        listen(effects.Pushed, instances.on_pushed)
+        listen(effects.Pushed, totals.pushed)
+        listen(effects.Occupied, totals.occupied)
+        listen(effects.Released, instances.on_released)
+        listen(effects.Released, totals.released)
+        listen(effects.Released, self._on_released)
+        listen(effects.Truncate, instances.on_truncate)
+        listen(effects.Dropped, totals.dropped)
+        listen(effects.Sealed, self._metrics.on_sealed)
+        listen(effects.Consumed, self._metrics.on_consumed)
+        listen(effects.Published, self._on_published)
+        listen(effects.RolledBack, self._on_rolled_back)
+        for effect in (effects.Released, effects.Dropped, effects.Sealed, effects.Consumed, effects.Unsealed):
+            listen(effect, self._on_change)
+
+    # --- what the ledger did ---------------------------------------------------------------------------------
+
+    def _on_reserved(self, effect: effects.Reserved) -> None:
+        self._interpreter.deck.take(effect.group)
+
+    def _on_released(self, effect: effects.Released) -> None:
+        if effect.why in _AGAIN:
+            later = self._config.trainer.batch_size if effect.why is ReleaseWhy.OVERDUE else 0
+            self._interpreter.deck.again(effect.group, later)
+
+    def _on_published(self, effect: effects.Published) -> None:
+        self._instances.newest = effect.version
+        self._instances.changed = True
+
+    def _on_rolled_back(self, effect: effects.RolledBack) -> None:
+        self._instances.newest = effect.to_version
+        self._instances.changed = True
+
+    def _on_change(self, _: object) -> None:
+        self._instances.changed = True
+
+    def _leases_of(self, worker: WorkerId) -> dict[LeaseId, GroupView]:
+        machine = self._interpreter.machine
+        views = {lease: machine.group(group) for group, lease in machine.leases_of(worker)}
+        return {lease: view for lease, view in views.items() if view is not None}
+
+    # --- the socket's callbacks ------------------------------------------------------------------------------
+
+    def on_call(self, call: Call) -> None:
+        """One message. Its answer waits for the commit, unless it is only a look."""
+        body = call.body
+        kind = type(body)
+        now_ns = time.monotonic_ns()
+        self._attachments.heard(call.peer, now_ns // 1_000_000)
+        if kind is messages.GetStatus:
+            call.reply(messages.Status(values=self._status.values(set(self.peers()))))
+            return
+        handler = self._handlers.get(kind)
+        if handler is None:
+            self._answers.refuse(call, Code.MALFORMED, f"the scheduler does not answer {kind.__name__}")
+        elif self._interpreter.failed and kind is not messages.Report:
+            call.refuse(Code.BUSY, f"the scheduler's {self._interpreter.full} is full", RETRY_MS)
+        elif self.phase.closed and kind in _IDLE_TALK:
+            call.reply(Done())
+        elif self.phase.closed and kind not in _QUESTIONS:
+            call.refuse(Code.DENIED, "the run is over")
+        else:
+            handler(call, body)
+        if not self._since_ns:
+            self._since_ns = now_ns
+        elif now_ns - self._since_ns > COMMIT_MS * 1_000_000:
+            self.flush()
+
+    def on_gone(self, peer: str) -> None:
+        """The transport hears a peer no more."""
+        self._attachments.silent(peer)
+
+    def on_reject(self, peer: str, code: Code, _: str) -> None:
+        """The transport could not read what a peer sent."""
+        self._rejects.plain(peer, "message", code.value, now_ms())
+
+    def flush(self) -> None:
+        """Deal, commit, answer: the end of a drain."""
+        self._since_ns = 0
+        now = now_ms()
+        if self._interpreter.failed:
+            self._answers.release()
+            return
+        self._training.deliver()
+        self._cycle.run(now, may_start=self._may_start())
+        if self._interpreter.commit():
+            self._answers.release()
+            self._instances.answer()
+            if self._cycle.unfinished and not self._later:
+                self._later = True
+                self.later()
+            return
+        self._instances.newest = self._interpreter.machine.version
+        self._instances.reload()
+        self._answers.take_back(f"the scheduler's {self._interpreter.full} is full")
+
+    def wake(self) -> None:
+        """The rest of the coordination cycle is over: see what it left undone."""
+        self._later = False
+        self.flush()
+
+    def _may_start(self) -> bool:
+        return not (self.phase.draining or self._interpreter.full or "" in self._registry.endpoints())
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """What only time brings about."""
+        now = now_ms()
+        self._ticks += 1
+        if self._ticks % ROOM_TICKS == 0 and not self.phase.closed:
+            self._look_at_room()
+        if not self.phase.closed and not self._interpreter.failed:
+            self._interpreter.apply(events.Tick())
+            self._rejects.flush(now)
+            if self._finished_ms and (self._idle() or now - self._finished_ms > CLOSE_AFTER_MS):
+                self.close("finished" if not self.phase.error else self.phase.error)
+        self._instances.touch_pulling()
+        self.flush()
+        self._training.answer_due(now)
+        self._instances.answer_due(now)
+
+    def _idle(self) -> bool:
+        counts = self._interpreter.machine.state_counts()
+        return not counts["leased"] and not counts["pushed"]
+
+    def _look_at_room(self) -> None:
+        """Overload begins at 90 % of the map, or when a commit failed; it ends when there is room again."""
+        interpreter = self._interpreter
+        if interpreter.failed:
+            interpreter.probe()
+        change = interpreter.look_at_room()
+        if change is not None:
+            on, used = change
+            resource = interpreter.full or "map"
+            interpreter.trace.add(trace_events.Overload(on=on, resource=resource, used=used, limit=FULL_SHARE))
+
+    # --- rollout instances -----------------------------------------------------------------------------------
+
+    def _report(self, call: Call, body: messages.Report) -> None:
+        worker = body.worker
+        instance = self._instances.get(worker)
+        if instance is None or call.peer != worker:
+            replaced = self._registry.was_replaced(worker)
+            code = Code.FENCED if replaced else Code.DENIED
+            detail = f"a newer process has taken the name of {worker}" if replaced else f"{worker} is not attached"
+            self._answers.refuse(call, code, detail)
+            return
+        generated = body.stats.generated_tokens - instance.stats.generated_tokens
+        self._interpreter.totals.counts.tokens_generated += max(generated, 0)
+        self._interpreter.apply(events.Renew(worker=worker))
+        self._instances.report(instance, call, body, now_ms())
+
+    def _pulled(self, call: Call, body: messages.Pulled) -> None:
+        self._interpreter.trace.add(
+            trace_events.Pull(worker=body.worker, lineage=body.lineage, version=body.version, sha=body.sha, ok=body.ok)
+        )
+        instance = self._instances.get(body.worker)
+        if instance is not None and not body.ok:
+            instance.pull_failed(now_ms())
+        self._answers.hold(call, Done())
+
+    # --- shards and the parameter server ---------------------------------------------------------------------
+
+    def _operate(self, call: Call, body: messages.Operations) -> None:
+        self._operations.operations(call, body)
+
+    def _retention(self, call: Call, body: messages.Retention) -> None:
+        machine = self._interpreter.machine
+        keep = [group for group in body.groups if machine.must_keep(group)]
+        self._answers.hold(call, messages.Retained(keep=keep))
+
+    def _versions_in_use(self, call: Call, _: messages.VersionsInUse) -> None:
+        machine = self._interpreter.machine
+        used = dict.fromkeys(machine.versions_in_use())
+        for instance in self._instances:
+            for weights in (instance.loaded(), instance.pull):
+                if weights is not None and machine.survives(*weights) and weights[1] >= 0:
+                    used[weights] = None
+        self._answers.hold(call, messages.KeepVersions(versions=sorted(used)))
+
+    # --- the end ---------------------------------------------------------------------------------------------
+
+    def _step_metrics(self, call: Call, body: messages.Metrics) -> None:
+        machine = self._interpreter.machine
+        self._metrics.step(body.step, body.values, machine, self._instances, unix_ns())
+        self._answers.hold(call, Done())
+
+    def _finish(self, call: Call, body: messages.Finished) -> None:
+        if not self._training.current(call, body.trainer_term):
+            return
+        self.phase.error = body.error
+        self.phase.finished = True
+        self._finished_ms = self._finished_ms or now_ms()
+        self.drain()
+        self._answers.hold(call, Done())
+
+    def _drain(self, call: Call, _: messages.Drain) -> None:
+        self.drain()
+        self._answers.hold(call, Done())
+
+    def drain(self) -> None:
+        """Hand out no new work. What is acknowledged is kept."""
+        if not self.phase.draining:
+            self.phase.draining = True
+            self._instances.drain()
+
+    def close(self, why: str) -> None:
+        """Write the last line of this incarnation; nothing changes after it."""
+        if not self.phase.closed:
+            counts = self._interpreter.machine.state_counts()
+            self._rejects.flush(now_ms() + 10_000)
+            self._interpreter.trace.add(
+                trace_events.Close(why=why, reserved=counts["leased"] + counts["pushed"], occupied=counts["occupied"])
+            )
+            self.flush()
+            self._interpreter.trace.end()
+            self.phase.closed = True

@@ -1,0 +1,141 @@
+"""What ``GetStatus`` answers: one plain dictionary, the same keys always."""
+
+from typing import Any
+
+import msgspec
+
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.runtime.clock import now_ms
+from staleflow.servers.scheduler.identity import Identity
+from staleflow.servers.scheduler.instances import Instances
+from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.metrics import Metrics
+from staleflow.servers.scheduler.phase import Phase
+from staleflow.servers.scheduler.registry import Process, Registry
+from staleflow.servers.scheduler.why import Why
+
+MAX_PINS = 16
+"""Pinning groups that are named."""
+
+
+class StatusView:
+    """Reads everything, changes nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        interpreter: Interpreter,
+        registry: Registry,
+        instances: Instances,
+        metrics: Metrics,
+        phase: Phase,
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._interpreter = interpreter
+        self._registry = registry
+        self._instances = instances
+        self._metrics = metrics
+        self._phase = phase
+        self._why = Why(config, interpreter, registry, instances, phase)
+        self._started_ms = now_ms()
+
+    def why(self) -> str:
+        """What anything waits for, in one sentence."""
+        return self._why.sentence()
+
+    def values(self, present: set[str]) -> dict[str, Any]:
+        """``present``: peers that the transport hears at the moment."""
+        now = now_ms()
+        return {
+            **self._run(now),
+            **self._ledger(),
+            "why": self.why(),
+            "instances": self._instance_rows(now, present),
+            "workers": [self._worker_row(process, now, present) for process in self._registry.processes()],
+            "totals": msgspec.to_builtins(self._interpreter.totals.counts),
+            "off_policy": {
+                "mean": self._metrics.last.get("off_policy/mean", 0.0),
+                "max": self._metrics.last.get("off_policy/max", 0),
+            },
+            "violations": self._interpreter.totals.counts.violations,
+            "metrics": self._metrics.last,
+            "finished": self._phase.finished,
+            "error": self._phase.error,
+            "closed": self._phase.closed,
+            "full": self._interpreter.full,
+            "map_used": self._interpreter.store.used_share(),
+        }
+
+    def _run(self, now: int) -> dict[str, Any]:
+        machine = self._interpreter.machine
+        staleness = self._config.staleness
+        return {
+            "run": self._identity.run,
+            "incarnation": self._identity.incarnation,
+            "uptime_s": (now - self._started_ms) / 1000,
+            "lineage": machine.lineage,
+            "version": machine.version,
+            "next_step": machine.next_step,
+            "steps": self._config.trainer.steps,
+            "trainer_term": machine.trainer_term,
+            "max_staleness": staleness.max_staleness,
+            "bound": staleness.bound.value,
+            "batch_size": self._config.trainer.batch_size,
+        }
+
+    def _ledger(self) -> dict[str, Any]:
+        machine = self._interpreter.machine
+        rows = [
+            {"deadline": deadline, "leased": leased, "pushed": pushed, "occupied": occupied}
+            for deadline, leased, pushed, occupied in machine.window()
+        ]
+        pins = machine.pins()
+        pinned = {"step": machine.next_step, "groups": [self._pin(group) for group in pins[:MAX_PINS]]}
+        return {"ledger": machine.state_counts(), "window": rows, "pinned": pinned}
+
+    def _pin(self, group: GroupId) -> dict[str, Any]:
+        held = self._interpreter.machine.group(group)
+        return {
+            "group": group,
+            "worker": "" if held is None else held.worker,
+            "version": -1 if held is None else held.version,
+        }
+
+    def _instance_rows(self, now: int, present: set[str]) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for instance in self._instances:
+            process = self._registry.get(instance.worker)
+            stats = instance.stats
+            rows.append(
+                {
+                    "worker": instance.worker,
+                    "name": "" if process is None else process.name,
+                    "version": stats.version,
+                    "running": stats.running,
+                    "waiting": stats.waiting,
+                    "kv_used": stats.kv_used,
+                    "tokens_per_s": stats.tokens_per_s,
+                    "held": len(instance.leases),
+                    "last_seen_s": 0.0 if process is None else _seen_s(process, now, present),
+                }
+            )
+        return rows
+
+    def _worker_row(self, process: Process, now: int, present: set[str]) -> dict[str, Any]:
+        return {
+            "worker": process.worker,
+            "name": process.name,
+            "role": process.role,
+            "alive": process.alive,
+            "pid": process.attach.pid,
+            "last_seen_s": _seen_s(process, now, present),
+        }
+
+
+def _seen_s(process: Process, now: int, present: set[str]) -> float:
+    """Seconds since its last message; heartbeats, which the transport keeps to itself, count as the last second."""
+    silent_s = (now - process.seen_ms) / 1000
+    return min(silent_s, 1.0) if process.alive and process.worker in present else silent_s

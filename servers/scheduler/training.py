@@ -1,0 +1,200 @@
+"""The trainer's side: joining, waiting for a sealed batch, versions, checkpoints, the end.
+
+A ``NextBatch`` waits here until the ledger has sealed its step; nobody asks twice. When it has waited its time it is
+told, in one sentence, what the step waits for.
+"""
+
+from collections.abc import Callable
+
+from staleflow.protocols.consistency import effects, events
+from staleflow.protocols.consistency.effects import Code, Delivered, Effect, Refused, Sealed
+from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
+from staleflow.protocols.consistency.limits import Bound
+from staleflow.protocols.wire.messages import (
+    Batch,
+    Done,
+    Join,
+    Joined,
+    MemberRef,
+    NextBatch,
+    RegisterCheckpoint,
+    Registered,
+    RegisterVersion,
+)
+from staleflow.runtime.clock import now_ms
+from staleflow.runtime.endpoint import Call
+from staleflow.servers.scheduler.answers import Answers
+from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.rejects import Rejects
+
+
+class Waiting:
+    """A rank that waits for the batch of a step."""
+
+    __slots__ = ("body", "call", "due_ms", "since_ms")
+
+    def __init__(self, call: Call, body: NextBatch, now_ms: int) -> None:
+        self.call = call
+        self.body = body
+        self.since_ms = now_ms
+        self.due_ms = now_ms + min(body.wait_ms, 60_000)
+
+
+class Training:
+    """Answers the trainer's requests."""
+
+    def __init__(
+        self, interpreter: Interpreter, answers: Answers, rejects: Rejects, why: Callable[[], str], steps: int
+    ) -> None:
+        self._interpreter = interpreter
+        self._answers = answers
+        self._rejects = rejects
+        self._why = why
+        self._waiting: list[Waiting] = []
+        self._sealed = False
+        self._end = steps
+        interpreter.listen(Sealed, self._on_sealed)
+
+    def end(self) -> int:
+        """The step before which the run is over: that of the configuration, unless the trainer asks for later ones."""
+        return self._end
+
+    @property
+    def waits(self) -> bool:
+        """Whether any rank waits for a batch."""
+        return bool(self._waiting)
+
+    def join(self, call: Call, body: Join) -> None:
+        event = events.Join(trainer=body.trainer, lineage=body.lineage, version=body.version)
+        told = self._interpreter.apply(event)
+        if self._refuse(call, told):
+            return
+        machine = self._interpreter.machine
+        joined = Joined(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
+        self._answers.hold(call, joined)
+        self._sealed = True
+
+    def next_batch(self, call: Call, body: NextBatch) -> None:
+        machine = self._interpreter.machine
+        if body.trainer_term != machine.trainer_term:
+            self._fenced(call, body.trainer_term)
+            return
+        if body.step < machine.version:
+            self._answers.refuse(
+                call, Code.STALE, f"step {body.step} is consumed; version {machine.version} is published"
+            )
+            return
+        self._waiting.append(Waiting(call, body, now_ms()))
+        self._end = max(self._end, body.step + 1)
+        self._sealed = True
+
+    def deliver(self) -> None:
+        """Hand out the batches that are sealed by now, and turn away who was fenced."""
+        if not self._sealed:
+            return
+        self._sealed = False
+        machine = self._interpreter.machine
+        still: list[Waiting] = []
+        for waiting in self._waiting:
+            if waiting.call.done:
+                continue
+            if waiting.body.trainer_term != machine.trainer_term:
+                self._fenced(waiting.call, waiting.body.trainer_term)
+            elif (sealed := machine.sealed_batch(waiting.body.step)) is not None:
+                self._hand_out(waiting, sealed)
+            else:
+                still.append(waiting)
+        self._waiting = still
+
+    def _hand_out(self, waiting: Waiting, sealed: Sealed) -> None:
+        body = waiting.body
+        told = self._interpreter.apply(
+            events.Deliver(batch=sealed.batch, trainer_term=body.trainer_term, rank=body.rank)
+        )
+        if self._refuse(waiting.call, told):
+            return
+        delivered = next(effect for effect in told if isinstance(effect, Delivered))
+        self._answers.hold(waiting.call, self._batch(sealed, delivered.attempt))
+
+    def _batch(self, sealed: Sealed, attempt: int) -> Batch:
+        limits = self._interpreter.limits
+        below = sealed.step - limits.max_staleness if limits.bound is Bound.TOKEN else -1
+        members = [
+            MemberRef(
+                group=m.group,
+                lease=m.lease,
+                lineage=m.lineage,
+                version=m.version,
+                sha=m.sha,
+                shard=m.shard,
+                tokens=m.tokens,
+            )
+            for m in sealed.members
+        ]
+        return Batch(
+            batch=sealed.batch,
+            lineage=sealed.lineage,
+            step=sealed.step,
+            attempt=attempt,
+            members=members,
+            digest=sealed.digest,
+            mask_below=Version(max(below, -1)),
+        )
+
+    def answer_due(self, now: int) -> None:
+        """Tell those that have waited long enough what their step waits for."""
+        late = [waiting for waiting in self._waiting if waiting.due_ms <= now]
+        if late:
+            why = self._why()
+            self._waiting = [waiting for waiting in self._waiting if waiting.due_ms > now]
+            for waiting in late:
+                if not waiting.call.done:
+                    waiting.call.refuse(Code.BUSY, why, retry_after_ms=1)
+
+    def register_version(self, call: Call, body: RegisterVersion) -> None:
+        if body.batch is None and body.version != 0:
+            self._answers.refuse(call, Code.BAD_VERSION, f"version {body.version} needs the batch it was trained on")
+            return
+        if body.batch is None:
+            event: events.Event = events.Publish(trainer_term=body.trainer_term, sha=body.sha, nbytes=body.nbytes)
+        else:
+            event = events.Consume(
+                batch=body.batch,
+                step=Step(body.version - 1),
+                trainer_term=body.trainer_term,
+                sha=body.sha,
+                nbytes=body.nbytes,
+            )
+        if not self._refuse(call, self._interpreter.apply(event)):
+            self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
+
+    def register_checkpoint(self, call: Call, body: RegisterCheckpoint) -> None:
+        event = events.Checkpointed(trainer_term=body.trainer_term, lineage=body.lineage, version=body.version)
+        if not self._refuse(call, self._interpreter.apply(event)):
+            self._answers.hold(call, Done())
+
+    def current(self, call: Call, term: TrainerTerm) -> bool:
+        """Whether ``term`` is that of the trainer in charge; otherwise the call is refused."""
+        if term == self._interpreter.machine.trainer_term:
+            return True
+        self._fenced(call, term)
+        return False
+
+    def _fenced(self, call: Call, term: TrainerTerm) -> None:
+        now = self._interpreter.machine.trainer_term
+        detail = f"trainer term {term} is over, {now} is in charge"
+        self._rejects.refused(call.peer, Refused(op=type(call.body).__name__, code=Code.FENCED), now_ms())
+        self._answers.refuse(call, Code.FENCED, detail)
+
+    def _refuse(self, call: Call, told: tuple[Effect, ...]) -> bool:
+        """Pass a no of the ledger on. One that only says "done before" is a yes."""
+        for effect in told:
+            if isinstance(effect, effects.Refused):
+                self._rejects.refused(call.peer, effect, now_ms())
+                if effect.code is not Code.DUPLICATE:
+                    self._answers.refuse(call, effect.code, effect.detail)
+                    return True
+        return False
+
+    def _on_sealed(self, _: Sealed) -> None:
+        self._sealed = True

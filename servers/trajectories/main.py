@@ -1,0 +1,90 @@
+"""The process of one trajectory server."""
+
+import os
+from pathlib import Path
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import addresses, config_sha
+from staleflow.configs.schema import Config
+from staleflow.protocols.wire.messages import Attach
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.daemon import Stop, run
+from staleflow.runtime.lmdb_store import StoreCorrupt, StoreFull, StoreInUse
+from staleflow.runtime.prompts import PromptRows, open_prompts
+from staleflow.servers.attached import Tasks, serve_attached
+from staleflow.servers.trajectories.filters import FILTERS
+from staleflow.servers.trajectories.registrar import Registrar
+from staleflow.servers.trajectories.service import TrajectoryService
+from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.stage_calls import StageCalls
+from staleflow.servers.trajectories.store import TrajectoryStore
+
+STAGES = ("reward",)
+"""In order; every group goes through all of them."""
+STAGE_SLACK_S = 10.0
+"""A stage worker may take this much longer for a group than its calls may take together."""
+
+
+def name_of(shard: int) -> str:
+    """What the process of a shard is called."""
+    return f"trajectories-{shard}"
+
+
+def serve(config: Config, run_dir: Path, shard: int) -> int:
+    """Hold one shard of the trajectories of the run in ``run_dir`` until a signal; returns the exit code."""
+    return run(lambda stop: serve_until(stop, config, run_dir, shard), name_of(shard), run_dir)
+
+
+async def serve_until(stop: Stop, config: Config, run_dir: Path, shard: int) -> None:
+    """Serve until stopped; pushes under way are still registered and answered."""
+    where, worker = addresses(config, run_dir), worker_id(name_of(shard))
+    prompts = open_prompts(config.prompts, seed=config.seed)
+    store = _open_store(config, run_dir / name_of(shard))
+    scheduler = Client(where.scheduler, worker=worker)
+
+    def hello(address: str) -> Attach:
+        return Attach(
+            worker=worker,
+            name=name_of(shard),
+            role="trajectories",
+            config_sha=config_sha(config),
+            endpoint=address,
+            shard=shard,
+            rows=len(prompts),
+            prompts_sha=prompts.sha,
+            pid=os.getpid(),
+        )
+
+    def make(tasks: Tasks) -> TrajectoryService:
+        return make_service(config, shard, store, prompts, scheduler, tasks)
+
+    try:
+        await serve_attached(stop, bind=where.trajectories[shard], scheduler=scheduler, hello=hello, make=make)
+    finally:
+        store.close()
+
+
+def _open_store(config: Config, path: Path) -> TrajectoryStore:
+    settings = config.trajectories
+    try:
+        return TrajectoryStore(path, map_bytes=settings.map_mb << 20, durability=settings.durability)
+    except StoreInUse as error:
+        raise ConfigError("run directory", str(path.parent), str(error)) from error
+    except (StoreCorrupt, StoreFull) as error:
+        raise ConfigError("trajectory server's store", str(path), str(error)) from error
+
+
+def make_service(
+    config: Config, shard: int, store: TrajectoryStore, prompts: PromptRows, scheduler: Client, tasks: Tasks
+) -> TrajectoryService:
+    """The parts of a shard, put together."""
+    registrar = Registrar(scheduler)
+    held = Shard(store, registrar, shard=shard, stages=STAGES, keep=FILTERS[config.rollout.filter])
+    reward, group_size = config.reward, config.rollout.group_size
+    calls = StageCalls(
+        held,
+        tasks,
+        row=lambda group: prompts[group % len(prompts)],
+        seconds_a_group=reward.timeout_s * (reward.retries + 1) * group_size + STAGE_SLACK_S,
+    )
+    return TrajectoryService(held, calls, prompts, registrar, scheduler, tasks, group_size=group_size)

@@ -1,0 +1,78 @@
+"""What a shard stores of one pushed group, and how it becomes that from what a worker sends."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.events import Segment
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.messages import PushItem, RegisterPush
+from staleflow.protocols.wire.tensors import arrays, pack
+from staleflow.protocols.wire.trajectory import GroupPayload
+
+
+class Key(NamedTuple):
+    """A payload is named by its group and the lease that produced it."""
+
+    group: GroupId
+    lease: LeaseId
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known of a payload without reading it."""
+
+    worker: WorkerId
+    sha: str
+    """Hex sha256 of the packed payload."""
+    nbytes: int
+    truncated: bool
+    segments: list[Segment]
+    samples: list[int]
+    """Tokens of each sample."""
+
+
+class Pushed(NamedTuple):
+    """One payload that came in."""
+
+    key: Key
+    record: Record
+    blob: bytes
+
+
+def pushed(item: PushItem, frames: Sequence[memoryview], samples: int) -> Pushed:
+    """The payload of a push, checked. ``ProtocolError`` names the first thing that is wrong."""
+    named = arrays(item.frames, frames)
+    payload = GroupPayload.from_arrays(named)
+    if payload.stages:
+        raise ProtocolError(Code.MALFORMED, f"a push has no stage columns; it has {', '.join(payload.stages)}")
+    if payload.num_samples != samples:
+        raise ProtocolError(Code.MALFORMED, f"a group has {samples} samples; {payload.num_samples} came")
+    blob = pack(named)
+    record = Record(
+        worker=item.worker,
+        sha=hashlib.sha256(blob).hexdigest(),
+        nbytes=len(blob),
+        truncated=item.truncated,
+        segments=payload.segment_summary(),
+        samples=payload.lengths.tolist(),
+    )
+    return Pushed(Key(item.group, item.lease), record, blob)
+
+
+def register_push(key: Key, record: Record, shard: int) -> RegisterPush:
+    """What the scheduler is told of a payload that is durable."""
+    return RegisterPush(
+        group=key.group,
+        lease=key.lease,
+        worker=record.worker,
+        shard=shard,
+        sha=record.sha,
+        nbytes=record.nbytes,
+        truncated=record.truncated,
+        segments=record.segments,
+        samples=record.samples,
+    )

@@ -1,0 +1,74 @@
+"""Tells the scheduler what became of groups: in batches, in order, one batch under way.
+
+Waits for a scheduler that is away.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.messages import Op, Operations, Result, Results
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+
+BATCH = 256
+"""Operations of one message."""
+BUSY_S = 0.5
+"""An operation that the scheduler has no room for is told again after this long."""
+
+Then = Callable[[Result], None]
+
+
+class Registrar:
+    """Each operation is told until there is a final answer, and then ``then`` is called, once."""
+
+    def __init__(self, scheduler: Client) -> None:
+        self._scheduler = scheduler
+        self._waiting: list[tuple[Op, Then]] = []
+        self._there = asyncio.Event()
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        """Operations without a final answer."""
+        return self._open
+
+    def add(self, op: Op, then: Then) -> None:
+        """Tell this one with the next batch."""
+        self._open += 1
+        self._idle.clear()
+        self._again(op, then)
+
+    async def idle(self) -> None:
+        """Returns once every operation has its final answer."""
+        await self._idle.wait()
+
+    def _again(self, op: Op, then: Then) -> None:
+        self._waiting.append((op, then))
+        self._there.set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._there.wait()
+            batch, self._waiting = self._waiting[:BATCH], self._waiting[BATCH:]
+            if not self._waiting:
+                self._there.clear()
+            results = await self._results([op for op, _ in batch])
+            for (op, then), result in zip(batch, results, strict=True):
+                if result.code is Code.BUSY:
+                    loop.call_later(BUSY_S, self._again, op, then)
+                    continue
+                self._open -= 1
+                then(result)
+            if not self._open:
+                self._idle.set()
+
+    async def _results(self, ops: list[Op]) -> list[Result]:
+        try:
+            answer = await self._scheduler.ask(Operations(ops=ops), Results, timeout_s=None)
+        except Refused as no:  # the run is over
+            return [Result(code=no.code, detail=no.detail)] * len(ops)
+        return answer.results

@@ -1,0 +1,292 @@
+"""The trajectory server: answers the calls of workers, stages and trainers from one shard.
+
+- Pushes and stage results of one drain of the socket are one commit. A push is answered once it is durable *and*
+  registered; a stage result once it is durable.
+- Stage workers wait here for groups; trainers fetch here what the scheduler has sealed.
+- Waiting for the scheduler and hashing what is fetched happen in tasks; the loop is never held up.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.messages import (
+    FetchGroups,
+    FinishStage,
+    GetRows,
+    GetStatus,
+    GroupFrames,
+    Groups,
+    PushGroups,
+    Result,
+    Results,
+    Retained,
+    Retention,
+    Rows,
+    StageResult,
+    Status,
+    TakeStage,
+)
+from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
+from staleflow.protocols.wire.trajectory import STAGE
+from staleflow.runtime.client import Client
+from staleflow.runtime.endpoint import Call
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.prompts import PromptRows
+from staleflow.servers.attached import Tasks
+from staleflow.servers.trajectories.holdings import Held
+from staleflow.servers.trajectories.records import Key, pushed
+from staleflow.servers.trajectories.registrar import Registrar, Then
+from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.stage_calls import StageCalls
+from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpacked
+
+log = logging.getLogger(__name__)
+
+BUSY_MS = 500
+"""A client asks again after this long when there is no room."""
+FETCH_AT_ONCE = 32
+"""Groups that are read and checked before the loop has its turn again."""
+RETAIN_EVERY_S = 2.0
+RETAIN_GROUPS = 4096
+"""Groups of one question to the scheduler."""
+
+
+class Answers:
+    """One result for each item of a call; the reply leaves when all are there."""
+
+    def __init__(self, call: Call, count: int) -> None:
+        self._call = call
+        self._results: list[Result | None] = [None] * count
+        self._missing = count
+        if not count:
+            call.reply(Results(results=[]))
+
+    def put(self, index: int, result: Result) -> None:
+        """The result of one item. One ``busy`` makes the whole call busy: asked again, the others answer the same."""
+        self._results[index] = result
+        self._missing -= 1
+        if self._missing or self._call.done:
+            return
+        results = [result for result in self._results if result is not None]
+        busy = next((result for result in results if result.code is Code.BUSY), None)
+        if busy is not None:
+            self._call.refuse(Code.BUSY, busy.detail, retry_after_ms=BUSY_MS)
+        else:
+            self._call.reply(Results(results=results))
+
+
+class TrajectoryService:
+    """Answers every call of one trajectory server; lives on one loop."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        stage_calls: StageCalls,
+        prompts: PromptRows,
+        registrar: Registrar,
+        scheduler: Client,
+        tasks: Tasks,
+        *,
+        group_size: int,
+    ) -> None:
+        self._shard = shard
+        self._stage_calls = stage_calls
+        self._prompts = prompts
+        self._registrar = registrar
+        self._scheduler = scheduler
+        self._tasks = tasks
+        self._group_size = group_size
+        self._draining = False
+        self._full = asyncio.Event()
+
+    def on_call(self, call: Call) -> None:
+        """Answer now, or with the commit of this drain, or later."""
+        try:
+            self._dispatch(call)
+        except Refused as no:
+            call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+        except ProtocolError as error:
+            call.refuse(error.code, error.detail)
+
+    def on_drained(self) -> None:
+        """Everything of this drain is here: commit it."""
+        self._shard.commit()
+
+    def on_gone(self, peer: str) -> None:
+        """Nothing is heard of a worker any more: its groups go to others."""
+        self._stage_calls.lose(peer)
+
+    def drain(self) -> None:
+        """Take no more work in and hand none out."""
+        self._draining = True
+        self._stage_calls.close()
+        self._tasks.start(self._registrar.idle())
+
+    def _dispatch(self, call: Call) -> None:
+        match call.body:
+            case PushGroups() as body:
+                self._push(call, body)
+            case TakeStage() as body:
+                self._stage_calls.take(call, body)
+            case FinishStage() as body:
+                self._finish(call, body)
+            case FetchGroups() as body:
+                self._tasks.start(self._answered(call, self._fetch(call, body)))
+            case GetRows() as body:
+                call.reply(Rows(rows=[self.row(group) for group in body.groups]))
+            case GetStatus():
+                call.reply(Status(values={**self._shard.status(), "rows": len(self._prompts)}))
+            case _:
+                call.refuse(Code.DENIED, f"a trajectory server does not answer {type(call.body).__name__}")
+
+    def row(self, group: GroupId) -> dict[str, Any]:
+        """The prompt row of a group."""
+        if group < 0:
+            raise ProtocolError(Code.MALFORMED, f"{group} is no group")
+        return self._prompts[group % len(self._prompts)]
+
+    # Pushes and stage results ----------------------------------------------------------------------------------------
+
+    def _push(self, call: Call, body: PushGroups) -> None:
+        if self._draining:
+            raise Refused(Code.BUSY, "the trajectory server is draining")
+        if not self._shard.room():
+            self._full.set()
+            raise Refused(Code.BUSY, "the trajectory server's map is nearly full")
+        parts = _split([len(item.frames) for item in body.items], call.frames)
+        taken = [pushed(item, frames, self._group_size) for item, frames in zip(body.items, parts, strict=True)]
+        answers = Answers(call, len(taken))
+        for index, one in enumerate(taken):
+            self._shard.push(one, partial(answers.put, index))
+
+    def _finish(self, call: Call, body: FinishStage) -> None:
+        if body.stage not in self._shard.queues:
+            raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
+        parts = _split([len(result.frames) for result in body.results], call.frames)
+        answers = Answers(call, len(body.results))
+        for index, (result, frames) in enumerate(zip(body.results, parts, strict=True)):
+            self._finish_one(body.stage, result, frames, partial(answers.put, index))
+
+    def _finish_one(self, stage: str, result: StageResult, frames: list[memoryview], then: Then) -> None:
+        key = Key(result.group, result.lease)
+        if result.error:
+            then(self._shard.fail(key, stage, result.ticket, result.error))
+            return
+        try:
+            columns = stage_columns(stage, arrays(result.frames, frames), self._group_size)
+        except ProtocolError as error:
+            failed = self._shard.fail(key, stage, result.ticket, error.detail)
+            then(failed if failed.code is not None else Result(code=error.code, detail=error.detail))
+            return
+        self._shard.finish(Columns(key, stage, columns), result.ticket, then)
+
+    # Fetching --------------------------------------------------------------------------------------------------------
+
+    async def _answered(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Refused as no:
+            call.refuse(no.code, no.detail)
+
+    async def _fetch(self, call: Call, body: FetchGroups) -> None:
+        if len(body.groups) != len(body.shas):
+            raise Refused(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.shas)} shas")
+        wanted = [self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
+        groups: list[GroupFrames] = []
+        frames: list[memoryview] = []
+        for start in range(0, len(wanted), FETCH_AT_ONCE):
+            part = wanted[start : start + FETCH_AT_ONCE]
+            for held, columns in zip(part, await self._read(part), strict=True):
+                specs, more = specs_and_frames(columns)
+                groups.append(GroupFrames(group=held.key.group, row=self.row(held.key.group), frames=specs))
+                frames += more
+        call.reply(Groups(groups=groups), frames)
+
+    async def _read(self, wanted: list[Held]) -> list[dict[str, Array]]:
+        """Payload and stage columns of each, checked in a thread. ``Refused`` if one is corrupt."""
+        try:
+            stored = [self._shard.read(held) for held in wanted]
+            return await asyncio.to_thread(_checked, wanted, stored)
+        except CorruptRecord as corrupt:
+            await self._shard.quarantine(corrupt)
+            raise Refused(Code.STALE, f"{corrupt}; it is quarantined") from corrupt
+
+    def _wanted(self, group: GroupId, sha: str) -> Held:
+        if (held := self._shard.holdings.find_sha(group, sha)) is None:
+            raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
+        return held
+
+    # Housekeeping ----------------------------------------------------------------------------------------------------
+
+    async def work(self) -> None:
+        """Take up what was stored; then tell the scheduler, watch the stages, and forget what nobody needs."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._registrar.run())
+            await self._shard.recover()
+            group.create_task(self._stage_calls.watch())
+            group.create_task(self._retain())
+
+    async def _retain(self) -> None:
+        """Ask what may go: every ``RETAIN_EVERY_S``, and at once when a push found no room."""
+        while True:
+            try:
+                async with asyncio.timeout(RETAIN_EVERY_S):
+                    await self._full.wait()
+                await asyncio.sleep(BUSY_MS / 1000)
+            except TimeoutError:
+                pass
+            self._full.clear()
+            asked = self._shard.retainable()
+            for start in range(0, len(asked), RETAIN_GROUPS):
+                await self._retain_some(asked[start : start + RETAIN_GROUPS])
+            self._shard.commit()
+
+    async def _retain_some(self, asked: Sequence[Key]) -> None:
+        groups = list(dict.fromkeys(key.group for key in asked))
+        question = Retention(shard=self._shard.shard, groups=groups)
+        try:
+            answer = await self._scheduler.ask(question, Retained, timeout_s=None)
+        except Refused:  # the run is over: nothing is deleted any more
+            return
+        self._shard.retain(asked, set(answer.keep))
+
+
+def stage_columns(stage: str, named: dict[str, Array], samples: int) -> dict[str, Array]:
+    """Columns of a stage by full name, checked: float32, one finite value a sample."""
+    prefix = f"{STAGE}{stage}/"
+    found: dict[str, Array] = {}
+    for name, array in named.items():
+        full = name if name.startswith(prefix) else prefix + name
+        if array.dtype.name != "float32" or array.shape != (samples,):
+            detail = f"{full} is {array.dtype}{list(array.shape)}; it must be float32[{samples}]"
+            raise ProtocolError(Code.MALFORMED, detail)
+        if not abs(array).max() < float("inf"):
+            raise ProtocolError(Code.MALFORMED, f"{full} holds a value that is not finite")
+        found[full] = array
+    if stage == "reward" and f"{prefix}reward" not in found:
+        raise ProtocolError(Code.MALFORMED, f"the stage must make {prefix}reward")
+    return found
+
+
+def _checked(wanted: Sequence[Held], stored: Sequence[tuple[bytes, dict[str, Array]]]) -> list[dict[str, Array]]:
+    return [
+        unpacked(held.key, held.record, blob) | columns for held, (blob, columns) in zip(wanted, stored, strict=True)
+    ]
+
+
+def _split(counts: Sequence[int], frames: list[memoryview]) -> list[list[memoryview]]:
+    """The frames of each item."""
+    if sum(counts) != len(frames):
+        raise ProtocolError(Code.MALFORMED, f"{sum(counts)} frames are announced, {len(frames)} came")
+    parts: list[list[memoryview]] = []
+    start = 0
+    for count in counts:
+        parts.append(frames[start : start + count])
+        start += count
+    return parts

@@ -1,0 +1,354 @@
+"""The life of a group inside a shard: incoming, registered, through the stages, occupied or released, forgotten.
+
+- Nothing is said to the scheduler, and nothing answered to a worker, of bytes that are not durable.
+- A push that the scheduler refuses is forgotten at once; anything else goes when ``Retention`` says so, or when a newer
+  lease of its group was pushed.
+- After a restart the same steps are taken again from what is stored: every one of them is idempotent.
+
+Owns the store and the stage queues. No sockets here: callers hand in callbacks and get plain values.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from staleflow.protocols.consistency.effects import Code, ReleaseWhy
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.messages import Op, RegisterOccupy, RegisterQuarantine, RegisterRelease, Result
+from staleflow.protocols.wire.tensors import Array, unpack
+from staleflow.runtime.lmdb_store import FULL_SHARE, StoreFull
+from staleflow.servers.trajectories.filters import REWARD, Filter
+from staleflow.servers.trajectories.holdings import Held, Holdings, Phase
+from staleflow.servers.trajectories.records import Key, Pushed, register_push
+from staleflow.servers.trajectories.registrar import Registrar, Then
+from staleflow.servers.trajectories.stage_queue import StageQueue
+from staleflow.servers.trajectories.store import Columns, CorruptRecord, TrajectoryStore
+
+log = logging.getLogger(__name__)
+
+RECOVER_AT_ONCE = 500
+"""Groups taken up again before the loop has its turn."""
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A payload that the next commit stores."""
+
+    pushed: Pushed
+    waiting: list[Then]
+
+
+class Shard:
+    """Everything that one trajectory server holds."""
+
+    def __init__(
+        self, store: TrajectoryStore, registrar: Registrar, *, shard: int, stages: Sequence[str], keep: Filter
+    ) -> None:
+        self.shard = shard
+        self._store = store
+        self._registrar = registrar
+        self._stages = tuple(stages)
+        self._keep = keep
+        first = secrets.randbits(40) << 20
+        self.queues = {stage: StageQueue(first) for stage in stages}
+        self.on_queued: Callable[[str], None] = lambda stage: None
+        """Called when a group was added to the queue of a stage."""
+        self.holdings = Holdings()
+        self._incoming: dict[Key, Incoming] = {}
+        self._finished: list[tuple[Columns, int, Then]] = []
+        self._deletes: list[Key] = []
+        self._full = False
+        self._recovered = [(loaded.key, loaded) for loaded in store.load()]
+        for key, loaded in self._recovered:
+            if loaded.record is not None:
+                self.holdings.add(Held(key, loaded.record))
+
+    # Pushes ----------------------------------------------------------------------------------------------------------
+
+    def room(self) -> bool:
+        """False while pushes are refused: what is left of the map is for what ends work."""
+        incoming = sum(len(incoming.pushed.blob) for incoming in self._incoming.values())
+        return self._store.used_share() + incoming / self._store.map_bytes < FULL_SHARE
+
+    def push(self, pushed: Pushed, then: Then) -> None:
+        """Take a payload in; ``then`` is told once it is durable and registered, or why it is not."""
+        key, sha = pushed.key, pushed.record.sha
+        held, incoming = self.holdings.find(key), self._incoming.get(key)
+        known = held.record.sha if held is not None else incoming.pushed.record.sha if incoming is not None else sha
+        if known != sha:
+            then(Result(code=Code.CONFLICT, detail=f"group {key.group}, lease {key.lease}, has other bytes: {known}"))
+        elif held is not None:
+            if held.phase is Phase.REGISTERING:
+                held.waiting.append(then)
+            else:
+                then(Result())
+        elif incoming is not None:
+            incoming.waiting.append(then)
+        elif pushed.record.nbytes > FULL_SHARE * self._store.map_bytes:
+            then(Result(code=Code.OVERSIZE, detail=f"{pushed.record.nbytes} bytes never fit trajectories.map_mb"))
+        else:
+            self._incoming[key] = Incoming(pushed, [then])
+
+    def commit(self) -> None:
+        """Make durable what came since the last time, then tell the scheduler."""
+        self._commit_deletes()
+        self._commit_columns()
+        self._commit_pushes()
+
+    def _commit_pushes(self) -> None:
+        if not self._incoming:
+            return
+        incoming, self._incoming = list(self._incoming.values()), {}
+        if not self._stored(incoming):
+            self._store.turn_over()
+            full = [one for one in incoming if len(incoming) == 1 or not self._stored([one])]
+            for one in full:
+                _tell(one.waiting, Result(code=Code.BUSY, detail="the trajectory server's map is full"))
+            incoming = [one for one in incoming if one not in full]
+        stored = {one.pushed.key for one in incoming}
+        self._deletes = [key for key in self._deletes if key not in stored]
+        for one in incoming:
+            held = Held(one.pushed.key, one.pushed.record, waiting=one.waiting)
+            self.holdings.add(held)
+            self._register(held)
+
+    def _stored(self, incoming: Sequence[Incoming]) -> bool:
+        try:
+            self._store.write_pushes([one.pushed for one in incoming])
+        except StoreFull as error:
+            log.log(logging.DEBUG if self._full else logging.WARNING, "pushes are refused: %s", error)
+            self._full = True
+            return False
+        self._full = False
+        return True
+
+    def _register(self, held: Held) -> None:
+        def then(result: Result) -> None:
+            waiting, held.waiting = held.waiting, []
+            if result.code is None:
+                self._forget_older(held.key)
+                self._next_stage(held)
+            else:
+                self.forget(held.key)
+            _tell(waiting, result)
+
+        self._registrar.add(register_push(held.key, held.record, self.shard), then)
+
+    def _forget_older(self, key: Key) -> None:
+        """Only the newest registered lease of a group can still train."""
+        for older in self.holdings.older(key):
+            if older.resting:
+                self.forget(older.key)
+
+    # Stages ----------------------------------------------------------------------------------------------------------
+
+    def _next_stage(self, held: Held) -> None:
+        """Queue the group for the stage that comes next; there is one."""
+        held.phase = Phase.STAGING
+        stage = self._stages[len(held.done)]
+        self.queues[stage].add(held.key)
+        self.on_queued(stage)
+
+    def finish(self, columns: Columns, ticket: int, then: Then) -> None:
+        """A stage is done with a group; ``then`` is told once its columns are durable, or that the ticket is over."""
+        key, stage = columns.key, columns.stage
+        held = self.holdings.find(key)
+        if held is not None and held.ticket == ticket and held.done[-1:] == [stage]:
+            then(Result())
+        elif held is None or not self.queues[stage].finish(key, ticket):
+            then(_ticket_is_over(key))
+        else:
+            self._finished.append((columns, ticket, then))
+
+    def fail(self, key: Key, stage: str, ticket: int, why: str) -> Result:
+        """A stage gave a group up."""
+        if self.holdings.find(key) is None or not self.queues[stage].finish(key, ticket):
+            return _ticket_is_over(key)
+        self.give_up([key], f"{stage}: {why}")
+        return Result()
+
+    def give_up(self, keys: Sequence[Key], detail: str) -> None:
+        """A stage failed for good: these groups are released."""
+        for key in keys:
+            if (held := self.holdings.find(key)) is not None:
+                log.error("group %d is given up: %s", key.group, detail)
+                self._release(held, ReleaseWhy.ABORTED, detail)
+
+    def _commit_columns(self) -> None:
+        if not self._finished:
+            return
+        finished, self._finished = self._finished, []
+        try:
+            self._store.write_columns([columns for columns, _, _ in finished])
+        except StoreFull as error:
+            log.warning("stage results are put back: %s", error)
+            self._put_back(finished)
+            return
+        for columns, ticket, then in finished:
+            if (held := self.holdings.find(columns.key)) is not None:
+                held.done.append(columns.stage)
+                held.ticket = ticket
+                self._advance(held, columns.arrays)
+            then(Result())
+
+    def _put_back(self, finished: Sequence[tuple[Columns, int, Then]]) -> None:
+        """There was no room for these: their stage is done again later."""
+        for columns, _, then in finished:
+            if (held := self.holdings.find(columns.key)) is not None:
+                self._next_stage(held)
+            then(Result(code=Code.BUSY, detail="the trajectory server's map is full"))
+
+    def _advance(self, held: Held, columns: dict[str, Array]) -> None:
+        """The next stage, or what the filter says of the columns of the last one."""
+        if len(held.done) < len(self._stages):
+            self._next_stage(held)
+        elif not self._keep(columns):
+            self._release(held, ReleaseWhy.FILTERED, "")
+        else:
+            rewards = columns[REWARD]
+            occupy = RegisterOccupy(
+                group=held.key.group,
+                lease=held.key.lease,
+                reward_mean=float(rewards.mean(dtype="float64")),
+                reward_std=float(rewards.std(dtype="float64")),
+            )
+            self._close(held, occupy)
+
+    def _release(self, held: Held, why: ReleaseWhy, detail: str) -> None:
+        release = RegisterRelease(group=held.key.group, lease=held.key.lease, why=why, detail=detail)
+        self._close(held, release, forget=True)
+
+    def _close(self, held: Held, op: Op, *, forget: bool = False) -> None:
+        held.phase = Phase.CLOSING
+
+        def then(result: Result) -> None:
+            if forget and result.code is None:
+                self.forget(held.key)
+                return
+            held.phase = Phase.SETTLED
+            if result.code is not None:
+                log.info("group %d, lease %d: %s %s", *held.key, result.code, result.detail)
+
+        self._registrar.add(op, then)
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def read(self, held: Held) -> tuple[bytes, dict[str, Array]]:
+        """Packed payload (to be checked with ``unpacked``) and stage columns. ``CorruptRecord``."""
+        return self._store.payload(held.key), self._store.columns(held.key)
+
+    async def quarantine(self, corrupt: CorruptRecord) -> None:
+        """Name damaged bytes to the scheduler; returns once it knows, so that what is asked next is the new truth."""
+        held, told = self.holdings.find(corrupt.key), asyncio.Event()
+        if held is None or not held.resting:
+            return
+        log.error("quarantined: %s", corrupt)
+        for queue in self.queues.values():
+            queue.forget(held.key)
+        held.phase = Phase.CLOSING
+
+        def then() -> None:
+            held.phase = Phase.SETTLED
+            told.set()
+
+        self._give_up_damaged(held.key, str(corrupt), then)
+        await told.wait()
+
+    def _give_up_damaged(self, key: Key, detail: str, then: Callable[[], None]) -> None:
+        """Released if it is not occupied yet, else quarantined; nothing if another lease has the group now."""
+
+        def released(result: Result) -> None:
+            if result.code is Code.STALE:
+                self._registrar.add(RegisterQuarantine(group=key.group), lambda _: then())
+            else:
+                then()
+
+        release = RegisterRelease(group=key.group, lease=key.lease, why=ReleaseWhy.ABORTED, detail=detail)
+        self._registrar.add(release, released)
+
+    # Forgetting and recovering ---------------------------------------------------------------------------------------
+
+    def forget(self, key: Key) -> None:
+        """A payload that nobody needs: out of the queues now, out of the store with the next commit."""
+        if self.holdings.remove(key):
+            self._deletes.append(key)
+        for queue in self.queues.values():
+            queue.forget(key)
+
+    def _commit_deletes(self) -> None:
+        if not self._deletes:
+            return
+        deletes, self._deletes = self._deletes, []
+        most = len(deletes)
+        while deletes:
+            try:
+                self._store.delete(deletes[:most])
+            except StoreFull as error:  # deleting takes some room too; a few at a time take little
+                if most == 1:
+                    log.warning("deletes are put off: %s", error)
+                    break
+                most = (most + 3) // 4
+                self._store.turn_over()
+            else:
+                del deletes[:most]
+        self._deletes = deletes + self._deletes
+
+    def retainable(self) -> list[Key]:
+        """What ``Retention`` is asked about: nothing of it is on the way to the scheduler."""
+        return [held.key for held in self.holdings if held.resting]
+
+    def retain(self, asked: Sequence[Key], keep: set[GroupId]) -> int:
+        """Forget those of ``asked`` that need not be kept, unless they went on meanwhile; return how many."""
+        found = [self.holdings.find(key) for key in asked if key.group not in keep]
+        gone = [held.key for held in found if held is not None and held.resting]
+        for key in gone:
+            self.forget(key)
+        return len(gone)
+
+    async def recover(self) -> None:
+        """Take up every stored group where the last process left it. Once, when the scheduler knows this shard."""
+        recovered, self._recovered = self._recovered, []
+        for number, (key, loaded) in enumerate(recovered):
+            if number % RECOVER_AT_ONCE == RECOVER_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            held = self.holdings.find(key)
+            if held is None and loaded.record is None:
+                log.error("group %d, lease %d: its record is damaged; it is quarantined", *key)
+                self._give_up_damaged(key, "its record is damaged", partial(self._deletes.append, key))
+            if held is None:
+                continue
+            held.done = [stage for stage in self._stages if stage in loaded.columns]
+            if len(held.done) == len(self._stages):
+                waiting, held.waiting = held.waiting, []
+                _tell(waiting, Result())  # the stages had it, so its push was registered
+                columns = [unpack(loaded.columns[stage]) for stage in held.done]
+                self._advance(held, {name: array for part in columns for name, array in part.items()})
+            else:
+                self._register(held)
+        if recovered:
+            log.info("%d groups recovered", len(recovered))
+
+    def status(self) -> dict[str, Any]:
+        """Counts."""
+        phases = Counter(held.phase.name.lower() for held in self.holdings)
+        return {
+            "shard": self.shard,
+            "groups": dict(phases),
+            "used_share": self._store.used_share(),
+            "queues": {stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
+            "unregistered": len(self._registrar),
+        }
+
+
+def _tell(waiting: Sequence[Then], result: Result) -> None:
+    for then in waiting:
+        then(result)
+
+
+def _ticket_is_over(key: Key) -> Result:
+    return Result(code=Code.STALE_LEASE, detail=f"group {key.group}: this ticket is over")

@@ -1,0 +1,141 @@
+"""Stage workers at the shard: who waits for groups, what they get, and what happens when they vanish.
+
+A call that is sent again because its answer was lost gets the same groups again: the answers of the last
+``REMEMBERED`` calls of each worker are kept as tickets.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.messages import StageItem, StageWork, TakeStage
+from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.runtime.endpoint import Call
+from staleflow.servers.attached import Tasks
+from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.stage_queue import Ticket
+from staleflow.servers.trajectories.store import CorruptRecord, unpacked
+
+WATCH_EVERY_S = 0.5
+LONGEST_WAIT_MS = 60_000
+"""A worker that waits longer is answered with nothing."""
+REMEMBERED = 16
+"""Calls of one worker whose answer can be given again."""
+MOST_BYTES = 64 << 20
+"""Payload of one answer, but for its first group."""
+
+
+class StageCalls:
+    """The calls of all stages. ``seconds_a_group`` bounds how long a worker may take for each group it has."""
+
+    def __init__(
+        self, shard: Shard, tasks: Tasks, *, row: Callable[[GroupId], dict[str, Any]], seconds_a_group: float
+    ) -> None:
+        self._shard = shard
+        self._tasks = tasks
+        self._row = row
+        self._seconds_a_group = seconds_a_group
+        self._waiting: dict[str, list[Call]] = {stage: [] for stage in shard.queues}
+        self._given: dict[str, dict[int, list[Ticket]]] = {}
+        self._closed = False
+        shard.on_queued = self._serve_soon
+        self._scheduled: set[str] = set()
+
+    def take(self, call: Call, body: TakeStage) -> None:
+        """Answer with what there is, or keep the call until there is something, at most ``wait_ms``."""
+        if body.stage not in self._waiting:
+            raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
+        if body.max_groups < 1 or body.wait_ms < 0:
+            raise ProtocolError(Code.MALFORMED, f"max_groups {body.max_groups}, wait_ms {body.wait_ms}")
+        given = self._given.get(body.worker, {})
+        if (tickets := given.get(call.id)) is not None:
+            queue = self._shard.queues[body.stage]
+            self._answer(call, queue.give_back, [ticket for ticket in tickets if queue.holds(ticket)])
+            return
+        if given and call.id < min(given):  # an echo: its worker has long gone on
+            call.reply(StageWork(items=[]))
+            return
+        self._waiting[body.stage].append(call)
+        self._serve(body.stage)
+        if not call.done:
+            wait_s = min(body.wait_ms, LONGEST_WAIT_MS) / 1000
+            asyncio.get_running_loop().call_later(wait_s, self._end, body.stage, call)
+
+    def lose(self, worker: str) -> None:
+        """A worker is gone: its groups are queued again."""
+        self._given.pop(worker, None)
+        for stage, queue in self._shard.queues.items():
+            self._shard.give_up(queue.lose(worker), f"{stage}: its workers vanished")
+            self._serve_soon(stage)
+
+    async def watch(self) -> None:
+        """Queue again what a worker has for too long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            for stage, queue in self._shard.queues.items():
+                self._shard.give_up(queue.expire(loop.time()), f"{stage}: its workers took too long")
+                self._serve(stage)
+
+    def close(self) -> None:
+        """Hand nothing out any more; who waits is answered with nothing."""
+        self._closed = True
+        for stage, calls in self._waiting.items():
+            for call in list(calls):
+                self._end(stage, call)
+
+    def _end(self, stage: str, call: Call) -> None:
+        if call in self._waiting[stage]:
+            self._waiting[stage].remove(call)
+            if not call.done and isinstance(call.body, TakeStage):
+                self._remember(call.body.worker, call.id, [])
+                call.reply(StageWork(items=[]))
+
+    def _remember(self, worker: str, id: int, tickets: list[Ticket]) -> None:
+        given = self._given.setdefault(worker, {})
+        given[id] = tickets
+        while len(given) > REMEMBERED:
+            del given[min(given)]
+
+    def _serve_soon(self, stage: str) -> None:
+        """Serve once all groups of this moment are queued, so that a worker gets several at once."""
+        if stage not in self._scheduled:
+            self._scheduled.add(stage)
+            asyncio.get_running_loop().call_soon(self._serve, stage)
+
+    def _serve(self, stage: str) -> None:
+        self._scheduled.discard(stage)
+        queue, waiting = self._shard.queues[stage], self._waiting[stage]
+        while queue and waiting and not self._closed:
+            call = waiting.pop(0)
+            body = call.body
+            if call.done or not isinstance(body, TakeStage):
+                continue
+            now_s = asyncio.get_running_loop().time()
+            tickets = queue.take(body.worker, body.max_groups, now_s=now_s, seconds_each=self._seconds_a_group)
+            self._remember(body.worker, call.id, tickets)
+            self._answer(call, queue.give_back, tickets)
+
+    def _answer(self, call: Call, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
+        items: list[StageItem] = []
+        frames: list[memoryview] = []
+        for index, ticket in enumerate(tickets):
+            if items and sum(frame.nbytes for frame in frames) > MOST_BYTES:
+                give_back(tickets[index:])
+                break
+            held = self._shard.holdings.find(ticket.key)
+            if held is None:
+                continue
+            try:
+                blob, columns = self._shard.read(held)
+                specs, more = specs_and_frames(unpacked(held.key, held.record, blob) | columns)
+            except CorruptRecord as corrupt:
+                self._tasks.start(self._shard.quarantine(corrupt))
+                continue
+            frames += more
+            group, lease = ticket.key
+            items.append(StageItem(group=group, lease=lease, ticket=ticket.number, row=self._row(group), frames=specs))
+        call.reply(StageWork(items=items), frames)

@@ -1,0 +1,106 @@
+"""The queue of one stage: which groups wait for it, who works on which, and whose answer still counts.
+
+- A worker takes a group with a ticket. Only the newest ticket of a group can finish it.
+- A ticket ends when its worker is gone or its time is over; the group is then first in the queue again, ``MAX_TRIES``
+  times in all.
+
+Pure: time comes in as ``now_s``.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from staleflow.servers.trajectories.records import Key
+
+MAX_TRIES = 3
+"""Workers that may vanish with a group before it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to finish one group."""
+
+    number: int
+    key: Key
+    worker: str
+    until_s: float
+
+
+class StageQueue:
+    """One stage. ``first_ticket`` must differ from that of an earlier process."""
+
+    def __init__(self, first_ticket: int) -> None:
+        self._next = first_ticket
+        self._waiting: deque[Key] = deque()
+        self._taken: dict[Key, Ticket] = {}
+        self._lost: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def taken(self) -> int:
+        """Groups that a worker has."""
+        return len(self._taken)
+
+    def add(self, key: Key) -> None:
+        """A group is ready for this stage."""
+        self._waiting.append(key)
+
+    def take(self, worker: str, most: int, *, now_s: float, seconds_each: float) -> list[Ticket]:
+        """The longest waiting groups, at most ``most``. A worker may do them one after another."""
+        tickets: list[Ticket] = []
+        count = min(most, len(self._waiting))
+        for _ in range(count):
+            ticket = Ticket(self._next, self._waiting.popleft(), worker, now_s + count * seconds_each)
+            self._next += 1
+            self._taken[ticket.key] = ticket
+            tickets.append(ticket)
+        return tickets
+
+    def holds(self, ticket: Ticket) -> bool:
+        """True while this ticket counts."""
+        return self._taken.get(ticket.key) == ticket
+
+    def give_back(self, tickets: Iterable[Ticket]) -> None:
+        """Groups that did not reach their worker: first in the queue again, as if never taken."""
+        for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
+            if self.holds(ticket):
+                del self._taken[ticket.key]
+                self._waiting.appendleft(ticket.key)
+
+    def finish(self, key: Key, number: int) -> bool:
+        """True if this ticket counts; the group has left the queue then."""
+        ticket = self._taken.get(key)
+        if ticket is None or ticket.number != number:
+            return False
+        self.forget(key)
+        return True
+
+    def lose(self, worker: str) -> list[Key]:
+        """A worker is gone; return the groups that were tried too often and have left the queue."""
+        return self._lose(lambda ticket: ticket.worker == worker)
+
+    def expire(self, now_s: float) -> list[Key]:
+        """Time passes; return the groups that were tried too often and have left the queue."""
+        return self._lose(lambda ticket: ticket.until_s <= now_s)
+
+    def forget(self, key: Key) -> None:
+        """The group is no longer wanted, wherever it is."""
+        self._lost.pop(key, None)
+        if self._taken.pop(key, None) is None and key in self._waiting:
+            self._waiting.remove(key)
+
+    def _lose(self, ends: Callable[[Ticket], bool]) -> list[Key]:
+        given_up: list[Key] = []
+        lost = [ticket for ticket in self._taken.values() if ends(ticket)]
+        for ticket in reversed(lost):
+            del self._taken[ticket.key]
+            tries = self._lost[ticket.key] = self._lost.get(ticket.key, 0) + 1
+            if tries < MAX_TRIES:
+                self._waiting.appendleft(ticket.key)
+            else:
+                del self._lost[ticket.key]
+                given_up.append(ticket.key)
+        return given_up

@@ -1,0 +1,36 @@
+"""A run whose servers the test starts; everything ends with the test."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.servers.running import Run
+
+
+@pytest.fixture
+async def make_run(short_dir: Path) -> AsyncIterator[Callable[..., Run]]:
+    runs: list[Run] = []
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+
+    def make(**sections: dict[str, Any]) -> Run:
+        runs.append(Run(short_dir / "run", **sections))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        await run.close()
+    assert failures == []  # what was raised where nobody waits
+
+
+@pytest.fixture
+async def run(make_run: Callable[..., Run]) -> Run:
+    """Scheduler, one trajectory server and the parameter server, all serving."""
+    run = make_run()
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
+    return run

@@ -1,0 +1,93 @@
+"""A parameter server that is killed while a version comes in: the version is whole, or it is not there."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from staleflow.clients.parameters import Puller
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import BeginPublish, Done, PublishChunk, PublishTo
+from staleflow.runtime.errors import Refused
+from tests.servers.parameters.test_service import BYTES, begin, versions
+from tests.servers.running import Run
+
+MILLION: dict[str, np.ndarray] = {"w": np.random.default_rng(0).random(1_000_000, dtype=np.float32)}
+
+
+async def test_half_a_version_is_gone_after_a_kill(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.scheduler()
+    run.process("parameters")
+    trainer = await run.trainer()
+    client = run.client(run.where.parameters, trainer.worker)
+    ask: BeginPublish = begin(trainer)
+    to = await client.ask(ask, PublishTo)
+    await client.ask(PublishChunk(upload=to.upload, offset=0), Done, [BYTES[:200]])
+    run.kill("parameters")
+    run.process("parameters")
+    assert await versions(run) == {}
+    with pytest.raises(Refused, match="begin again"):
+        await client.ask(PublishChunk(upload=to.upload, offset=200), Done, [BYTES[200:]])
+    assert list((run.run_dir / "parameters").iterdir()) == []
+
+
+async def test_a_version_is_whole_or_absent_whenever_the_server_dies(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.scheduler()
+    run.process("parameters")
+    trainer = await run.trainer()
+    publishing = asyncio.create_task(trainer.publish(0, MILLION))
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    seed = 3
+    delays = random.Random(seed)
+    for _ in range(4):
+        await versions(run)  # it serves
+        await asyncio.sleep(delays.random() * 0.04)
+        run.kill("parameters")
+        run.process("parameters")
+        for path in (run.run_dir / "parameters").glob("*.json"):
+            assert path.with_suffix(".bin").stat().st_size == MILLION["w"].nbytes
+    assert (await publishing).version == 0
+    async with await puller.pull(Lineage(0), Version(0)) as pulled:
+        np.testing.assert_array_equal(pulled.arrays()["w"], MILLION["w"])
+    puller.close()
+
+
+async def test_a_published_version_is_served_again_after_a_kill(make_run: Callable[..., Run]) -> None:
+    run = make_run()
+    run.scheduler()
+    run.process("parameters")
+    trainer = await run.trainer()
+    await trainer.publish(0, MILLION)
+    run.kill("parameters")
+    run.process("parameters")
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    async with await puller.pull(Lineage(0), Version(0)) as pulled:
+        np.testing.assert_array_equal(pulled.arrays()["w"], MILLION["w"])
+    puller.close()
+
+
+async def test_a_version_that_was_durable_but_not_registered_is_registered_after_a_kill(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run()
+    run.scheduler()
+    run.process("parameters")
+    trainer = await run.trainer()
+    await versions(run)
+    await run.stop("scheduler")
+    publishing = asyncio.create_task(trainer.publish(0, MILLION))
+    async with asyncio.timeout(20):
+        while not (run.run_dir / "parameters" / "0-0.json").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    publishing.cancel()
+    run.kill("parameters")
+    run.scheduler()
+    run.process("parameters")
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    async with await puller.pull(Lineage(0), Version(0)) as pulled:
+        np.testing.assert_array_equal(pulled.arrays()["w"], MILLION["w"])
+    puller.close()

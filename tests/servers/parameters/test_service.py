@@ -1,0 +1,250 @@
+"""The parameter server: published once, served while somebody needs it, fenced, and never a half version."""
+
+import asyncio
+import errno
+import hashlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from staleflow.clients.parameters import Puller
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.manifest import lay_out
+from staleflow.protocols.wire.messages import (
+    BeginPublish,
+    CommitPublish,
+    Done,
+    GetChunk,
+    GetManifest,
+    Manifest,
+    ManifestOf,
+    PublishChunk,
+    PublishTo,
+    Registered,
+)
+from staleflow.runtime.errors import Refused
+from tests.servers.running import WEIGHTS, Run, StageWorker, Trainer, eventually, produced
+
+BYTES = np.arange(100, dtype=np.float32).tobytes()
+
+
+def manifest(data: bytes = BYTES) -> Manifest:
+    return lay_out([("w", "float32", (100,), hashlib.sha256(data).hexdigest())])
+
+
+def begin(trainer: Trainer, *, version: int = 0, term: int | None = None, data: bytes = BYTES) -> BeginPublish:
+    return BeginPublish(
+        trainer_term=TrainerTerm(trainer.joined.trainer_term if term is None else term),
+        lineage=Lineage(0),
+        version=Version(version),
+        batch=None,
+        manifest=manifest(data),
+    )
+
+
+async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BYTES) -> Registered:
+    client = run.client(run.where.parameters, trainer.worker)
+    to = await client.ask(ask, PublishTo)
+    await client.ask(PublishChunk(upload=to.upload, offset=0), Done, [data])
+    return await client.ask(CommitPublish(upload=to.upload), Registered)
+
+
+async def versions(run: Run) -> dict[int, dict[str, Any]]:
+    listed: list[dict[str, Any]] = (await run.status(run.where.parameters))["versions"]
+    return {version["version"]: version for version in listed}
+
+
+async def train(trainer: Trainer, steps: range) -> None:
+    """Publish a version for each step."""
+    for step in steps:
+        batch = await trainer.next_batch(step)
+        await trainer.publish(step + 1, {"w": np.full(100, step + 1, np.float32)}, batch.batch)
+
+
+async def test_a_version_that_is_published_again_is_answered_the_same(run: Run) -> None:
+    trainer = await run.trainer()
+    first = await trainer.publish(0, WEIGHTS)
+    assert await trainer.publish(0, WEIGHTS) == first
+    assert list(await versions(run)) == [0]
+    assert sorted(path.suffix for path in (run.run_dir / "parameters").iterdir()) == [".bin", ".json"]
+
+
+async def test_a_version_with_other_bytes_is_a_conflict_and_the_first_wins(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    before = await versions(run)
+    with pytest.raises(Refused) as no:
+        await trainer.publish(0, {"w": np.zeros(3, np.float32)})
+    assert no.value.code is Code.CONFLICT
+    assert await versions(run) == before
+
+
+async def test_a_publish_by_an_older_trainer_is_fenced_at_every_step(run: Run) -> None:
+    old = await run.trainer("trainer-a")
+    client = run.client(run.where.parameters, old.worker)
+    under_way = await client.ask(begin(old), PublishTo)
+    new = await run.trainer("trainer-b")
+    assert new.joined.trainer_term > old.joined.trainer_term
+    await upload(run, new, begin(new))
+    for late in (
+        begin(old, version=1),
+        CommitPublish(upload=under_way.upload),
+    ):
+        with pytest.raises(Refused) as no:
+            await client.call(late)
+        assert no.value.code in (Code.FENCED, Code.STALE)
+
+
+async def test_a_version_that_the_scheduler_refuses_is_forgotten(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    with pytest.raises(Refused) as no:
+        await trainer.publish(1, WEIGHTS, BatchId(77))
+    assert no.value.code is Code.STALE
+    assert list(await versions(run)) == [0]
+
+
+async def test_bytes_that_are_not_those_of_the_manifest_are_refused(run: Run) -> None:
+    trainer = await run.trainer()
+    with pytest.raises(Refused, match=r"tensor w .* is not what its sha256 says"):
+        await upload(run, trainer, begin(trainer), BYTES[:-1] + b"?")
+    assert await versions(run) == {}
+    assert list((run.run_dir / "parameters").iterdir()) == []
+    assert (await upload(run, trainer, begin(trainer))).version == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"nbytes": 4}, "offsets of the manifest"),
+        ({"sha": "0" * 64}, "sha256 of the manifest"),
+        ({"tensors": []}, "at least one tensor"),
+    ],
+)
+async def test_a_manifest_that_contradicts_itself_is_refused(run: Run, change: dict[str, Any], says: str) -> None:
+    trainer = await run.trainer()
+    bad = msgspec.structs.replace(manifest(), **change)
+    ask = BeginPublish(
+        trainer_term=trainer.joined.trainer_term, lineage=Lineage(0), version=Version(0), batch=None, manifest=bad
+    )
+    with pytest.raises(Refused, match=says):
+        await run.client(run.where.parameters, trainer.worker).call(ask)
+
+
+async def test_a_chunk_outside_of_its_version_is_refused(run: Run) -> None:
+    trainer = await run.trainer()
+    client = run.client(run.where.parameters, trainer.worker)
+    to = await client.ask(begin(trainer), PublishTo)
+    with pytest.raises(Refused, match="bytes 396 to 404 are not in a version of 400 bytes"):
+        await client.call(PublishChunk(upload=to.upload, offset=396), [bytes(8)])
+
+
+async def test_pins_and_the_newest_versions_are_kept_and_the_others_deleted(make_run: Callable[..., Run]) -> None:
+    run = make_run(parameters={"keep_versions": 1})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    async with produced(run):
+        await train(trainer, range(1))
+        puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+        pinned = await puller.pull(Lineage(0), Version(1))
+        await train(trainer, range(1, 5))
+
+    async def kept(*numbers: int) -> bool:
+        return {*await versions(run)} >= {*numbers} and not {2, 3} & {*await versions(run)}
+
+    assert await eventually(lambda: kept(0, 1, 5))  # 0 is the checkpoint, 1 is pinned
+    assert (await versions(run))[1]["pinned_by"] == ["reader.1"]
+    await pinned.close()
+
+    async def deleted() -> bool:
+        return 1 not in await versions(run)
+
+    assert await eventually(deleted)
+    assert not (run.run_dir / "parameters" / "0-1.bin").exists()
+    puller.close()
+
+
+async def test_a_pin_ends_with_its_worker(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    await puller.pull(Lineage(0), Version(0))
+    assert (await versions(run))[0]["pinned_by"] == ["reader.1"]
+    puller.close()
+
+    async def free() -> bool:
+        return not (await versions(run))[0]["pinned_by"]
+
+    assert await eventually(free)
+
+
+async def test_a_version_that_is_not_there_is_refused(run: Run) -> None:
+    client = run.client(run.where.parameters, WorkerId("reader.1"))
+    for ask in (
+        GetManifest(worker=WorkerId("reader.1"), lineage=Lineage(0), version=Version(5)),
+        GetChunk(lineage=Lineage(0), version=Version(5), offset=0, nbytes=4),
+    ):
+        with pytest.raises(Refused, match="version 5 of lineage 0 is not here") as no:
+            await client.call(ask)
+        assert no.value.code is Code.BAD_VERSION
+
+
+async def test_a_file_that_changed_is_not_served_until_it_is_published_again(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    path = run.run_dir / "parameters" / "0-0.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    client = run.client(run.where.parameters, WorkerId("reader.1"))
+    ask = GetManifest(worker=WorkerId("reader.1"), lineage=Lineage(0), version=Version(0))
+    with pytest.raises(Refused, match="version 0 of lineage 0 is corrupt: tensor embed"):
+        await client.call(ask)
+    with pytest.raises(Refused, match="corrupt"):
+        await client.call(GetChunk(lineage=Lineage(0), version=Version(0), offset=0, nbytes=4))
+    await trainer.publish(0, WEIGHTS)
+    assert isinstance((await client.call(ask))[0], ManifestOf)
+
+
+async def test_a_publish_waits_for_a_scheduler_that_is_away_and_pulls_go_on(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    await rollout.push(*(await rollout.leases(2)))
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    await stage.finish(items)
+    batch = await trainer.next_batch(0)
+    await run.stop("scheduler")
+    publish = asyncio.create_task(trainer.publish(1, {"w": np.ones(3, np.float32)}, batch.batch))
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    async with await puller.pull(Lineage(0), Version(0)) as version:
+        assert set(version.tensors()) == set(WEIGHTS)
+    assert not publish.done()
+    run.scheduler()
+    assert (await publish).version == 1
+    puller.close()
+
+
+async def test_a_disk_without_room_makes_a_publish_wait(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await run.trainer()
+    client = run.client(run.where.parameters, trainer.worker)
+    await run.status(run.where.parameters)
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(Exception, match="No space left on device"):
+            await client.ask(begin(trainer), PublishTo, timeout_s=0.5)
+    assert list((run.run_dir / "parameters").iterdir()) == []
+    assert (await upload(run, trainer, begin(trainer))).version == 0

@@ -1,0 +1,368 @@
+"""A run on this loop: the real scheduler, trajectory and parameter servers over real sockets, and plain workers.
+
+``process`` starts one of them as a process of its own instead, for tests that kill it.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from staleflow.clients.parameters import Publisher, Puller
+from staleflow.configs.load import addresses, from_json, write_resolved
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Assign,
+    Attach,
+    Attached,
+    Batch,
+    Commands,
+    FinishStage,
+    GetStatus,
+    InstanceStats,
+    Join,
+    Joined,
+    NextBatch,
+    Pull,
+    PushGroups,
+    PushItem,
+    Registered,
+    Report,
+    Result,
+    Results,
+    StageItem,
+    StageResult,
+    StageWork,
+    Status,
+    TakeStage,
+)
+from staleflow.protocols.wire.tensors import Array, specs_and_frames
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.daemon import Stop
+from staleflow.runtime.endpoint import Endpoint
+from staleflow.runtime.lmdb_store import Store
+from staleflow.servers.parameters import main as parameters
+from staleflow.servers.scheduler.interpreter import TABLES
+from staleflow.servers.scheduler.main import open_service
+from staleflow.servers.trajectories import main as trajectories
+
+GROUP_SIZE = 2
+_PROCESS = """
+import sys
+from pathlib import Path
+from staleflow.configs.load import read_run
+from staleflow.servers.{role}.main import serve
+run_dir = Path(sys.argv[1])
+sys.exit(serve(read_run(run_dir), run_dir{shard}))
+"""
+
+
+def config_of(run_dir: Path, **sections: dict[str, Any]) -> Config:
+    """A small run: groups of two, batches of two groups, forty prompts."""
+    prompts = run_dir / "prompts.jsonl"
+    prompts.parent.mkdir(parents=True, exist_ok=True)
+    prompts.write_bytes(b"".join(b'{"prompt": "%d + 1", "answer": %d}\n' % (n, n + 1) for n in range(40)))
+    table: dict[str, Any] = {
+        "prompts": {"path": str(prompts)},
+        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
+        "staleness": {"max_staleness": 2},
+        "rollout": {"engine": "simulated", "group_size": GROUP_SIZE},
+        "trainer": {"backend": "simulated", "batch_size": 2, "steps": 10},
+        "scheduler": {"map_mb": 16},
+        "trajectories": {"map_mb": 16},
+    }
+    for name, section in sections.items():
+        table[name] = table.get(name, {}) | section
+    config = from_json(msgspec.json.encode(table))
+    write_resolved(config, run_dir)
+    return config
+
+
+class Run:
+    """Everything of one run; ``close`` ends it."""
+
+    def __init__(self, run_dir: Path, **sections: dict[str, Any]) -> None:
+        self.run_dir = run_dir
+        self.config = config_of(run_dir, **sections)
+        self.where = addresses(self.config, run_dir)
+        self.clients: list[Client | Publisher | Puller] = []
+        self._stops: dict[str, tuple[Stop, asyncio.Task[None]]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    async def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        for name in reversed(list(self._stops)):
+            await self.stop(name)  # a server that failed says so here
+
+    # Servers ---------------------------------------------------------------------------------------------------------
+
+    def scheduler(self) -> None:
+        self._start("scheduler", self._schedule)
+
+    def trajectories(self, shard: int = 0) -> None:
+        def serve(stop: Stop) -> Coroutine[Any, Any, None]:
+            return trajectories.serve_until(stop, self.config, self.run_dir, shard)
+
+        self._start(f"trajectories-{shard}", serve)
+
+    def parameters(self) -> None:
+        def serve(stop: Stop) -> Coroutine[Any, Any, None]:
+            return parameters.serve_until(stop, self.config, self.run_dir)
+
+        self._start("parameters", serve)
+
+    def _start(self, name: str, serve: Callable[[Stop], Coroutine[Any, Any, None]]) -> None:
+        stop = Stop()
+        self._stops[name] = stop, asyncio.ensure_future(serve(stop))
+
+    async def stop(self, name: str) -> None:
+        """As SIGTERM would; returns once it has ended."""
+        stop, task = self._stops.pop(name)
+        stop.set("test")
+        await task
+
+    async def _schedule(self, stop: Stop) -> None:
+        settings = self.config.scheduler
+        store = Store(
+            self.run_dir / "scheduler", tables=TABLES, map_bytes=settings.map_mb << 20, durability=settings.durability
+        )
+        service, interpreter = open_service(self.config, self.run_dir, store)
+        endpoint = Endpoint(
+            self.where.scheduler, on_call=service.on_call, on_drained=service.flush, on_gone=service.on_gone
+        )
+        serving = asyncio.create_task(endpoint.serve())
+        while not stop.is_set():
+            service.tick()
+            await asyncio.sleep(0.02)
+        endpoint.close()
+        await serving
+        interpreter.trace.close()
+        store.close()
+
+    def process(self, role: str, shard: int | None = None) -> None:
+        """Start a server as a process of its own."""
+        code = _PROCESS.format(role=role, shard="" if shard is None else f", {shard}")
+        name = role if shard is None else f"{role}-{shard}"
+        self._processes[name] = subprocess.Popen(
+            [sys.executable, "-c", code, str(self.run_dir)], stderr=subprocess.DEVNULL
+        )
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal; the exit code."""
+        process = self._processes.pop(name)
+        os.kill(process.pid, number)
+        return process.wait(timeout=20)
+
+    # Workers ---------------------------------------------------------------------------------------------------------
+
+    def client(self, address: str, worker: WorkerId) -> Client:
+        client = Client(address, worker=worker)
+        self.clients.append(client)
+        return client
+
+    def shard(self, worker: WorkerId, shard: int = 0) -> Client:
+        return self.client(self.where.trajectories[shard], worker)
+
+    async def status(self, address: str) -> dict[str, Any]:
+        client = Client(address, worker=worker_id("status"))
+        try:
+            return (await client.ask(GetStatus(), Status)).values
+        finally:
+            client.close()
+
+    async def trainer(self, name: str = "trainer") -> "Trainer":
+        """A trainer that has joined at the newest version."""
+        trainer = Trainer(self, worker_id(name))
+        await trainer.join()
+        return trainer
+
+    async def rollout(self, name: str = "rollout-0", capacity: int = 8) -> "Rollout":
+        """A rollout worker that is attached."""
+        rollout = Rollout(self, worker_id(name))
+        await rollout.attach(capacity)
+        return rollout
+
+
+class Trainer:
+    """Publishes small weights and takes batches."""
+
+    def __init__(self, run: Run, worker: WorkerId) -> None:
+        self.worker = worker
+        self.scheduler = run.client(run.where.scheduler, worker)
+        self.publisher = Publisher(run.where.parameters, worker=worker)
+        run.clients.append(self.publisher)
+        self.joined = Joined(trainer_term=TrainerTerm(0), lineage=Lineage(0), version=Version(-1))
+
+    async def join(self, version: int = 0) -> Joined:
+        hello = Attach(worker=self.worker, name="trainer", role="trainer")
+        attached = await self.scheduler.ask(hello, Attached)
+        held = Version(max(attached.version, version))
+        join = Join(trainer=self.worker, lineage=attached.lineage, version=held)
+        self.joined = await self.scheduler.ask(join, Joined)
+        return self.joined
+
+    async def publish(self, version: int, weights: dict[str, Array], batch: BatchId | None = None) -> Registered:
+        return await self.publisher.publish(
+            weights,
+            trainer_term=self.joined.trainer_term,
+            lineage=self.joined.lineage,
+            version=Version(version),
+            batch=batch,
+        )
+
+    async def next_batch(self, step: int) -> Batch:
+        return await self.scheduler.ask(
+            NextBatch(trainer_term=self.joined.trainer_term, step=Step(step), wait_ms=1000), Batch, timeout_s=20
+        )
+
+
+@dataclass
+class Rollout:
+    """Takes leases and pushes groups of random tokens."""
+
+    run: Run
+    worker: WorkerId
+    held: dict[LeaseId, Assign] = field(default_factory=dict[LeaseId, Assign])
+    ack: int = 0
+    version: int = -1
+
+    async def attach(self, capacity: int) -> None:
+        self.scheduler = self.run.client(self.run.where.scheduler, self.worker)
+        self.shards = [self.run.shard(self.worker, shard) for shard in range(len(self.run.where.trajectories))]
+        hello = Attach(worker=self.worker, name="rollout-0", role="rollout", capacity=capacity)
+        await eventually(lambda: self._all_shards(hello))
+
+    async def _all_shards(self, hello: Attach) -> bool:
+        return all((await self.scheduler.ask(hello, Attached)).shards)
+
+    async def leases(self, count: int) -> list[Assign]:
+        """At least so many leases that are held."""
+        async with asyncio.timeout(20):
+            while len(self.held) < count:
+                stats = InstanceStats(version=Version(self.version))
+                report = Report(worker=self.worker, ack=self.ack, held=list(self.held), stats=stats, wait_ms=200)
+                answer = await self.scheduler.ask(report, Commands)
+                for number, command in enumerate(answer.commands, start=answer.first):
+                    self.ack = max(self.ack, number)
+                    if isinstance(command, Pull):
+                        self.version = command.version
+                    elif isinstance(command, Assign):
+                        self.held[command.lease] = command
+        return list(self.held.values())
+
+    async def push(self, *assigns: Assign, seed: int = 0, timeout_s: float | None = 20) -> list[Result]:
+        """Push what was leased (all of one shard)."""
+        items: list[PushItem] = []
+        frames: list[memoryview] = []
+        for assign in assigns:
+            specs, more = specs_and_frames(payload(assign.version, seed=seed + assign.group).to_arrays())
+            frames += more
+            items.append(
+                PushItem(group=assign.group, lease=assign.lease, worker=self.worker, truncated=False, frames=specs)
+            )
+        shard = self.shards[assigns[0].shard]
+        answer = await shard.ask(PushGroups(items=items), Results, frames, timeout_s=timeout_s)
+        for assign in assigns:
+            self.held.pop(assign.lease, None)
+        return answer.results
+
+
+def payload(version: int, *, seed: int = 0, tokens: int = 5, samples: int = GROUP_SIZE) -> GroupPayload:
+    """A group of random tokens, all written by ``version``."""
+    random = np.random.default_rng(seed)
+    total = tokens * samples
+    return GroupPayload(
+        prompt_ids=np.arange(3, dtype=np.int32),
+        lengths=np.full(samples, tokens, np.int32),
+        token_ids=random.integers(0, 1000, total, dtype=np.int32),
+        logprobs=-random.random(total, dtype=np.float32),
+        loss_mask=np.ones(total, np.uint8),
+        segments=np.asarray([(sample, 0, version, tokens) for sample in range(samples)], np.int64),
+        finish=np.zeros(samples, np.uint8),
+    )
+
+
+class StageWorker:
+    """Takes groups of the reward stage and finishes them."""
+
+    def __init__(self, run: Run, name: str = "reward-0", shard: int = 0) -> None:
+        self.worker = worker_id(name)
+        self.client = run.shard(self.worker, shard)
+
+    async def take(self, most: int = 16, wait_ms: int = 5000) -> tuple[list[StageItem], list[memoryview]]:
+        take = TakeStage(stage="reward", worker=self.worker, max_groups=most, wait_ms=wait_ms)
+        work, frames = await self.client.call(take)
+        assert isinstance(work, StageWork)
+        return work.items, frames
+
+    async def finish(self, items: Sequence[StageItem], rewards: Sequence[float] = (0.0, 1.0)) -> list[Result]:
+        results: list[StageResult] = []
+        frames: list[memoryview] = []
+        for item in items:
+            specs, more = specs_and_frames({"reward": np.asarray(rewards, np.float32)})
+            frames += more
+            results.append(StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs))
+        finish = FinishStage(stage="reward", worker=self.worker, results=results)
+        return (await self.client.ask(finish, Results, frames)).results
+
+    async def fail(self, item: StageItem, why: str) -> list[Result]:
+        result = StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=[], error=why)
+        finish = FinishStage(stage="reward", worker=self.worker, results=[result])
+        return (await self.client.ask(finish, Results)).results
+
+
+WEIGHTS: dict[str, Array] = {
+    "embed": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "head": np.arange(7, dtype=np.uint16),
+    "scale": np.asarray(1.5, np.float32),
+}
+"""Version 0; ``head`` stands for bfloat16."""
+
+
+async def eventually(check: Any, within_s: float = 15.0) -> Any:
+    """The first true answer of ``await check()``."""
+    async with asyncio.timeout(within_s):
+        while not (answer := await check()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return answer
+
+
+@asynccontextmanager
+async def produced(run: Run) -> AsyncGenerator[None]:
+    """Meanwhile a rollout worker and a stage worker do their work, as long as there is some."""
+    rollout, stage = await run.rollout(), StageWorker(run)
+
+    async def roll_out() -> None:
+        while True:
+            try:
+                await rollout.push(*(await rollout.leases(1)))
+            except TimeoutError:
+                continue
+
+    async def reward() -> None:
+        while True:
+            items, _ = await stage.take()
+            await stage.finish(items)
+
+    working = [asyncio.create_task(roll_out()), asyncio.create_task(reward())]
+    try:
+        yield
+    finally:
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)

@@ -1,0 +1,69 @@
+"""The lines of ``metrics.jsonl``."""
+
+import json
+from pathlib import Path
+
+from staleflow.protocols.consistency import events
+from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.limits import Limits
+from staleflow.protocols.consistency.machine import Machine
+from staleflow.servers.scheduler.metrics import Metrics, length_bias
+from staleflow.servers.scheduler.totals import Totals
+
+LIMITS = Limits(max_staleness=1, batch_size=2)
+
+
+def machine() -> Machine:
+    made = Machine(LIMITS)
+    made.apply(events.Join(trainer=WorkerId("t"), lineage=Lineage(0), version=Version(0)), 0)
+    made.apply(events.Publish(trainer_term=TrainerTerm(1), sha="v0", nbytes=1), 0)
+    return made
+
+
+def metrics(path: Path) -> Metrics:
+    return Metrics(path, LIMITS, 2, Totals())
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics(path).step(Step(0), {"loss": 1.0}, machine(), [], 10**9)
+    with path.open("ab") as file:
+        file.write(b'{"step":1,"torn')
+    resumed = metrics(path)
+    assert resumed.last["step"] == 0
+    resumed.step(Step(1), {"loss": 0.5}, machine(), [], 2 * 10**9)
+    assert [(line["step"], line["loss"]) for line in lines(path)] == [(0, 1.0), (1, 0.5)]
+
+
+def test_the_same_step_said_twice_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = metrics(path)
+    first.step(Step(0), {"loss": 1.0}, machine(), [], 10**9)
+    first.step(Step(0), {"loss": 1.0}, machine(), [], 10**9)
+    metrics(path).step(Step(0), {"loss": 1.0}, machine(), [], 10**9)
+    assert len(lines(path)) == 1
+
+
+def test_the_trainers_word_counts_where_both_know_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics(path).step(Step(0), {"perf/tokens_per_second": 7.0}, machine(), [], 10**9)
+    assert lines(path)[0]["perf/tokens_per_second"] == 7.0
+
+
+def test_a_file_that_is_not_ours_does_not_stop_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("no json\n")
+    assert metrics(path).last == {}
+
+
+def test_length_bias_is_mean_trained_over_mean_sampled() -> None:
+    totals = Totals()
+    assert length_bias(totals) == 1.0
+    totals.counts.tokens_pushed, totals.counts.samples_pushed = 100, 10
+    assert length_bias(totals) == 1.0
+    totals.counts.tokens_trained, totals.counts.samples_trained = 40, 8
+    assert length_bias(totals) == 0.5

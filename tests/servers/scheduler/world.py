@@ -1,0 +1,336 @@
+"""A real scheduler process and the real sockets of everybody round it; no payload, no weights."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from staleflow.configs.load import addresses, write_resolved
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
+from staleflow.protocols.consistency.effects import ReleaseWhy
+from staleflow.protocols.consistency.events import Segment
+from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Abort,
+    Assign,
+    Attach,
+    Attached,
+    Batch,
+    Commands,
+    Done,
+    GetStatus,
+    InstanceStats,
+    Join,
+    Joined,
+    NextBatch,
+    Op,
+    Operations,
+    Pull,
+    Pulled,
+    RegisterCheckpoint,
+    Registered,
+    RegisterOccupy,
+    RegisterPush,
+    RegisterRelease,
+    RegisterVersion,
+    Report,
+    Result,
+    Results,
+    Status,
+)
+from staleflow.runtime.audit import AuditReport, audit
+from staleflow.runtime.client import Client, worker_id
+
+SERVE = """
+import sys
+from pathlib import Path
+from staleflow.configs.load import read_run
+from staleflow.servers.scheduler.main import serve
+sys.exit(serve(read_run(Path(sys.argv[1])), Path(sys.argv[1])))
+"""
+
+
+def config(
+    *, batch_size: int = 2, max_staleness: int = 1, lease_s: float = 30.0, map_mb: int = 64, steps: int = 100
+) -> Config:
+    return Config(
+        prompts=Prompts(source="nobody:opens"),
+        reward=Reward(run="nobody:calls"),
+        staleness=Staleness(max_staleness=max_staleness),
+        rollout=Rollout(engine="simulated", group_size=2),
+        trainer=Trainer(backend="simulated", batch_size=batch_size, steps=steps),
+        scheduler=Scheduler(lease_s=lease_s, map_mb=map_mb),
+    )
+
+
+def sha(number: int) -> str:
+    return f"{number:064d}"
+
+
+class World:
+    """One run directory; processes come and go."""
+
+    def __init__(self, run_dir: Path, settings: Config) -> None:
+        self.run_dir = run_dir
+        self.config = settings
+        self.address = addresses(settings, run_dir).scheduler
+        self._process: subprocess.Popen[bytes] | None = None
+        self._clients: list[Client] = []
+        write_resolved(settings, run_dir)
+
+    def start(self) -> None:
+        """Start, and wait until it can be reached."""
+        self.spawn()
+        assert self._process is not None
+        socket = Path(self.address.removeprefix("ipc://"))
+        socket.unlink(missing_ok=True)
+        deadline = time.monotonic() + 20
+        while not socket.exists():
+            assert self._process.poll() is None, self.ended()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def spawn(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", SERVE, str(self.run_dir)], stderr=subprocess.PIPE)
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(10)
+        self._drop()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        code = self._process.wait(10)
+        self._drop()
+        return code
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and last line of what a process that should not stay up said."""
+        assert self._process is not None
+        _, err = self._process.communicate(timeout=20)
+        code = self._process.returncode
+        self._drop()
+        return code, err.decode().strip().splitlines()[-1]
+
+    def _drop(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        self._process = None
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        if self._process is not None:
+            self.kill()
+
+    def client(self, worker: WorkerId) -> Client:
+        client = Client(self.address, worker=worker)
+        self._clients.append(client)
+        return client
+
+    async def status(self) -> dict[str, Any]:
+        client = self.client(worker_id("monitor"))
+        return (await client.ask(GetStatus(), Status, timeout_s=10)).values
+
+    async def until(self, condition: str, wanted: object, within_s: float = 10.0) -> dict[str, Any]:
+        """Wait until ``status[condition]`` is ``wanted``; dots go deeper."""
+        client = self.client(worker_id("monitor"))
+        deadline = time.monotonic() + within_s
+        while True:
+            values = (await client.ask(GetStatus(), Status, timeout_s=10)).values
+            found: Any = values
+            for part in condition.split("."):
+                found = found[part]
+            if found == wanted:
+                return values
+            assert time.monotonic() < deadline, f"{condition} is {found}, not {wanted}: {values}"
+            await asyncio.sleep(0.02)
+
+    def audit(self) -> AuditReport:
+        report = audit(self.run_dir / "trace.jsonl")
+        assert report.violations == []
+        return report
+
+
+class Someone:
+    """An attached process."""
+
+    def __init__(self, world: World, name: str, role: str, **attach: Any) -> None:
+        self.worker = worker_id(name)
+        self.client = world.client(self.worker)
+        self._attach = Attach(worker=self.worker, name=name, role=role, pid=os.getpid(), **attach)
+
+    async def attach(self) -> Attached:
+        return await self.client.ask(self._attach, Attached)
+
+
+class Shard(Someone):
+    """Registers what is pushed; has no bytes."""
+
+    def __init__(self, world: World, *, rows: int = 1000, prompts_sha: str = "p") -> None:
+        super().__init__(
+            world, "trajectories-0", "trajectories", endpoint="ipc:///none", rows=rows, prompts_sha=prompts_sha
+        )
+
+    async def operate(self, *ops: Op) -> list[Result]:
+        return (await self.client.ask(Operations(ops=list(ops)), Results)).results
+
+    def push(self, assign: Assign, worker: WorkerId, tokens: int = 6) -> RegisterPush:
+        return RegisterPush(
+            group=assign.group,
+            lease=assign.lease,
+            worker=worker,
+            shard=0,
+            sha=sha(assign.lease),
+            nbytes=100,
+            truncated=False,
+            segments=[Segment(assign.lineage, assign.version, tokens)],
+            samples=[tokens // 2] * 2,
+        )
+
+    def fat_push(self, assign: Assign, worker: WorkerId, nbytes: int) -> RegisterPush:
+        """One that takes a lot of room in the scheduler's store."""
+        return msgspec.structs.replace(self.push(assign, worker), sha="f" * nbytes)
+
+    def occupy(self, assign: Assign) -> RegisterOccupy:
+        return RegisterOccupy(group=assign.group, lease=assign.lease, reward_mean=0.5, reward_std=0.5)
+
+    def release(self, assign: Assign, why: ReleaseWhy) -> RegisterRelease:
+        return RegisterRelease(group=assign.group, lease=assign.lease, why=why)
+
+    async def finish(self, assigns: Sequence[Assign], worker: WorkerId) -> None:
+        """Push and occupy."""
+        results = await self.operate(*(self.push(assign, worker) for assign in assigns))
+        results += await self.operate(*(self.occupy(assign) for assign in assigns))
+        assert [result.code for result in results] == [None] * len(results)
+
+
+class Instance(Someone):
+    """Does nothing by itself: a test says when it reports."""
+
+    def __init__(self, world: World, name: str = "rollout-0", capacity: int = 4) -> None:
+        super().__init__(world, name, "rollout", capacity=capacity)
+        self.held: dict[LeaseId, Assign] = {}
+        self.aborted: list[LeaseId] = []
+        self.drain = False
+        self.stats = InstanceStats()
+        self.ack = 0
+
+    async def report(self, wait_ms: int = 300) -> Commands:
+        """One report; its commands are taken over."""
+        report = Report(
+            worker=self.worker,
+            ack=self.ack,
+            held=list(self.held),
+            stats=self.stats,
+            wait_ms=wait_ms,
+        )
+        commands = await self.client.ask(report, Commands)
+        self.drain = commands.drain
+        for number, command in enumerate(commands.commands, commands.first):
+            if number > self.ack:
+                self.ack = number
+                await self._obey(command)
+        return commands
+
+    async def _obey(self, command: object) -> None:
+        match command:
+            case Assign():
+                self.held[command.lease] = command
+            case Abort():
+                self.held.pop(command.lease, None)
+                self.aborted.append(command.lease)
+            case Pull():
+                weights = {"lineage": command.lineage, "version": command.version}
+                self.stats = msgspec.structs.replace(self.stats, **weights)
+                pulled = Pulled(worker=self.worker, sha=sha(command.version), ok=True, **weights)  # type: ignore[arg-type]
+                await self.client.ask(pulled, Done)
+            case _:
+                raise AssertionError(f"unexpected {command}")
+
+    async def until_held(self, num_groups: int) -> list[Assign]:
+        """Report until it holds that many."""
+        for _ in range(100):
+            if len(self.held) >= num_groups:
+                return list(self.held.values())
+            await self.report()
+        raise AssertionError(f"{self.worker} holds {len(self.held)} groups, not {num_groups}")
+
+    def let_go(self, assigns: Sequence[Assign]) -> None:
+        for assign in assigns:
+            self.held.pop(assign.lease, None)
+
+
+class TrainerOf(Someone):
+    """Trains nothing; publishes what it is told to."""
+
+    term = TrainerTerm(0)
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "trainer", "trainer")
+
+    async def join(self, version: int = 0, lineage: int = 0) -> Joined:
+        joined = await self.client.ask(
+            Join(trainer=self.worker, lineage=Lineage(lineage), version=Version(version)), Joined
+        )
+        self.term = joined.trainer_term
+        return joined
+
+    async def publish(self, version: int, batch: BatchId | None = None, lineage: int = 0) -> Registered:
+        return await self.client.ask(
+            RegisterVersion(
+                trainer_term=self.term,
+                lineage=Lineage(lineage),
+                version=Version(version),
+                batch=batch,
+                sha=sha(version),
+                nbytes=10,
+            ),
+            Registered,
+        )
+
+    async def next_batch(self, step: int, timeout_s: float = 10) -> Batch:
+        return await self.client.ask(
+            NextBatch(trainer_term=self.term, step=Step(step), wait_ms=200), Batch, timeout_s=timeout_s
+        )
+
+    async def checkpoint(self, version: int, lineage: int = 0) -> None:
+        await self.client.ask(
+            RegisterCheckpoint(trainer_term=self.term, lineage=Lineage(lineage), version=Version(version)), Done
+        )
+
+
+class Cast:
+    """Everybody that a run needs, attached, version 0 published."""
+
+    def __init__(self, world: World, *, capacity: int = 4, rows: int = 1000) -> None:
+        self.shard = Shard(world, rows=rows)
+        self.parameters = Someone(world, "parameters", "parameters", endpoint="ipc:///none")
+        self.trainer = TrainerOf(world)
+        self.instance = Instance(world, capacity=capacity)
+
+    async def enter(self) -> "Cast":
+        for someone in (self.shard, self.parameters, self.trainer, self.instance):
+            await someone.attach()
+        await self.trainer.join()
+        await self.trainer.publish(0)
+        return self
+
+    async def finish(self, num_groups: int) -> list[Assign]:
+        """Generate that many groups, whole way to occupied."""
+        assigns = (await self.instance.until_held(num_groups))[:num_groups]
+        await self.shard.finish(assigns, self.instance.worker)
+        self.instance.let_go(assigns)
+        return assigns

@@ -1,0 +1,108 @@
+"""A shard that is killed at any instant: what it acknowledged is there again, and goes on by itself."""
+
+import asyncio
+from collections.abc import Callable
+
+from staleflow.protocols.wire.messages import Assign, FetchGroups, GetRows, Groups, Rows
+from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
+
+WIDE = {
+    "rollout": {"group_size": 2, "max_inflight": 512},
+    "trainer": {"batch_size": 16},
+}
+
+
+async def pushing(run: Run, acknowledged: list[Assign]) -> None:
+    """Push one group after another, for ever; those that were answered are in ``acknowledged``."""
+    rollout = await run.rollout(capacity=48)
+    while True:
+        assign = (await rollout.leases(1))[0]
+        if (await rollout.push(assign, timeout_s=None))[0].code is None:
+            acknowledged.append(assign)
+
+
+async def test_what_a_killed_shard_acknowledged_is_recovered(make_run: Callable[..., Run]) -> None:
+    run = make_run(**WIDE)
+    run.scheduler()
+    run.parameters()
+    run.process("trajectories", 0)
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    acknowledged: list[Assign] = []
+    worker = asyncio.create_task(pushing(run, acknowledged))
+    for enough in (6, 16, 32):
+        async with asyncio.timeout(20):
+            while len(acknowledged) < enough:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        assert run.kill("trajectories-0") == -9
+        run.process("trajectories", 0)
+    stage = StageWorker(run)
+    seen: dict[int, int] = {}
+    async with asyncio.timeout(30):
+        while not {assign.group for assign in acknowledged} <= seen.keys():
+            items, _ = await stage.take()
+            seen |= {item.group: item.lease for item in items}
+            assert {result.code for result in await stage.finish(items)} <= {None}
+    worker.cancel()
+    assert all(seen[assign.group] == assign.lease for assign in acknowledged)
+    batch = await trainer.next_batch(0)
+    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    groups, _ = await run.shard(trainer.worker).call(fetch)
+    assert isinstance(groups, Groups)
+    assert [group.group for group in groups.groups] == fetch.groups
+
+
+async def test_a_group_that_a_stage_had_at_a_kill_goes_to_the_stage_again(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run()
+    run.scheduler()
+    run.parameters()
+    run.process("trajectories", 0)
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    leased = await rollout.leases(2)
+    await rollout.push(*leased)
+    stage = StageWorker(run)
+    before, _ = await stage.take()
+    run.kill("trajectories-0")
+    run.process("trajectories", 0)
+    after, _ = await stage.take()
+    assert {item.group for item in after} <= {assign.group for assign in leased}
+    assert {item.ticket for item in before}.isdisjoint({item.ticket for item in after})
+
+
+async def test_a_shard_that_ends_in_order_answers_what_it_has_taken(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    leased = await rollout.leases(2)
+    results = asyncio.create_task(rollout.push(*leased))
+    await eventually(lambda: _unregistered(run))
+    await run.stop("trajectories-0")
+    assert {result.code for result in await results} == {None}
+
+
+async def _unregistered(run: Run) -> bool:
+    status = await run.status(run.where.trajectories[0])
+    return bool(status["groups"])
+
+
+async def test_a_push_that_is_sent_again_before_the_shard_has_recovered_is_answered(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    leased = (await rollout.leases(1))[0]
+    await rollout.push(leased)
+    stage = StageWorker(run)
+    await stage.finish((await stage.take())[0])
+    await run.stop("trajectories-0")
+    await run.stop("scheduler")
+    run.trajectories()  # waits for the scheduler before it takes up what it has
+    again = asyncio.create_task(rollout.push(leased, timeout_s=None))
+    await asyncio.sleep(0)  # it is sent; what is answered on the same connection afterwards came after it
+    await rollout.shards[0].ask(GetRows(groups=[leased.group]), Rows)
+    run.scheduler()
+    async with asyncio.timeout(10):
+        assert [result.code for result in await again] == [None]

@@ -1,0 +1,158 @@
+"""Stage workers that come, answer, fail and vanish."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import zmq
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.codec import encode_request
+from staleflow.protocols.wire.messages import FinishStage, Results, StageResult, StageWork, TakeStage
+from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.runtime.errors import Refused
+from tests.runtime.conftest import RawPeer
+from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually
+
+
+async def pushed(run: Run, count: int = 2) -> Rollout:
+    """So many groups wait for the stage."""
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    await rollout.push(*(await rollout.leases(count))[:count])
+    return rollout
+
+
+async def released(run: Run, why: str) -> int:
+    number: int = (await run.status(run.where.scheduler))["totals"]["releases"].get(why, 0)
+    return number
+
+
+async def test_a_worker_that_waits_gets_the_group_when_it_comes(run: Run) -> None:
+    stage = StageWorker(run)
+    taking = asyncio.create_task(stage.take(wait_ms=20_000))
+    await pushed(run)
+    items, _ = await taking
+    assert items
+
+
+async def test_a_worker_that_waits_in_vain_is_answered_with_nothing(run: Run) -> None:
+    assert await StageWorker(run).take(wait_ms=50) == ([], [])
+
+
+async def test_groups_of_a_worker_that_vanishes_go_to_another_and_its_late_answer_is_refused(run: Run) -> None:
+    await pushed(run)
+    first, second = StageWorker(run, "reward-0"), StageWorker(run, "reward-1")
+    items, _ = await first.take()
+    first.client.close()
+    again, _ = await second.take(wait_ms=20_000)
+    assert [item.group for item in again] == [item.group for item in items]
+    late = StageWorker(run, "reward-2")
+    assert {r.code for r in await late.finish(items)} == {Code.STALE_LEASE}
+    assert {r.code for r in await second.finish(again)} == {None}
+
+
+async def test_a_result_that_is_sent_again_is_answered_the_same(run: Run) -> None:
+    await pushed(run)
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    assert {r.code for r in await stage.finish(items)} == {None}
+    assert {r.code for r in await stage.finish(items)} == {None}
+
+
+async def test_a_take_whose_answer_was_lost_gets_the_same_groups_again(run: Run) -> None:
+    await pushed(run)
+    peer = RawPeer(zmq.DEALER)
+    peer.zmq.set(zmq.ROUTING_ID, b"reward-0.1/0")
+    peer.zmq.connect(run.where.trajectories[0])
+
+    async def take(id: int) -> list[tuple[int, int]]:
+        ask = TakeStage(stage="reward", worker=WorkerId("reward-0.1"), max_groups=1, wait_ms=0)
+        found, reply = await peer.ask(encode_request(id, ask))
+        assert found == id
+        assert isinstance(reply, StageWork)
+        return [(item.group, item.ticket) for item in reply.items]
+
+    first, second = await take(8), await take(9)
+    assert first != second
+    assert (await take(8), await take(9)) == (first, second)
+    assert await take(7) == []  # an echo of what was answered long ago takes nothing
+    peer.zmq.close()
+
+
+async def test_equal_rewards_are_filtered_and_the_payload_goes(run: Run) -> None:
+    await pushed(run)
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    await stage.finish(items, rewards=(0.5, 0.5))
+
+    async def all_gone() -> bool:
+        held = (await run.status(run.where.trajectories[0]))["groups"]
+        return not held and await released(run, "filtered") == len(items)
+
+    assert await eventually(all_gone)
+
+
+async def test_without_a_filter_equal_rewards_are_occupied(make_run: Callable[..., Run]) -> None:
+    run = make_run(rollout={"filter": "none"})
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
+    await pushed(run)
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    await stage.finish(items, rewards=(0.5, 0.5))
+
+    async def occupied() -> bool:
+        counts = (await run.status(run.where.scheduler))["totals"]
+        return bool(counts["occupies"] == len(items))
+
+    assert await eventually(occupied)
+
+
+async def test_a_stage_that_fails_for_good_releases_the_group(run: Run) -> None:
+    await pushed(run, count=1)
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    assert [r.code for r in await stage.fail(items[0], "reward raised ValueError")] == [None]
+
+    async def aborted() -> bool:
+        return await released(run, "aborted") == 1
+
+    assert await eventually(aborted)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "says"),
+    [
+        ("reward", np.asarray([0.0, np.nan], np.float32), "not finite"),
+        ("reward", np.asarray([0.0], np.float32), "must be float32"),
+        ("reward", np.asarray([0.0, 1.0], np.float16), "must be float32"),
+        ("length", np.asarray([0.0, 1.0], np.float32), "must make stage/reward/reward"),
+    ],
+)
+async def test_columns_that_are_none_release_the_group(run: Run, column: str, values: np.ndarray, says: str) -> None:
+    await pushed(run, count=1)
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    specs, frames = specs_and_frames({column: values})
+    result = StageResult(group=items[0].group, lease=items[0].lease, ticket=items[0].ticket, frames=specs)
+    finish = FinishStage(stage="reward", worker=stage.worker, results=[result])
+    answer = (await stage.client.ask(finish, Results, frames)).results
+    assert [r.code for r in answer] == [Code.MALFORMED]
+    assert says in answer[0].detail
+
+    async def aborted() -> bool:
+        return await released(run, "aborted") == 1
+
+    assert await eventually(aborted)
+
+
+async def test_a_stage_that_is_not_there_is_refused_by_name(run: Run) -> None:
+    stage = StageWorker(run)
+    take = TakeStage(stage="critic", worker=stage.worker, max_groups=1)
+    with pytest.raises(Refused, match="there is no stage 'critic'"):
+        await stage.client.call(take)
