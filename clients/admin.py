@@ -1,0 +1,39 @@
+"""Asks a server how it is, and tells it to drain. What ``staleflow status`` and the supervisor use."""
+
+from typing import Any
+
+from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done, Drain, GetStatus, Status
+from staleflow.runtime.client import BlockingClient, worker_id
+
+
+class Admin:
+    """A blocking connection to one server. ``Unavailable`` when it does not answer in time."""
+
+    def __init__(self, address: str, name: str = "admin") -> None:
+        self._name = name
+        self._worker = worker_id(name)
+        self._client = BlockingClient(address, worker=self._worker)
+
+    def __enter__(self) -> "Admin":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The server's own account of itself."""
+        return self._client.ask(GetStatus(), Status, timeout_s=timeout_s).values
+
+    def drain(self, why: str, timeout_s: float = 5.0) -> None:
+        """No more work is handed out; what is acknowledged is kept."""
+        self._client.ask(Drain(why=why), Done, timeout_s=timeout_s)
+
+    def run(self, timeout_s: float = 10.0) -> Attached:
+        """What the scheduler tells a worker that joins: configuration, run directory, addresses."""
+        hello = Attach(worker=self._worker, name=self._worker, role="admin")
+        attached = self._client.ask(hello, Attached, timeout_s=timeout_s)
+        self._client.ask(Detach(worker=self._worker, why="asked only"), Done, timeout_s=timeout_s)
+        return attached
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,33 @@
+"""How a worker joins a run: by the scheduler's address alone; the other servers' addresses come from there."""
+
+import asyncio
+import logging
+
+from staleflow.configs.errors import ConfigError
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.retry import Backoff
+
+log = logging.getLogger(__name__)
+
+
+async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> Attached:
+    """The run's answer, once every trajectory server (and the parameter server, if wanted) is attached to it too.
+
+    Waits for servers that are still to come. ``ConfigError`` when the run does not take this worker.
+    """
+    backoff, attempt = Backoff(0.1, 1.0), 0
+    while True:
+        try:
+            answer = await scheduler.ask(request, Attached, timeout_s=None)
+        except Refused as refused:
+            if refused.code in (Code.DENIED, Code.CONFLICT):
+                raise ConfigError(f"{request.role} worker", request.name, refused.detail) from refused
+            raise
+        if answer.shards and all(answer.shards) and (answer.parameters or not parameters):
+            return answer
+        attempt += 1
+        log.info("waiting for the run's other servers to attach")
+        await asyncio.sleep(backoff.delay_s(attempt))

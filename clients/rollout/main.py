@@ -1,0 +1,93 @@
+"""``staleflow attach rollout``: one engine, joined to a run until the run drains or a signal ends it."""
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.clients.attachment import attach as attach_to
+from staleflow.clients.parameters import Puller
+from staleflow.clients.rollout.engine import Engine
+from staleflow.clients.rollout.engine_thread import EngineThread
+from staleflow.clients.rollout.groups import Recipe
+from staleflow.clients.rollout.simulated_engine import SimulatedEngine
+from staleflow.clients.rollout.worker import Encode, Worker
+from staleflow.configs.load import config_sha, model_dir
+from staleflow.configs.schema import Config
+from staleflow.protocols.wire.messages import Attach
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.daemon import Stop, run
+
+log = logging.getLogger(__name__)
+
+
+def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
+    """Run one rollout worker; the exit code."""
+    return run(lambda stop: _main(stop, config, run_dir, name, scheduler), name, run_dir)
+
+
+async def _main(stop: Stop, config: Config, run_dir: Path, name: str, scheduler: str) -> None:
+    stopped = asyncio.ensure_future(stop.wait())
+    work = asyncio.ensure_future(_work(stop, config, run_dir, name, scheduler))
+    await asyncio.wait((stopped, work), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not work.done():
+        work.cancel()
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+
+
+async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler: str) -> None:
+    engine, encode = await asyncio.to_thread(open_engine, config, run_dir)
+    me, recipe = worker_id(name), Recipe.of(config)
+    to_scheduler = Client(scheduler, worker=me)
+    closing: list[Client | Puller] = [to_scheduler]
+    runner = EngineThread(engine, drain=config.rollout.on_update == "drain")
+    try:
+        hello = Attach(
+            worker=me,
+            name=name,
+            role="rollout",
+            config_sha=config_sha(config),
+            capacity=recipe.capacity(config.rollout.max_inflight),
+            pid=os.getpid(),
+        )
+        found = await attach_to(to_scheduler, hello, parameters=True)
+        log.info("attached to run %s as %s, %s engine, %d groups", found.run, me, config.rollout.engine, hello.capacity)
+        shards = [Client(address, worker=me) for address in found.shards]
+        puller = Puller(found.parameters, worker=me)
+        closing += [*shards, puller]
+        worker = Worker(me, to_scheduler, shards, puller, runner, encode, recipe)
+        why = "failed"
+        try:
+            await worker.run()
+            why = "drained"
+        finally:
+            await worker.leave(stop.why or why)
+    finally:
+        await runner.close()
+        for connection in closing:
+            connection.close()
+
+
+def open_engine(config: Config, run_dir: Path) -> tuple[Engine, Encode]:
+    """The configured engine and how prompts become its token ids. ``ConfigError`` when the model cannot be read."""
+    rollout = config.rollout
+    match rollout.engine:
+        case "simulated":
+            return SimulatedEngine(rollout.simulated, slots=rollout.max_inflight, seed=config.seed), text_bytes
+        case "transformers":
+            from staleflow.clients.rollout.transformers_model import open_transformers
+
+            return open_transformers(config, model_dir(config, run_dir))
+
+
+def text_bytes(prompt: str) -> NDArray[np.int32]:
+    """Token ids for an engine without a tokenizer."""
+    return np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)

@@ -1,0 +1,120 @@
+# pyright: basic, reportMissingImports=false
+"""A key-value cache for continuous batching behind the cache interface of ``transformers``.
+
+One row a running trajectory, packed at the front; every row starts at position 0 and has a length of its own. Nothing
+is padded on the left, so a row that joins or leaves never moves the others' positions. The model sees the rows in use
+up to the longest, and a mask says what each may look at.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+GROWTH = 64
+"""Capacity is a multiple of this many tokens."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the forward pass under way does with the cache; shared by all layers."""
+
+    slots: int
+    capacity: int = 0
+    rows: Any = None
+    """Decoding: the rows 0 .. n - 1; ``None`` while prompts are read."""
+    positions: Any = None
+    """Decoding: where each row writes."""
+    width: int = 0
+    """Decoding: columns that the longest row needs."""
+    first: int = 0
+    """Prefill: the first of the rows that join."""
+    sources: Any = None
+    """Prefill: for each joining row, which prompt of the pass is its own."""
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer: ``[slots, kv_heads, capacity, head_dim]``."""
+
+    is_sliding = False
+    keys: Any
+    values: Any
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.plan = plan
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        def rows(states: torch.Tensor) -> torch.Tensor:
+            _, heads, _, size = states.shape
+            return states.new_zeros((self.plan.slots, heads, self.plan.capacity, size))
+
+        self.keys, self.values = rows(key_states), rows(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Store the new states and return what the queries may look at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        plan = self.plan
+        if plan.rows is None:
+            rows = slice(plan.first, plan.first + len(plan.sources))
+            self.keys[rows, :, : key_states.shape[2]] = key_states.index_select(0, plan.sources)
+            self.values[rows, :, : key_states.shape[2]] = value_states.index_select(0, plan.sources)
+            return key_states, value_states
+        self.keys[plan.rows, :, plan.positions] = key_states[:, :, 0]
+        self.values[plan.rows, :, plan.positions] = value_states[:, :, 0]
+        size = len(plan.rows)
+        return self.keys[:size, :, : plan.width], self.values[:size, :, : plan.width]
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, width: int) -> None:
+        self.keys[targets, :, :width] = self.keys[sources, :, :width]
+        self.values[targets, :, :width] = self.values[sources, :, :width]
+
+    def grow(self, capacity: int) -> None:
+        if self.is_initialized:
+            pad = (0, 0, 0, capacity - self.keys.shape[2])
+            self.keys = torch.nn.functional.pad(self.keys, pad)
+            self.values = torch.nn.functional.pad(self.values, pad)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # masks of decode steps are ours; to a prefill the cache looks empty
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """Rows of every layer. Before each forward pass one of ``reading`` and ``writing`` says what the pass is."""
+
+    def __init__(self, layers: int, slots: int) -> None:
+        self.plan = Plan(slots)
+        self.rows = [SlotLayer(self.plan) for _ in range(layers)]
+        super().__init__(layers=list(self.rows))
+
+    def reading(self, first: int, sources: torch.Tensor, width: int) -> None:
+        """The next pass reads prompts of at most ``width`` tokens; rows from ``first`` on get prompt ``sources[i]``."""
+        self._fit(width)
+        self.plan.rows = self.plan.positions = None
+        self.plan.first, self.plan.sources = first, sources
+
+    def writing(self, rows: torch.Tensor, positions: torch.Tensor, width: int) -> None:
+        """The next pass adds one token to each row."""
+        self._fit(width)
+        self.plan.rows, self.plan.positions, self.plan.width = rows, positions, width
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, width: int) -> None:
+        """Copy the first ``width`` columns of rows into others."""
+        for layer in self.rows:
+            layer.move(sources, targets, width)
+
+    def _fit(self, width: int) -> None:
+        plan = self.plan
+        if width > plan.capacity:
+            plan.capacity = max(-(-width // GROWTH) * GROWTH, plan.capacity * 3 // 2)
+            for layer in self.rows:
+                layer.grow(plan.capacity)

@@ -1,0 +1,47 @@
+# pyright: basic, reportMissingImports=false
+"""Prompts as token ids, by the tokenizer of a model directory. Rollout and evaluation both read prompts by this."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.presence import check_model_dir
+
+Encode = Callable[[str], np.ndarray]
+
+
+def open_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory. ``ConfigError`` when there is none that can be read."""
+    check_model_dir(directory, "model directory")
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the library raises whatever a broken file leads it to
+        raise ConfigError("tokenizer", str(directory), f"it cannot be read: {error}") from error
+
+
+def encoder(tokenizer: Any, *, chat_template: bool) -> Encode:
+    """Prompt -> int32 ids; with ``chat_template`` as one user message, the assistant's turn begun."""
+    if not chat_template:
+        return lambda prompt: np.array(tokenizer(prompt)["input_ids"], np.int32)
+    if not tokenizer.chat_template:
+        raise ConfigError("prompts.chat_template", True, "the tokenizer of the model has no chat template")
+
+    def encode(prompt: str) -> np.ndarray:
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    return encode
+
+
+def stop_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: the tokenizer's end of sequence and those of the model's generation config."""
+    found = {tokenizer.eos_token_id}
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    found.update(eos if isinstance(eos, list) else [eos])
+    return sorted(token for token in found if token is not None)

@@ -1,0 +1,230 @@
+# pyright: basic, reportMissingImports=false
+"""Continuous batching over any causal language model of ``transformers``.
+
+A step is one forward pass of one token for every running trajectory; requests that wait join before it, by a pass over
+their prompts (each distinct prompt once, whatever the number of its samples). Weights change between two steps only.
+Trajectories that were running go on over the keys and values that older weights left: that is what their segments say.
+Log-probabilities are those of the distribution sampled from, ``log_softmax(logits / temperature)``, in float32.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from staleflow.clients.rollout.drawing import draw
+from staleflow.clients.rollout.engine import EngineStats, Request, RequestError, Sampling, Trajectory, prefix_tokens
+from staleflow.clients.rollout.grouped_attention import serving
+from staleflow.clients.rollout.masks import Masks
+from staleflow.clients.rollout.rows import Rows, uniforms
+from staleflow.clients.rollout.slot_cache import SlotCache
+from staleflow.clients.rollout.weights import copy_weights
+from staleflow.protocols.consistency.ids import Lineage, Version
+
+PREFILL_TOKENS = 16_384
+"""Most padded prompt tokens of one pass, so that joining prompts never hold up the others for long."""
+
+FEW = 8
+"""Requests join when this share of all rows is free, or when the free rows hold all that wait."""
+
+
+class TransformersEngine:
+    """An ``Engine`` over a model object, which stays the caller's: it is put in eval mode for each step only.
+
+    ``stop_ids``: tokens that end a trajectory. ``context``: most tokens of prompt and completion together; the model's
+    own limit when it is not given.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stop_ids: Sequence[int],
+        *,
+        slots: int = 64,
+        context: int = 0,
+        lineage: int = 0,
+        version: int = -1,
+    ) -> None:
+        config = model.config.get_text_config()
+        self.model = model
+        self.context = min(context or 1 << 62, getattr(config, "max_position_embeddings", None) or 1 << 62)
+        self.vocabulary = config.vocab_size
+        self.lineage, self.version = Lineage(lineage), Version(version)
+        self.joining = True
+        self._stop_ids = np.array(sorted(set(stop_ids)), np.int64)
+        self._rows = Rows(slots)
+        self._waiting: deque[Request] = deque()
+        self._cut: set[int] = set()  # interrupted while they wait
+        self._masks = Masks(model)
+        self._cache = SlotCache(config.num_hidden_layers, slots)
+        self._generated = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ``RequestError`` names what is wrong with it."""
+        length = len(request.prompt_ids)
+        written = sum(len(segment.token_ids) for segment in request.prefix)
+        if length == 0:
+            raise RequestError("the prompt is empty")
+        if length + written >= self.context:
+            raise RequestError(f"the prompt has {length + written} tokens; the model's context is {self.context}")
+        if written >= request.sampling.max_new_tokens:
+            raise RequestError(f"{written} tokens are written; max_new_tokens is {request.sampling.max_new_tokens}")
+        if int(request.prompt_ids.min()) < 0 or int(request.prompt_ids.max()) >= self.vocabulary:
+            raise RequestError(f"the prompt has token {request.prompt_ids.max()}; the vocabulary has {self.vocabulary}")
+        self._waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Trajectory]:
+        with serving(self.model):
+            if self.joining and self._worth_joining():
+                self._join()
+                if ended := self._leave():
+                    return ended  # an end is never held back for a decode step
+            if self._rows.size:
+                self._decode()
+            return self._leave()
+
+    def interrupt(self, request: int) -> None:
+        """End it at the next step. One that still waits goes first in the queue and ends after its first token."""
+        if request in self._rows:
+            self._rows.interrupt(request)
+            return
+        for place, waiting in enumerate(self._waiting):
+            if waiting.id == request:
+                del self._waiting[place]
+                self._waiting.appendleft(waiting)
+                self._cut.add(request)
+                return
+
+    @torch.inference_mode()
+    def abort(self, request: int) -> None:
+        if (row := self._rows.row(request)) is not None:
+            self._free(np.array([row]))
+        else:
+            self._waiting = deque(waiting for waiting in self._waiting if waiting.id != request)
+            self._cut.discard(request)
+
+    def load(self, tensors: Mapping[str, np.ndarray], lineage: Lineage, version: Version) -> None:
+        copy_weights(self.model, tensors)
+        self.relabel(lineage, version)
+
+    def relabel(self, lineage: Lineage, version: Version) -> None:
+        """The caller changed the model's weights in place: what is written from now on is this version's."""
+        self.lineage, self.version = lineage, version
+        self._rows.turn(lineage, version)
+
+    def stats(self) -> EngineStats:
+        rows = self._rows
+        held = int(rows.position[: rows.size].sum())
+        return EngineStats(
+            running=rows.size,
+            waiting=len(self._waiting),
+            kv_used=min(1.0, held / max(1, rows.slots * min(self.context, self._cache.plan.capacity))),
+            generated_tokens=self._generated,
+        )
+
+    def _worth_joining(self) -> bool:
+        """Whether enough rows are free. A pass over prompts costs the others a step, so a free row waits for more."""
+        free = self._rows.slots - self._rows.size
+        return 0 < min(len(self._waiting), max(1, self._rows.slots // FEW)) <= free
+
+    def _join(self) -> None:
+        """Read the prompts of as many waiting requests as there are rows and room in a pass."""
+        first, prompts, sources = self._rows.size, dict[bytes, int](), list[int]()
+        sequences: list[np.ndarray] = []
+        width = 0
+        while self._waiting and self._rows.size < self._rows.slots:
+            request = self._waiting[0]
+            sequence = np.concatenate((request.prompt_ids, prefix_tokens(request.prefix)[0])).astype(np.int64)
+            key = sequence.tobytes()
+            wider = max(width, len(sequence))
+            if key not in prompts:
+                if prompts and wider * (len(prompts) + 1) > PREFILL_TOKENS:
+                    break
+                prompts[key] = len(sequences)
+                sequences.append(sequence)
+                width = wider
+            self._waiting.popleft()
+            limit = min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
+            self._rows.join(request, limit, self.lineage, self.version)
+            sources.append(prompts[key])
+            if request.id in self._cut:
+                self._cut.discard(request.id)
+                self._rows.interrupt(request.id)
+        logits = self._prefill(first, sequences, np.array(sources), width)
+        self._draw(first, logits)
+
+    def _prefill(self, first: int, sequences: list[np.ndarray], sources: np.ndarray, width: int) -> torch.Tensor:
+        """Logits after the last token of each joining row's prompt, ``[rows, vocabulary]``."""
+        padded = np.zeros((len(sequences), width), np.int64)  # right of its end a prompt is never looked at
+        for row, sequence in enumerate(sequences):
+            padded[row, : len(sequence)] = sequence
+        ends, which = np.unique([len(sequence) - 1 for sequence in sequences], return_inverse=True)
+        device = self.model.device
+        self._cache.reading(first, torch.from_numpy(sources).to(device), width)
+        output = self.model(
+            input_ids=torch.from_numpy(padded).to(device),
+            position_ids=torch.arange(width, device=device)[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.from_numpy(ends).to(device),
+        )
+        logits: torch.Tensor = output.logits
+        return logits[torch.from_numpy(sources), torch.from_numpy(which[sources])]
+
+    def _decode(self) -> None:
+        """One token more for every row."""
+        rows, device = self._rows, self.model.device
+        size = rows.size
+        width = int(rows.position[:size].max()) + 1
+        positions = torch.from_numpy(rows.position[:size].copy()).to(device)
+        self._cache.writing(torch.arange(size, device=device), positions, width)
+        output = self.model(
+            input_ids=torch.from_numpy(rows.last[:size]).to(device)[:, None],
+            attention_mask=self._masks.decode(positions, width),
+            position_ids=positions[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._draw(0, output.logits[:, -1])
+
+    def _draw(self, first: int, logits: torch.Tensor) -> None:
+        rows = self._rows
+        here = slice(first, rows.size)
+        token_ids, logprobs = draw(logits, rows.temperature[here], uniforms(rows.seed[here], rows.count[here]))
+        rows.write(first, rows.size, token_ids, logprobs)
+        self._generated += rows.size - first
+
+    def _leave(self) -> list[Trajectory]:
+        ended = self._rows.finished(self._stop_ids)
+        if len(ended) == 0:
+            return []
+        trajectories = [self._rows.take(row, self._stop_ids) for row in ended.tolist()]
+        self._free(ended)
+        return trajectories
+
+    def _free(self, rows: np.ndarray) -> None:
+        moves = self._rows.leave(rows)
+        if len(moves.sources):
+            width = int(self._rows.position[moves.targets].max())
+            device = self.model.device
+            self._cache.move(
+                torch.from_numpy(moves.sources).to(device), torch.from_numpy(moves.targets).to(device), width
+            )
+
+
+def generate(
+    engine: TransformersEngine, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, *, seed: int = 0
+) -> list[list[Trajectory]]:
+    """``n`` trajectories of each prompt, in order. The engine must be idle; the same seed gives the same tokens."""
+    if engine.stats().running or engine.stats().waiting:
+        raise RequestError("the engine is busy; generate() needs it for itself")
+    for index in range(len(prompts) * n):
+        prompt_ids = np.asarray(prompts[index // n], np.int32)
+        engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=(seed << 32) + index))
+    done: dict[int, Trajectory] = {}
+    while len(done) < len(prompts) * n:
+        done.update((trajectory.id, trajectory) for trajectory in engine.step())
+    return [[done[prompt * n + sample] for sample in range(n)] for prompt in range(len(prompts))]

@@ -1,0 +1,142 @@
+"""The process in which a reward function runs: ``python -m staleflow.clients.stage.child``, started by the runner.
+
+User code may print, hang, raise, leak or crash here; nothing of that reaches the worker but an answer or the end of
+the pipe. The process ends when its parent does: a thread of its own waits for the end of the pipe.
+"""
+
+import asyncio
+import inspect
+import numbers
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from staleflow.clients.stage import pipe
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.imports import load_object
+
+LARGEST = 3.4028234e38
+"""Rewards travel as float32."""
+LOOK_S = 0.1
+"""How often the loop of an ``async def`` is asked whether it still turns."""
+
+
+def main() -> int:
+    """Serve calls until the parent closes the pipe."""
+    incoming, outgoing = _take_over_pipes()
+    load = pipe.to_child.decode(pipe.read(incoming) or b"")
+    if not isinstance(load, pipe.Load):
+        return 2
+    try:
+        function = load_object(load.run, "reward.run")
+    except ConfigError as error:
+        outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
+        return 2
+    concurrent = inspect.iscoroutinefunction(function)
+    outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
+    if concurrent:
+        asyncio.run(_serve_concurrently(function, load.timeout_s, incoming, outgoing))
+    else:
+        _serve_in_turn(function, incoming, outgoing)
+    return 0
+
+
+def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the pipes for ourselves: what user code prints goes to stderr, what it reads is empty."""
+    incoming = os.fdopen(os.dup(0), "rb")
+    outgoing = os.fdopen(os.dup(1), "wb", buffering=0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return incoming, outgoing
+
+
+def _read_calls(incoming: BinaryIO, hand_over: Callable[[pipe.Call], Any]) -> None:
+    while (data := pipe.read(incoming)) is not None:
+        call = pipe.to_child.decode(data)
+        if isinstance(call, pipe.Call):
+            hand_over(call)
+    os._exit(0)  # the parent is gone, and a call that hangs must not keep us
+
+
+def _serve_in_turn(function: Callable[..., Any], incoming: BinaryIO, outgoing: BinaryIO) -> None:
+    calls: queue.SimpleQueue[pipe.Call] = queue.SimpleQueue()
+    threading.Thread(target=_read_calls, args=(incoming, calls.put), daemon=True).start()
+    while True:
+        call = calls.get()
+        try:
+            answer = judged(call.id, function(call.prompt, call.completion, **call.columns))
+        except (Exception, SystemExit) as error:
+            answer = pipe.Answer(id=call.id, error=reason(error))
+        outgoing.write(pipe.frame(answer))
+
+
+async def _serve_concurrently(
+    function: Callable[..., Any], timeout_s: float, incoming: BinaryIO, outgoing: BinaryIO
+) -> None:
+    loop = asyncio.get_running_loop()
+    calls: asyncio.Queue[pipe.Call] = asyncio.Queue()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def hand_over(call: pipe.Call) -> None:
+        loop.call_soon_threadsafe(calls.put_nowait, call)
+
+    threading.Thread(target=_read_calls, args=(incoming, hand_over), daemon=True).start()
+    threading.Thread(target=_watch, args=(loop, timeout_s, outgoing), daemon=True).start()
+    while True:
+        call = await calls.get()
+        task = loop.create_task(_answer(function, call, timeout_s, outgoing), name=str(call.id))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+async def _answer(function: Callable[..., Any], call: pipe.Call, timeout_s: float, outgoing: BinaryIO) -> None:
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            result = judged(call.id, await function(call.prompt, call.completion, **call.columns))
+    except (Exception, SystemExit) as error:
+        late = isinstance(error, TimeoutError) and limit.expired()
+        result = pipe.Answer(id=call.id, error=took_too_long(timeout_s) if late else reason(error))
+    outgoing.write(pipe.frame(result))
+
+
+def _watch(loop: asyncio.AbstractEventLoop, timeout_s: float, outgoing: BinaryIO) -> None:
+    """End the process when one call keeps the loop, and so all others, for ``timeout_s``; say which."""
+    alive = threading.Event()
+    while True:
+        alive.clear()
+        loop.call_soon_threadsafe(alive.set)
+        if alive.wait(timeout_s):
+            time.sleep(min(timeout_s, LOOK_S))
+        elif (task := asyncio.current_task(loop)) is not None and task.get_name().isdecimal():
+            outgoing.write(pipe.frame(pipe.Hung(id=int(task.get_name()))))
+            os._exit(1)
+
+
+def judged(call: int, value: object) -> pipe.Answer:
+    """The answer for what the function returned: a finite real number, or an error that names the value."""
+    if not isinstance(value, numbers.Real):
+        return pipe.Answer(id=call, error=f"the reward is {value!r:.200}; it must be a number")
+    number = float(value)
+    if not abs(number) <= LARGEST:
+        return pipe.Answer(id=call, error=f"the reward is {number}; it must be finite, in float32 too")
+    return pipe.Answer(id=call, value=number)
+
+
+def reason(error: BaseException) -> str:
+    """One line for a call that raised."""
+    return f"the reward raised {type(error).__name__}: {error!s:.500}"
+
+
+def took_too_long(timeout_s: float) -> str:
+    """One line for a call that hung."""
+    return f"the reward took longer than {timeout_s:g} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

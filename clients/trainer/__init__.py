@@ -1,0 +1,1 @@
+"""The process that learns: takes sealed batches, trains, publishes the next version."""

@@ -1,0 +1,306 @@
+"""The trainer's side of the service, for a plain training loop::
+
+    with TrainerClient("ipc:///path/to/run/sock/scheduler") as trainer:
+        if trainer.join(lineage, version).version < 0:
+            trainer.publish_initial(model.state_dict())
+        for batch in trainer.batches(steps):
+            ...                                  # batch.input_ids, batch.loss_mask, batch.rewards, ...
+            trainer.commit(model.state_dict())   # returns when version step + 1 exists
+        trainer.finished()
+
+Blocking; the sockets live on a loop in a thread of their own, so heartbeats and the next batch go on while a step
+computes. Every call may raise ``Fenced``: another trainer has joined, and nothing that this one does counts any more.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any, Self, TypeVar
+
+import uvloop
+
+from staleflow.clients.attachment import attach
+from staleflow.clients.parameters import Publisher
+from staleflow.clients.trainer.backend import Stopped, Weights
+from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.stream import BatchStream
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import BatchId, Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.wire.messages import (
+    Attach,
+    Attached,
+    Detach,
+    Done,
+    Finished,
+    GetStatus,
+    Join,
+    Joined,
+    Metrics,
+    RegisterCheckpoint,
+    Status,
+)
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.errors import Refused, Unavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COMMIT_GRACE_S = 5.0
+"""Once asked to end, a commit under way may take this long."""
+CROWDED_SHARE = 0.5
+"""Of a trajectory server's map. Beyond it consumed payload should go, which only a checkpoint lets happen."""
+STATUS_TIMEOUT_S = 1.0
+FAREWELL_GRACE_S = 1.0
+"""Once asked to end, nothing else that is said waits longer than this."""
+
+
+class Fenced(Exception):
+    """Another trainer has joined the run; this one must stop."""
+
+
+class BadVersion(Exception):
+    """The run cannot go on from these weights; the text says why."""
+
+
+class TrainerClient:
+    """One trainer of one run. Not safe for threads, but for ``interrupt``."""
+
+    def __init__(self, scheduler: str, *, name: str = "trainer", config_sha: str = "") -> None:
+        self.worker = worker_id(name)
+        self._name = name
+        self._config_sha = config_sha
+        self._thread = _LoopThread()
+        self._scheduler = Client(scheduler, worker=self.worker)
+        self._shards: list[Client] = []
+        self._publisher: Publisher | None = None
+        self._joined: Joined | None = None
+        self.version = Version(0)
+        """Of the weights that the trainer holds, as far as the run knows."""
+        self._current: TrainBatch | None = None
+        self.waited_s = 0.0
+        """Seconds for which the last batch let the trainer wait."""
+        self.run = ""
+        """The run's identity, once attached."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def attach(self) -> Attached:
+        """Become known to the run; waits for its servers. ``join`` does it when it was not done before."""
+        request = Attach(
+            worker=self.worker, name=self._name, role="trainer", config_sha=self._config_sha, pid=os.getpid()
+        )
+        attached = self._wait(attach(self._scheduler, request, parameters=True))
+        self.run = attached.run
+        self._shards = [Client(endpoint, worker=self.worker) for endpoint in attached.shards]
+        self._publisher = Publisher(attached.parameters, worker=self.worker)
+        return attached
+
+    def join(self, lineage: Lineage, version: Version) -> Joined:
+        """Take over with the weights of (lineage, version), (0, 0) being the initial model. Older trainers are fenced.
+
+        From an older version the run rolls back to it. The answer's version is -1 while nothing is published: then
+        ``publish_initial`` comes next. ``BadVersion`` when the run cannot go on from there.
+        """
+        if self._publisher is None:
+            self.attach()
+        request = Join(trainer=self.worker, lineage=lineage, version=version)
+        try:
+            self._joined = self._wait(self._scheduler.ask(request, Joined, timeout_s=None))
+        except Refused as refused:
+            if refused.code is Code.BAD_VERSION:
+                raise BadVersion(f"version {version} of lineage {lineage}: {refused.detail}") from refused
+            raise
+        self.version = version
+        return self._joined
+
+    def publish_initial(self, weights: Mapping[str, Any]) -> None:
+        """Publish version 0; rollout begins."""
+        self._publish(weights, Version(0), None)
+
+    def batches(self, steps: int) -> Iterator[TrainBatch]:
+        """The batch of every step up to ``steps``, one fetched ahead; each must be committed before the next.
+
+        Ends early after ``interrupt``. Leaving a batch uncommitted keeps it: whoever joins next is served it again.
+        """
+        stream = BatchStream(self._scheduler, self._shards, self._term)
+        feeding = self._thread.start(stream.feed(Step(self.version), steps))
+        try:
+            while self.version < steps:
+                started = time.monotonic()
+                try:
+                    batch = self._wait(stream.get())
+                except Stopped:
+                    return
+                self.waited_s = time.monotonic() - started
+                self._current = batch
+                yield batch
+                self._check_committed(batch)
+        finally:
+            feeding.cancel()
+
+    def _check_committed(self, batch: TrainBatch) -> None:
+        if self._current is batch:
+            raise RuntimeError(f"batch {batch.batch} of step {batch.step} was not committed")
+
+    def commit(self, weights: Mapping[str, Any]) -> Version:
+        """Publish what the current batch made of the weights; its data is spent and the new version is returned.
+
+        ``weights``: a ``state_dict``, or NumPy arrays with bfloat16 as its bits in uint16.
+        """
+        batch = self._current
+        if batch is None:
+            raise RuntimeError("there is no batch to commit")
+        self._publish(weights, Version(batch.step + 1), batch.batch)
+        self._current = None
+        return self.version
+
+    def checkpointed(self, lineage: Lineage, version: Version) -> None:
+        """Tell the run that this trainer can come back at a version; what only older ones need may go."""
+        request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version)
+        self._say(self._scheduler.ask(request, Done, timeout_s=None))
+
+    def crowded(self) -> bool:
+        """Whether a trajectory server is so full that pushes may soon be refused; False if one does not say."""
+        try:
+            return self._wait(self._fullest(), grace_s=FAREWELL_GRACE_S) >= CROWDED_SHARE
+        except (Stopped, Unavailable):
+            return False
+
+    async def _fullest(self) -> float:
+        """Share of its map that the fullest trajectory server uses."""
+        asked = [shard.ask(GetStatus(), Status, timeout_s=STATUS_TIMEOUT_S) for shard in self._shards]
+        return max(float(status.values["used_share"]) for status in await asyncio.gather(*asked))
+
+    def metrics(self, step: Step, values: Mapping[str, float]) -> None:
+        """Numbers for the run's metrics file."""
+        self._say(self._scheduler.ask(Metrics(worker=self.worker, step=step, values=dict(values)), Done, timeout_s=30))
+
+    def finished(self, error: str = "") -> None:
+        """The last step is done, or the run cannot go on: it drains."""
+        self._say(self._scheduler.ask(Finished(trainer_term=self._term, error=error), Done, timeout_s=30))
+
+    def interrupt(self) -> None:
+        """End what waits, soon; from any thread or signal handler."""
+        self._thread.stop_waiting()
+
+    def close(self) -> None:
+        """Leave the run. May be called again."""
+        if self._thread.closed:
+            return
+        if self.run:
+            self._say(self._scheduler.ask(Detach(worker=self.worker, why="closed"), Done, timeout_s=FAREWELL_GRACE_S))
+        self._thread.close(self._close_sockets)
+
+    @property
+    def _term(self) -> TrainerTerm:
+        if self._joined is None:
+            raise RuntimeError("join first")
+        return self._joined.trainer_term
+
+    def _publish(self, weights: Mapping[str, Any], version: Version, batch: BatchId | None) -> None:
+        assert self._joined is not None
+        assert self._publisher is not None
+        publish = self._publisher.publish(
+            as_weights(weights),
+            trainer_term=self._term,
+            lineage=self._joined.lineage,
+            version=version,
+            batch=batch,
+        )
+        self._wait(publish, grace_s=COMMIT_GRACE_S, late=self._not_in_time)
+        self.version = version
+
+    def _not_in_time(self) -> Exception:
+        return Unavailable("the parameter server", COMMIT_GRACE_S, "asked to end while a version was being published")
+
+    def _say(self, call: Coroutine[Any, Any, Done]) -> None:
+        """Something whose loss costs nobody but the reader of a log."""
+        try:
+            self._wait(call, grace_s=FAREWELL_GRACE_S)
+        except (Stopped, Unavailable) as error:
+            log.warning("the scheduler did not hear it: %r", error)
+
+    def _wait(
+        self, call: Coroutine[Any, Any, T], *, grace_s: float = 0.0, late: Callable[[], Exception] = Stopped
+    ) -> T:
+        try:
+            return self._thread.wait(call, grace_s, late)
+        except Refused as refused:
+            if refused.code is Code.FENCED:
+                raise Fenced(f"another trainer has joined the run, this one stops ({refused.detail})") from refused
+            raise
+
+    def _close_sockets(self) -> None:
+        for client in (self._scheduler, *self._shards):
+            client.close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def as_weights(weights: Mapping[str, Any]) -> Weights:
+    """Arrays as they are; torch tensors as arrays."""
+    if any(hasattr(value, "detach") for value in weights.values()):
+        from staleflow.clients.trainer.tensors import to_arrays
+
+        return to_arrays(weights)
+    return weights
+
+
+class _LoopThread:
+    """A loop in a thread of its own, for a caller that blocks."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="trainer client", daemon=True)
+        self._thread.start()
+        self.closed = False
+
+    def start(self, work: Coroutine[Any, Any, None]) -> "Any":
+        """Run in the background; the answer can be cancelled."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
+        """The result; once asked to stop, ``late()`` is raised ``grace_s`` seconds after."""
+        return asyncio.run_coroutine_threadsafe(self._until_stop(work, grace_s, late), self._loop).result()
+
+    def stop_waiting(self) -> None:
+        if not self.closed:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def close(self, last: Callable[[], None]) -> None:
+        """Run ``last`` on the loop, end what is left, and end the thread."""
+        self.closed = True
+        asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _until_stop(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and grace_s:
+                await asyncio.wait((task,), timeout=grace_s)
+            if not task.done():
+                raise late()
+            return task.result()
+        finally:
+            stop.cancel()
+            task.cancel()
+
+    async def _end(self, last: Callable[[], None]) -> None:
+        last()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_default_executor()

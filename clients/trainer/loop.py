@@ -1,0 +1,201 @@
+"""The life of a trainer: resume, join, then batch after batch until the last step. No torch, no sockets of its own.
+
+Consumes: the sealed batch of step k, waits for it. Produces: version k + 1, and with it the end of batch k. A trainer
+that is killed anywhere comes back at its newest checkpoint and is served the same batches again.
+
+A step whose loss or gradient is not finite changes nothing but the version: its batch is consumed, the weights are
+published as they were. The third such step in a row is not consumed, and the run stops with its batch kept.
+"""
+
+import logging
+import math
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from staleflow.clients.trainer.backend import Backend, Stopped, batch_values
+from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
+from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import Lineage, Step, Version
+
+log = logging.getLogger(__name__)
+
+BAD_IN_A_ROW = 3
+"""So many steps without a finite gradient are no accident."""
+
+
+class GaveUp(Exception):
+    """The run cannot go on; the text says why."""
+
+
+@dataclass(slots=True)
+class _Times:
+    """Seconds of one step, by what they went into."""
+
+    wait_for_batch: float = 0.0
+    train: float = 0.0
+    publish: float = 0.0
+
+    def values(self, sampled_tokens: int) -> dict[str, float]:
+        step = max(self.wait_for_batch + self.train + self.publish, 1e-9)
+        return {
+            "time/step": step,
+            "time/wait_for_batch": self.wait_for_batch,
+            "time/train": self.train,
+            "time/publish": self.publish,
+            "trainer/idle_ratio": self.wait_for_batch / step,
+            "perf/tokens_per_second": sampled_tokens / step,
+        }
+
+
+class TrainingLoop:
+    """One trainer. ``stop`` is set from outside; ``run`` then ends with a checkpoint of the last whole step."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        client: TrainerClient,
+        backend: Backend,
+        checkpoints: Checkpoints,
+        stop: threading.Event,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._backend = backend
+        self._checkpoints = checkpoints
+        self._stop = stop
+        self._state = TrainerState()
+        self._saved: TrainerState | None = None
+
+    def run(self) -> None:
+        """Train up to the last step, or until ``stop``. ``GaveUp`` after the run was told why."""
+        self._resume()
+        try:
+            self._evaluate_initial()
+            for batch in self._client.batches(self._config.trainer.steps):
+                self._step(batch)
+            if self._state.version < self._config.trainer.steps:
+                raise Stopped
+        except Stopped:
+            log.info("asked to end at version %d", self._state.version)
+            self._save()
+        except GaveUp as error:
+            self._save()
+            self._client.finished(str(error))
+            raise
+        else:
+            self._save()
+            self._client.finished()
+
+    def _resume(self) -> None:
+        """Join with the newest checkpoint that the service takes, or with the initial model."""
+        for path, state in self._checkpoints.newest():
+            try:
+                joined = self._client.join(state.lineage, state.version)
+            except BadVersion as refused:
+                log.error("checkpoint %s is not used: %s", path, refused)
+                continue
+            log.info("resumed from %s", path)
+            self._backend.load(path)
+            self._state = msgspec.structs.replace(state, lineage=joined.lineage)
+            self._saved = self._state
+            break
+        else:
+            joined = self._client.join(Lineage(0), Version(0))
+            self._backend.load(None)
+            self._state = TrainerState(lineage=joined.lineage)
+            self._saved = self._state  # the model directory is the checkpoint of version 0
+        self._checkpoints.drop_after(self._state.version)
+        if joined.version < 0:
+            self._client.publish_initial(self._backend.weights())
+
+    def _step(self, batch: TrainBatch) -> None:
+        times = _Times(wait_for_batch=self._client.waited_s)
+        started = time.monotonic()
+        result = self._backend.train(batch, batch.step, self._stop.is_set)
+        times.train = time.monotonic() - started
+        state = self._after(batch, result.bad)
+        started = time.monotonic()
+        self._client.commit(self._backend.weights())
+        times.publish = time.monotonic() - started
+        self._state = state
+        sampled = int(batch.completion_lengths.sum())
+        values = batch_values(batch) | result.values | times.values(sampled)
+        values["trainer/bad_steps"] = float(state.bad_steps)
+        if self._checkpoint_is_due():
+            values["time/checkpoint"] = self._save()
+        try:
+            values |= self._evaluate()
+        finally:
+            self._client.metrics(batch.step, finite(values))
+
+    def _after(self, batch: TrainBatch, bad: str) -> TrainerState:
+        """The state that the commit of this batch leads to. ``GaveUp`` when there must be none."""
+        state = self._state
+        if bad:
+            row = state.bad_in_a_row + 1
+            if row >= BAD_IN_A_ROW:
+                raise GaveUp(f"step {batch.step}: {bad}, the {ordinal(row)} in a row; batch {batch.batch} is kept")
+            log.error("step %d: %s; its batch is consumed, the weights stay (%d in a row)", batch.step, bad, row)
+        return msgspec.structs.replace(
+            state,
+            version=Version(batch.step + 1),
+            last_batch=batch.batch,
+            last_digest=batch.digest,
+            tokens_trained=state.tokens_trained + (0 if bad else batch.trained_tokens),
+            bad_steps=state.bad_steps + bool(bad),
+            bad_in_a_row=state.bad_in_a_row + 1 if bad else 0,
+        )
+
+    def _checkpoint_is_due(self) -> bool:
+        """Every ``checkpoint_every`` steps, and earlier when payload kept for a rollback crowds out new work."""
+        if self._state.version % self._config.trainer.checkpoint_every == 0:
+            return True
+        if self._client.crowded():
+            log.warning(
+                "version %d: a checkpoint before its time; the trajectory servers are filling", self._state.version
+            )
+            return True
+        return False
+
+    def _save(self) -> float:
+        """A checkpoint of the newest version, unless there is one. Returns the seconds it took."""
+        if self._saved is not None and self._saved.version == self._state.version:
+            return 0.0
+        started = time.monotonic()
+        path: Path = self._checkpoints.save(self._state, self._backend.save)
+        self._saved = self._state
+        self._client.checkpointed(self._state.lineage, self._state.version)
+        log.info("checkpoint %s", path)
+        return time.monotonic() - started
+
+    def _evaluate_initial(self) -> None:
+        """What the held-out prompts say of the model before the first step: the line of step -1."""
+        if values := self._evaluate():
+            self._client.metrics(Step(self._state.version - 1), finite(values))
+
+    def _evaluate(self) -> dict[str, float]:
+        """Metrics on held-out prompts of version 0, of every ``eval_every``-th and of the last; once each."""
+        trainer, version = self._config.trainer, self._state.version
+        every = trainer.eval_every and version % trainer.eval_every == 0
+        if not (every or version in (0, trainer.steps)) or self._state.evaluated == version:
+            return {}
+        started = time.monotonic()
+        values = self._backend.evaluate(version, self._stop.is_set)
+        self._state = msgspec.structs.replace(self._state, evaluated=int(version))
+        return values | {"time/eval": time.monotonic() - started} if values else {}
+
+
+def finite(values: dict[str, float]) -> dict[str, float]:
+    """Without what no JSON can hold; a NaN loss is named in the log and counted, not averaged."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")

@@ -1,0 +1,210 @@
+"""The peers of a rollout worker, on real sockets, each doing what a test tells it and noting what it hears."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.clients.parameters import PulledVersion, Puller
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Assign,
+    Command,
+    Commands,
+    Detach,
+    Done,
+    GetRows,
+    Operations,
+    Pull,
+    Pulled,
+    PushGroups,
+    RegisterRelease,
+    Report,
+    Result,
+    Results,
+    Rows,
+)
+from staleflow.protocols.wire.tensors import arrays
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.client import Client
+from staleflow.runtime.endpoint import Call, Endpoint
+from staleflow.runtime.errors import Refused
+
+
+@dataclass
+class Scheduler:
+    """Hands out the commands it was given, at once, until they are acknowledged."""
+
+    commands: list[Command] = field(default_factory=list[Command])
+    reports: list[Report] = field(default_factory=list[Report])
+    released: list[RegisterRelease] = field(default_factory=list[RegisterRelease])
+    pulled: list[Pulled] = field(default_factory=list[Pulled])
+    detached: list[str] = field(default_factory=list[str])
+    drain: bool = False
+    waiting: Call | None = None
+    refuse: Code | None = None
+    """What every report is refused with."""
+
+    def order(self, *commands: Command, drain: bool = False) -> None:
+        self.commands += commands
+        self.drain = drain
+        if self.waiting is not None:
+            self._answer(self.waiting)
+
+    def hear(self, call: Call) -> None:
+        match call.body:
+            case Report() if self.refuse is not None:
+                call.refuse(self.refuse, "said the test")
+            case Report():
+                self.reports.append(call.body)
+                if self.waiting is not None and not self.waiting.done:
+                    self.waiting.reply(Commands(first=1, commands=[], version=Version(0)))
+                self.waiting = call
+                if len(self.commands) > call.body.ack:
+                    self._answer(call)
+                else:
+                    asyncio.get_running_loop().call_later(0.05, self._answer, call)
+            case Operations():
+                self.released += [op for op in call.body.ops if isinstance(op, RegisterRelease)]
+                call.reply(Results(results=[Result()] * len(call.body.ops)))
+            case Pulled():
+                self.pulled.append(call.body)
+                call.reply(Done())
+            case Detach():
+                self.detached.append(call.body.why)
+                call.reply(Done())
+            case _:
+                call.refuse(Code.DENIED, "not in this play")
+
+    @property
+    def held(self) -> list[int]:
+        return list(self.reports[-1].held)
+
+    def _answer(self, call: Call) -> None:
+        """Everything from the first command on: a worker skips what it knows."""
+        assert isinstance(call.body, Report)
+        if not call.done:
+            self.waiting = None
+            first = max(1, call.body.ack)  # the last one again, as after a lost reply
+            call.reply(Commands(first=first, commands=self.commands[first - 1 :], version=Version(0), drain=self.drain))
+        self.waiting = None
+
+
+@dataclass
+class Shard:
+    """Has the rows it was given and keeps what is pushed."""
+
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    payloads: dict[int, GroupPayload] = field(default_factory=dict[int, GroupPayload])
+    truncated: dict[int, bool] = field(default_factory=dict[int, bool])
+    codes: dict[int, list[Code]] = field(default_factory=dict[int, list[Code]])
+    """Refusals to come, by group."""
+    hold: bool = False
+    """Keep pushes unanswered."""
+    pushes: list[Call] = field(default_factory=list[Call])
+    offered: list[int] = field(default_factory=list[int])
+    """Groups pushed, in order, refused ones too."""
+
+    def hear(self, call: Call) -> None:
+        match call.body:
+            case GetRows():
+                call.reply(Rows(rows=[self.rows.get(group, {"prompt": f"{group}="}) for group in call.body.groups]))
+            case PushGroups():
+                self.pushes.append(call)
+                if not self.hold:
+                    self.answer(call)
+            case _:
+                call.refuse(Code.DENIED, "not in this play")
+
+    def answer(self, call: Call) -> None:
+        assert isinstance(call.body, PushGroups)
+        results: list[Result] = []
+        frames = list(call.frames)
+        for item in call.body.items:
+            self.offered.append(item.group)
+            mine, frames = frames[: len(item.frames)], frames[len(item.frames) :]
+            if codes := self.codes.get(item.group):
+                results.append(Result(code=codes.pop(0), detail="said the test"))
+                continue
+            named = {name: np.array(array) for name, array in arrays(item.frames, mine).items()}
+            self.payloads[item.group] = GroupPayload.from_arrays(named)
+            self.truncated[item.group] = item.truncated
+            results.append(Result())
+        call.reply(Results(results=results))
+
+
+class Weights(Puller):
+    """Versions without a server; the one that ``refused`` names does not exist."""
+
+    refused = Version(-1)
+
+    def __init__(self) -> None:
+        self.given: list[Version] = []
+
+    async def pull(self, lineage: Lineage, version: Version) -> PulledVersion:
+        if version == self.refused:
+            raise Refused(Code.BAD_VERSION, "no such version")
+        self.given.append(version)
+        return Empty()
+
+    def close(self) -> None:
+        pass
+
+
+class Empty(PulledVersion):
+    sha = "0" * 64
+
+    def __init__(self) -> None:
+        pass
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+ME = WorkerId("rollout-0.test")
+
+
+@dataclass
+class Stage:
+    """Both peers and the clients that reach them."""
+
+    folder: Path
+    me: WorkerId = ME
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    shard: Shard = field(default_factory=Shard)
+    weights: Weights = field(default_factory=Weights)
+
+    def __post_init__(self) -> None:
+        self.endpoints = [
+            Endpoint(f"ipc://{self.folder}/scheduler", on_call=self.scheduler.hear),
+            Endpoint(f"ipc://{self.folder}/shard", on_call=self.shard.hear),
+        ]
+        self.clients = [Client(endpoint.address, worker=self.me) for endpoint in self.endpoints]
+
+    def open_scheduler(self) -> None:
+        """Again, after it was closed, at the same address."""
+        self.scheduler.waiting = None
+        self.endpoints[0] = Endpoint(self.endpoints[0].address, on_call=self.scheduler.hear)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
+
+
+def assign(group: int, lease: int = 0, version: int = 0) -> Assign:
+    return Assign(
+        group=GroupId(group), lease=LeaseId(lease or group), lineage=Lineage(0), version=Version(version), shard=0
+    )
+
+
+def pull(version: int) -> Pull:
+    return Pull(lineage=Lineage(0), version=Version(version))

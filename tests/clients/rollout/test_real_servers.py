@@ -1,0 +1,162 @@
+# pyright: basic, reportMissingImports=false
+"""A worker process with a real model among real servers, and how it ends."""
+
+import asyncio
+import itertools
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.clients.attachment import attach
+from staleflow.clients.parameters import Publisher
+from staleflow.clients.rollout import main
+from staleflow.configs.load import addresses, write_resolved
+from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Scheduler
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Attach,
+    GetStatus,
+    Join,
+    Joined,
+    StageItem,
+    StageWork,
+    Status,
+    TakeStage,
+)
+from staleflow.protocols.wire.tensors import arrays
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.client import Client
+from tests.clients.rollout.waiting import until
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+ME = WorkerId("trainer.test")
+
+
+def model_directory(path: Path, seed: int) -> Any:
+    from staleflow.quickstart.model import character_tokenizer, shape
+
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer()
+    model = transformers.Qwen3ForCausalLM(shape(tokenizer, 32, 2, 4))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return model.eval()
+
+
+def configured(run_dir: Path, model: Path, **rollout: Any) -> Config:
+    config = Config(
+        model=Model(path=str(model)),
+        prompts=Prompts(source="staleflow.quickstart.task:prompts"),
+        reward=Reward(run="staleflow.quickstart.task:reward"),
+        rollout=Rollout(group_size=2, max_inflight=8, max_new_tokens=12, **rollout),
+        scheduler=Scheduler(lease_s=5),
+    )
+    write_resolved(config, run_dir)
+    return config
+
+
+@contextmanager
+def process(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """``staleflow ...`` until the end of the test at the latest."""
+    command = [sys.executable, "-m", "staleflow.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+@contextmanager
+def servers(run_dir: Path) -> Iterator[None]:
+    at = ("--run-dir", str(run_dir))
+    with process("serve", "scheduler", *at), process("serve", "trajectories", *at), process("serve", "parameters", *at):
+        yield
+
+
+async def publish(scheduler: Client, model: Any) -> None:
+    """Be the trainer for as long as it takes to publish version 0."""
+    found = await attach(scheduler, Attach(worker=ME, name="trainer", role="trainer"), parameters=True)
+    term = (await scheduler.ask(Join(trainer=ME, lineage=Lineage(0), version=Version(0)), Joined)).trainer_term
+    publisher = Publisher(found.parameters, worker=ME)
+    weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    await publisher.publish(weights, trainer_term=term, lineage=Lineage(0), version=Version(0), batch=None)
+    publisher.close()
+
+
+async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]:
+    """The first groups that a stage gets to see."""
+    shard = Client(address, worker=ME)
+    taken: list[tuple[StageItem, GroupPayload]] = []
+    async with asyncio.timeout(60):
+        while len(taken) < count:
+            work, frames = await shard.call(TakeStage(stage="reward", worker=ME, max_groups=4), timeout_s=None)
+            assert isinstance(work, StageWork)
+            for item in work.items:
+                mine, frames = frames[: len(item.frames)], frames[len(item.frames) :]
+                payload = GroupPayload.from_arrays({n: np.array(a) for n, a in arrays(item.frames, mine).items()})
+                taken.append((item, payload))
+    shard.close()
+    return taken
+
+
+def check(model: Any, prompt: str, payload: GroupPayload) -> None:
+    """What was pushed is what the published weights say about it."""
+    from staleflow.quickstart.model import character_tokenizer
+
+    prompt_ids = character_tokenizer()(prompt)["input_ids"]
+    assert payload.prompt_ids.tolist() == prompt_ids
+    assert payload.token_versions().tolist() == [0] * payload.num_tokens
+    for start, end in itertools.pairwise(np.cumsum([0, *payload.lengths])):
+        token_ids = torch.tensor(payload.token_ids[start:end].astype(np.int64))
+        with torch.inference_mode():
+            logits = model(input_ids=torch.cat([torch.tensor(prompt_ids), token_ids])[None]).logits[0]
+        expected = logits[len(prompt_ids) - 1 : -1].log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
+        np.testing.assert_allclose(payload.logprobs[start:end], expected.numpy(), atol=1e-4)
+
+
+async def test_pushed_groups_were_written_by_the_published_weights(tmp_path: Path) -> None:
+    model_directory(tmp_path / "model", seed=0)
+    published = model_directory(tmp_path / "other", seed=1)
+    run_dir = tmp_path / "run"
+    config = configured(run_dir, tmp_path / "model")
+    where = addresses(config, run_dir)
+    with servers(run_dir), process("attach", "rollout", "--run-dir", str(run_dir), "--name", "rollout-0") as worker:
+        scheduler = Client(where.scheduler, worker=ME)
+        await publish(scheduler, published)
+        for item, payload in await take(where.trajectories[0], 4):
+            check(published, item.row["prompt"], payload)
+        worker.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait, 10) == 0
+        status = await scheduler.ask(GetStatus(), Status)
+        assert [worker["role"] for worker in status.values["workers"] if worker["role"] == "rollout"] == []
+        assert status.values["ledger"]["leased"] == 0
+        scheduler.close()
+
+
+def test_a_signal_ends_a_worker_that_waits_for_its_run(tmp_path: Path) -> None:
+    model_directory(tmp_path / "model", seed=0)
+    configured(tmp_path / "run", tmp_path / "model", engine="simulated")
+    with process("attach", "rollout", "--run-dir", str(tmp_path / "run"), "--name", "rollout-0") as worker:
+        log = tmp_path / "run" / "logs" / "rollout-0.log"
+        asyncio.run(until(log.exists))
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(10) == 0
+
+
+@pytest.mark.parametrize("missing", ["directory", "tokenizer"])
+def test_a_model_directory_that_cannot_be_used_is_the_operators_error(tmp_path: Path, missing: str) -> None:
+    if missing == "tokenizer":
+        model_directory(tmp_path / "model", seed=0)
+        for file in (tmp_path / "model").glob("tokenizer*"):
+            file.unlink()
+    config = configured(tmp_path / "run", tmp_path / "model")
+    assert main.attach(config, tmp_path / "run", "rollout-0", "ipc:///nowhere") == 2

@@ -1,0 +1,82 @@
+"""Reward functions, good and bad, for the tests of the runner. Loaded by path in a child process."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def length(prompt: str, completion: str, **columns: Any) -> float:
+    print("a reward may print")
+    return float(len(completion))
+
+
+def columns(prompt: str, completion: str, *, answer: str, weight: float) -> float:
+    return weight if prompt + completion == answer else 0.0
+
+
+async def slowly(prompt: str, completion: str) -> float:
+    await asyncio.sleep(0.2)
+    return float(completion)
+
+
+async def stuck(prompt: str, completion: str) -> float:
+    if completion == "await":
+        await asyncio.sleep(3600)
+    if completion == "block":
+        time.sleep(3600)  # noqa: ASYNC251 - the mistake that is tested
+    await asyncio.sleep(0.3)
+    return float(completion)
+
+
+def hangs(prompt: str, completion: str) -> float:
+    if completion == "hang":
+        time.sleep(3600)
+    return 1.0
+
+
+def hangs_once(prompt: str, completion: str, *, marker: str) -> float:
+    if not Path(marker).exists():
+        Path(marker).touch()
+        time.sleep(3600)
+    return 7.0
+
+
+def raises(prompt: str, completion: str) -> float:
+    raise ValueError(f"cannot judge {completion}")
+
+
+def picky(prompt: str, completion: str) -> float:
+    if prompt.endswith("7"):
+        raise ValueError(f"cannot judge {prompt}")
+    return float(len(completion))
+
+
+def dies(prompt: str, completion: str) -> float:
+    os._exit(3)
+
+
+def leaves(prompt: str, completion: str) -> float:
+    sys.exit("a reward may not end the run")
+
+
+def nan(prompt: str, completion: str) -> float:
+    return float("nan")
+
+
+def huge(prompt: str, completion: str) -> float:
+    return 1e300
+
+
+def text(prompt: str, completion: str) -> Any:
+    return "good"
+
+
+def process(prompt: str, completion: str) -> float:
+    return float(os.getpid())
+
+
+def reads_stdin(prompt: str, completion: str) -> float:
+    return float(len(sys.stdin.read()))

@@ -1,0 +1,107 @@
+"""From members to columns, and from columns to micro-batches."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staleflow.clients.trainer.batches import FetchedGroup, assemble, micro_batches
+from staleflow.clients.trainer.stream import FETCH_GROUPS, FETCH_TOKENS, requests
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
+from staleflow.protocols.wire.messages import MemberRef
+from staleflow.protocols.wire.trajectory import GroupPayload
+from tests.clients.trainer.making import header, payload
+
+
+def two_versions() -> GroupPayload:
+    """Prompt 8 9; samples 1 2 3 (versions 4, 4, 6, the second token not the policy's) and 5 (version 6)."""
+    return GroupPayload(
+        prompt_ids=np.array([8, 9], np.int32),
+        lengths=np.array([3, 1], np.int32),
+        token_ids=np.array([1, 2, 3, 5], np.int32),
+        logprobs=np.array([-0.1, -0.2, -0.3, -0.5], np.float32),
+        loss_mask=np.array([1, 0, 1, 1], np.uint8),
+        segments=np.array([[0, 0, 4, 2], [0, 0, 6, 1], [1, 0, 6, 1]], np.int64),
+        finish=np.zeros(2, np.uint8),
+        stages={"stage/reward/reward": np.array([1.0, 0.5], np.float32)},
+    )
+
+
+def test_a_row_is_prompt_then_completion_then_padding() -> None:
+    made = assemble(header(7), [FetchedGroup(group=GroupId(42), row={"answer": "x"}, payload=two_versions())])
+    assert made.input_ids.tolist() == [[8, 9, 1, 2, 3], [8, 9, 5, 0, 0]]
+    assert made.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert made.loss_mask.tolist() == [[False, False, True, False, True], [False, False, True, False, False]]
+    assert made.behavior_logprobs[0].tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3])
+    assert made.token_versions.tolist() == [[-1, -1, 4, 4, 6], [-1, -1, 6, -1, -1]]
+    assert made.rewards.tolist() == [1.0, 0.5]
+    assert made.group_ids.tolist() == [42, 42]
+    assert made.completion_lengths.tolist() == [3, 1]
+    assert made.rows == ({"answer": "x"}, {"answer": "x"})
+    assert (made.trained_tokens, made.masked_tokens) == (3, 0)
+
+
+def test_off_policy_is_the_age_of_the_trained_tokens() -> None:
+    made = assemble(header(7), [FetchedGroup(group=GroupId(42), row={}, payload=two_versions())])
+    mean, most = made.off_policy()
+    assert mean == pytest.approx((3 + 1 + 1) / 3)
+    assert most == 3
+
+
+def test_the_token_bound_masks_older_tokens_and_counts_them() -> None:
+    made = assemble(header(7, mask_below=5), [FetchedGroup(group=GroupId(42), row={}, payload=two_versions())])
+    assert made.loss_mask.tolist() == [[False, False, False, False, True], [False, False, True, False, False]]
+    assert made.masked_tokens == 1
+    assert made.off_policy() == (1.0, 1)
+
+
+def test_groups_keep_the_order_of_the_members() -> None:
+    members = [FetchedGroup(group=GroupId(g), row={}, payload=payload(g, [2, 3])) for g in (9, 4, 6)]
+    assert assemble(header(0), members).group_ids.tolist() == [9, 9, 4, 4, 6, 6]
+
+
+def test_a_completion_may_be_empty() -> None:
+    members = [FetchedGroup(group=GroupId(0), row={}, payload=payload(0, [0, 3]))]
+    assert assemble(header(0), members).loss_mask.sum(axis=1).tolist() == [0, 3]
+
+
+def test_micro_batches_are_longest_first_and_equal_lengths_keep_their_order() -> None:
+    cuts = micro_batches(np.array([3, 10, 3, 7, 10]), micro_tokens=20)
+    assert [cut.tolist() for cut in cuts] == [[1, 4], [3, 0], [2]]
+
+
+def test_a_row_longer_than_a_micro_batch_goes_alone() -> None:
+    assert [cut.tolist() for cut in micro_batches(np.array([50, 2]), micro_tokens=20)] == [[0], [1]]
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200))
+def test_every_row_is_in_exactly_one_micro_batch_that_fits(lengths: list[int], micro_tokens: int) -> None:
+    cuts = micro_batches(np.array(lengths, np.int64), micro_tokens)
+    assert sorted(row for cut in cuts for row in cut.tolist()) == list(range(len(lengths)))
+    for cut in cuts:
+        longest = max(lengths[int(row)] for row in cut)
+        assert len(cut) == 1 or len(cut) * longest <= micro_tokens
+
+
+def member(group: int, shard: int, tokens: int = 10) -> MemberRef:
+    return MemberRef(
+        group=GroupId(group),
+        lease=LeaseId(group),
+        lineage=Lineage(0),
+        version=Version(0),
+        sha="",
+        shard=shard,
+        tokens=tokens,
+    )
+
+
+def test_requests_go_to_each_shard_once_when_they_fit() -> None:
+    found = [(shard, [m.group for m in part]) for shard, part in requests([member(5, 1), member(2, 0), member(7, 1)])]
+    assert found == [(0, [2]), (1, [5, 7])]
+
+
+def test_requests_stay_within_the_limits_of_a_message() -> None:
+    assert len(list(requests([member(g, 0) for g in range(FETCH_GROUPS + 1)]))) == 2
+    assert len(list(requests([member(g, 0, FETCH_TOKENS // 2 + 1) for g in range(3)]))) == 3
+    assert len(list(requests([member(0, 0, 2 * FETCH_TOKENS)]))) == 1
+    assert list(requests([])) == []

@@ -1,0 +1,170 @@
+"""The trainer client against a real service: batches, versions, fences, and coming back."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from staleflow.clients.trainer.backend import Stopped
+from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.protocols.consistency.ids import Lineage, Version
+from tests.clients.trainer.service import Service, serving
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    """One run for all tests but those that break it; each goes on where the run is, on its surviving lineage."""
+    with serving() as service:
+        yield service
+
+
+def joined(service: Service, *, back: int = 0) -> TrainerClient:
+    """A trainer at the newest version, or so many versions before it."""
+    trainer = TrainerClient(service.address)
+    attached = trainer.attach()
+    if trainer.join(attached.lineage, Version(max(attached.version, 0) - back)).version < 0:
+        trainer.publish_initial(weights(0))
+    return trainer
+
+
+def weights(version: int) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    return {"w": np.full((3, 2), version, np.float32)}
+
+
+def train(trainer: TrainerClient, steps: int) -> list[TrainBatch]:
+    seen: list[TrainBatch] = []
+    for batch in trainer.batches(steps):
+        seen.append(batch)
+        assert trainer.commit(weights(batch.step + 1)) == batch.step + 1
+    return seen
+
+
+def one(trainer: TrainerClient) -> TrainBatch:
+    """The next batch, left uncommitted."""
+    return next(trainer.batches(trainer.version + 1))
+
+
+def same(left: TrainBatch, right: TrainBatch) -> bool:
+    columns = (
+        "input_ids",
+        "attention_mask",
+        "loss_mask",
+        "behavior_logprobs",
+        "token_versions",
+        "rewards",
+        "group_ids",
+    )
+    arrays = all(np.array_equal(getattr(left, name), getattr(right, name)) for name in columns)
+    return arrays and left.digest == right.digest
+
+
+def test_each_step_is_served_its_batch_and_each_commit_makes_a_version(service: Service) -> None:
+    with joined(service) as trainer:
+        first = trainer.version
+        seen = train(trainer, first + 5)
+    assert [batch.step for batch in seen] == [first + step for step in range(5)]
+    groups = [group for batch in seen for group in np.unique(batch.group_ids).tolist()]
+    assert len(groups) == len(set(groups)) == 15
+    assert {event["version"] for event in service.trace("publish")} >= {first + step for step in range(6)}
+    assert {event["step"] for event in service.trace("consume")} >= {first + step for step in range(5)}
+
+
+def test_a_batch_is_what_engine_and_reward_made_of_its_rows(service: Service) -> None:
+    with joined(service) as trainer:
+        batch = one(trainer)
+    assert batch.input_ids.shape[0] == 6
+    assert batch.off_policy()[1] <= service.config.staleness.max_staleness
+    assert batch.trained_tokens == int(batch.completion_lengths.sum()) > 0
+    assert np.array_equal(batch.behavior_logprobs != 0, batch.token_versions >= 0)
+    assert [row["prompt"] for row in batch.rows] == [f"p{group % 50}" for group in batch.group_ids.tolist()]
+    for row in range(6):  # the reward is the length of the ids, written out
+        ids = batch.input_ids[row][batch.loss_mask[row]].tolist()
+        assert batch.rewards[row] == len(" ".join(map(str, ids)))
+
+
+def test_a_trainer_that_comes_back_is_served_the_same_batch_byte_for_byte(service: Service) -> None:
+    with joined(service) as trainer:
+        train(trainer, trainer.version + 2)
+        first = one(trainer)
+    with joined(service) as trainer:
+        again = one(trainer)
+    assert same(first, again)
+    assert (again.batch, again.attempt) == (first.batch, first.attempt + 1)
+
+
+def test_coming_back_from_an_older_version_rolls_the_run_back_and_replays_its_batches(service: Service) -> None:
+    with joined(service) as trainer:
+        seen = train(trainer, trainer.version + 4)
+    before = len(service.trace("rollback"))
+    with joined(service, back=2) as trainer:
+        again = train(trainer, trainer.version + 3)
+    assert same(seen[2], again[0])
+    assert [batch.step for batch in again] == [seen[2].step + step for step in range(3)]
+    assert {batch.lineage for batch in again} == {seen[2].lineage + 1}
+    assert again[0].batch > seen[2].batch
+    assert [event["to_version"] for event in service.trace("rollback")[before:]] == [seen[2].step]
+
+
+def test_a_version_older_than_the_last_checkpoint_is_refused(service: Service) -> None:
+    with joined(service) as trainer:
+        seen = train(trainer, trainer.version + 3)
+        trainer.checkpointed(seen[0].lineage, Version(seen[0].step + 2))
+    with TrainerClient(service.address) as trainer, pytest.raises(BadVersion, match=f"version {seen[0].step + 1} of"):
+        trainer.join(seen[0].lineage, Version(seen[0].step + 1))
+
+
+def test_the_older_of_two_trainers_is_fenced_on_everything_it_does(service: Service) -> None:
+    with joined(service) as older:
+        step = one(older).step
+        with joined(service) as newer:
+            with pytest.raises(Fenced, match="another trainer has joined"):
+                older.commit(weights(step + 1))
+            with pytest.raises(Fenced):
+                older.checkpointed(Lineage(0), Version(0))
+            with pytest.raises(Fenced):
+                older.finished()
+            with pytest.raises(Fenced):
+                one(older)
+            assert [batch.step for batch in train(newer, step + 1)] == [step]
+
+
+def test_a_batch_must_be_committed_before_the_next(service: Service) -> None:
+    with joined(service) as trainer:
+        batches = trainer.batches(trainer.version + 10)
+        next(batches)
+        with pytest.raises(RuntimeError, match="was not committed"):
+            next(batches)
+
+
+def test_state_dicts_are_published_as_they_are_tied_tensors_once(service: Service) -> None:
+    tensor = torch.ones(4, 4)
+    with joined(service) as trainer:
+        batch = one(trainer)
+        trainer.commit({"a": tensor, "tied": tensor, "b": torch.ones(3, dtype=torch.bfloat16)})
+    (published,) = [event for event in service.trace("publish") if event["version"] == batch.step + 1][-1:]
+    assert 16 * 4 + 3 * 2 <= published["bytes"] < 2 * 16 * 4 + 3 * 2 + 64
+
+
+def test_a_trainer_that_waits_for_a_batch_can_be_interrupted() -> None:
+    with serving("staleness.max_staleness=0") as service, joined(service) as trainer:
+        batches = trainer.batches(10)
+        next(batches)
+        trainer.commit(weights(1))
+        service.processes["rollout"].kill()
+        threading.Timer(0.2, trainer.interrupt).start()
+        rest = 0
+        for batch in batches:  # what was under way may still arrive
+            rest += 1
+            trainer.commit(weights(batch.step + 1))
+        assert rest <= 1
+
+
+def test_joining_can_be_interrupted_while_nobody_answers(tmp_path: Path) -> None:
+    with TrainerClient(f"ipc://{tmp_path}/nobody") as trainer:
+        threading.Timer(0.1, trainer.interrupt).start()
+        with pytest.raises(Stopped):
+            trainer.join(Lineage(0), Version(0))

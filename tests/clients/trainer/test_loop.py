@@ -1,0 +1,239 @@
+"""The training loop's decisions, with a scripted backend and a client that only writes down what it is told."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from staleflow.clients.trainer.backend import StepResult, Stopped, Stopping, Weights
+from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.checkpoint import Checkpoints
+from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.wire.messages import Joined
+from tests.clients.trainer.making import batch, config
+
+
+class Told:
+    """Answers as a service whose newest version is ``version``; remembers everything that is published."""
+
+    def __init__(self, version: int = -1, *, refuse: tuple[int, ...] = (), batches: int = 99) -> None:
+        self.waited_s = 0.25
+        self.newest = version
+        self.published: list[tuple[int, list[float]]] = []
+        self.told: list[tuple[Any, ...]] = []
+        self.lines: dict[int, Mapping[str, float]] = {}
+        self._refuse = refuse
+        self._batches = batches
+        self._held = 0
+        self._current = 0
+        self.crowded_at: tuple[int, ...] = ()
+
+    def crowded(self) -> bool:
+        return self._current + 1 in self.crowded_at
+
+    def join(self, lineage: int, version: int) -> Joined:
+        if version in self._refuse:
+            raise BadVersion(f"version {version}")
+        if version < self.newest:
+            lineage += 1
+        self.told.append(("join", lineage, version))
+        self._held = version
+        return Joined(trainer_term=TrainerTerm(1), lineage=Lineage(lineage), version=Version(self.newest))
+
+    def publish_initial(self, weights: Weights) -> None:
+        self.published.append((0, weights["w"].tolist()))
+
+    def batches(self, steps: int) -> Iterator[TrainBatch]:
+        for step in range(self._held, min(steps, self._held + self._batches)):
+            self._current = step
+            yield batch(step, groups=1, lengths=(2, 3))
+
+    def commit(self, weights: Weights) -> Version:
+        self.published.append((self._current + 1, weights["w"].tolist()))
+        return Version(self._current + 1)
+
+    def checkpointed(self, lineage: int, version: int) -> None:
+        self.told.append(("checkpointed", lineage, version))
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.lines[step] = values
+
+    def finished(self, error: str = "") -> None:
+        self.told.append(("finished", error))
+
+
+class Counting:
+    """Weights count the good steps; ``bad`` steps and the step that is ``stopped`` are given."""
+
+    def __init__(self, bad: tuple[int, ...] = (), stopped: int = -1) -> None:
+        self.count = 0
+        self._bad = bad
+        self._stopped = stopped
+        self.evaluated: list[int] = []
+
+    def load(self, directory: Path | None) -> None:
+        self.count = int((directory / "count").read_text()) if directory else 0
+
+    def save(self, directory: Path) -> None:
+        (directory / "count").write_text(str(self.count))
+
+    def weights(self) -> Weights:
+        return {"w": np.array([self.count], np.float32)}
+
+    def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        if step == self._stopped:
+            raise Stopped
+        if step in self._bad:
+            return StepResult(values={"loss": float("nan"), "grad_norm": 1.0}, bad="loss is nan")
+        self.count += 1
+        return StepResult(values={"loss": 0.5})
+
+    def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
+        self.evaluated.append(version)
+        return {"reward/eval": version / 10}
+
+    def close(self) -> None:
+        pass
+
+
+def loop(
+    folder: Path, client: Told, backend: Counting, settings: Config | None = None, stop: threading.Event | None = None
+) -> TrainingLoop:
+    settings = settings or config(steps=6, checkpoint_every=2)
+    return TrainingLoop(
+        settings,
+        client=cast(TrainerClient, client),
+        backend=backend,
+        checkpoints=Checkpoints(folder, run="r1", keep=3),
+        stop=stop or threading.Event(),
+    )
+
+
+def kept(folder: Path) -> list[int]:
+    return [state.version for _, state in Checkpoints(folder, run="r1", keep=3).newest()]
+
+
+def test_a_whole_run_publishes_every_version_and_keeps_its_checkpoints(tmp_path: Path) -> None:
+    client = Told()
+    loop(tmp_path, client, Counting()).run()
+    assert client.published == [(version, [float(version)]) for version in range(7)]
+    assert client.told == [
+        ("join", 0, 0),
+        ("checkpointed", 0, 2),
+        ("checkpointed", 0, 4),
+        ("checkpointed", 0, 6),
+        ("finished", ""),
+    ]
+    assert kept(tmp_path) == [6, 4, 2]
+
+
+def test_a_checkpoint_comes_early_when_the_trajectory_servers_are_filling(tmp_path: Path) -> None:
+    client = Told()
+    client.crowded_at = (3,)
+    loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=5)).run()
+    assert [version for _, _, version in client.told[1:-1]] == [3, 5, 6]
+
+
+def test_a_bad_step_is_counted_and_named_and_publishes_identical_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Told()
+    loop(tmp_path, client, Counting(bad=(1, 2, 4))).run()
+    assert [weights for _, [weights] in client.published] == [0.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0]
+    assert "step 2: loss is nan; its batch is consumed, the weights stay (2 in a row)" in caplog.text
+    assert [line["trainer/bad_steps"] for line in client.lines.values() if "trainer/bad_steps" in line] == [
+        *(0.0, 1.0, 2.0, 2.0, 3.0, 3.0)
+    ]
+    assert "loss" not in client.lines[1]
+    assert client.told[-1] == ("finished", "")
+
+
+def test_the_third_bad_step_in_a_row_is_not_consumed_and_stops_the_run_with_its_batch_kept(tmp_path: Path) -> None:
+    client = Told()
+    with pytest.raises(GaveUp, match="step 3: loss is nan, the third in a row; batch 4 is kept"):
+        loop(tmp_path, client, Counting(bad=(1, 2, 3))).run()
+    assert client.published[-1] == (3, [1.0])
+    assert client.told[-2:] == [
+        ("checkpointed", 0, 3),
+        ("finished", "step 3: loss is nan, the third in a row; batch 4 is kept"),
+    ]
+    again = Told(version=3)
+    with pytest.raises(GaveUp):
+        loop(tmp_path, again, Counting(bad=(3,))).run()
+    assert again.published == []
+
+
+def test_asked_to_end_it_keeps_the_last_whole_step_and_says_nothing_of_finishing(tmp_path: Path) -> None:
+    client = Told()
+    loop(tmp_path, client, Counting(stopped=3)).run()
+    assert kept(tmp_path) == [3, 2]
+    assert client.told[-1] == ("checkpointed", 0, 3)
+    resumed = Told(version=3)
+    loop(tmp_path, resumed, Counting()).run()
+    assert resumed.published == [(version, [float(version)]) for version in (4, 5, 6)]
+    assert resumed.told[0] == ("join", 0, 3)
+
+
+def test_an_end_while_it_waits_for_a_batch_is_an_end_too(tmp_path: Path) -> None:
+    client = Told(batches=3)
+    loop(tmp_path, client, Counting()).run()
+    assert kept(tmp_path) == [3, 2]
+    assert ("finished", "") not in client.told
+
+
+def test_it_comes_back_from_the_newest_checkpoint_on_the_lineage_that_survives(tmp_path: Path) -> None:
+    loop(tmp_path, Told(batches=5), Counting()).run()
+    Checkpoints(tmp_path, run="r1", keep=3).drop_after(Version(4))  # killed before it was asked to end
+    client = Told(version=5)
+    loop(tmp_path, client, Counting()).run()
+    assert client.told[0] == ("join", 1, 4)
+    assert client.published == [(5, [5.0]), (6, [6.0])]
+    (_, newest), *_ = Checkpoints(tmp_path, run="r1", keep=3).newest()
+    assert (newest.lineage, newest.version) == (1, 6)
+
+
+def test_a_checkpoint_that_the_run_refuses_is_passed_over_and_removed(tmp_path: Path) -> None:
+    loop(tmp_path, Told(batches=5), Counting()).run()
+    client = Told(version=4, refuse=(5,))
+    loop(tmp_path, client, Counting(), config(steps=4)).run()
+    assert client.told[0] == ("join", 0, 4)
+    assert kept(tmp_path) == [4, 2]
+
+
+def test_held_out_prompts_are_evaluated_first_last_and_every_so_often(tmp_path: Path) -> None:
+    client, backend = Told(), Counting()
+    loop(tmp_path, client, backend, config(steps=5, eval_every=2)).run()
+    assert backend.evaluated == [0, 2, 4, 5]
+    assert {step: line["reward/eval"] for step, line in client.lines.items() if "reward/eval" in line} == {
+        -1: 0.0,
+        1: 0.2,
+        3: 0.4,
+        4: 0.5,
+    }
+
+
+def test_times_add_up_and_idle_is_the_share_of_waiting(tmp_path: Path) -> None:
+    client = Told()
+    loop(tmp_path, client, Counting()).run()
+    line = client.lines[0]
+    parts = line["time/wait_for_batch"] + line["time/train"] + line["time/publish"]
+    assert line["time/step"] == pytest.approx(parts)
+    assert line["trainer/idle_ratio"] == pytest.approx(0.25 / parts)
+    assert line["perf/tokens_per_second"] == pytest.approx(5 / parts)
+    assert {"reward/mean", "reward/std", "length/mean", "length/p99", "off_policy/mean", "off_policy/max"} <= set(line)
+
+
+def test_counters_go_on_after_a_resume(tmp_path: Path) -> None:
+    loop(tmp_path, Told(batches=2), Counting(bad=(0,))).run()
+    loop(tmp_path, Told(version=2), Counting()).run()
+    (_, state), *_ = Checkpoints(tmp_path, run="r1", keep=3).newest()
+    assert msgspec.structs.replace(state, last_batch=0, last_digest="") == type(state)(
+        version=Version(6), tokens_trained=25, bad_steps=1, evaluated=0
+    )

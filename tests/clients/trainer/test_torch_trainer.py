@@ -1,0 +1,267 @@
+# pyright: basic, reportMissingImports=false
+"""The torch backend on a model of two layers: steps, their literal gradient, resuming, and what must not be trained."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from staleflow.clients.trainer.backend import Stopped
+from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.torch_trainer import TorchTrainer
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import GroupId, Step, Version
+from staleflow.protocols.wire.trajectory import GroupPayload
+from tests.clients.trainer.making import batch, config, header, payload
+
+
+def going_on() -> bool:
+    return False
+
+
+def trained(trainer: TorchTrainer, *steps: int) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for step in steps:
+        result = trainer.train(batch(step), Step(step), going_on)
+        assert result.bad == ""
+        values = result.values
+    return values
+
+
+def copied(trainer: TorchTrainer) -> dict[str, Any]:
+    return {name: array.copy() for name, array in trainer.weights().items()}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def test_the_gradient_is_that_of_a_literal_loop_over_sequences_and_tokens(model_directory: Path) -> None:
+    settings = config(micro_tokens=40, grad_clip=1e9)
+    trainer, data = TorchTrainer(settings, model_directory), batch(0)
+    gradients: dict[str, Any] = {}
+    step = trainer._optimizer.step
+
+    def keep(number: int) -> float:
+        gradients.update({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
+        return step(number)
+
+    trainer._optimizer.step = keep  # type: ignore[method-assign]
+    loss = trained(trainer, 0)["loss"]
+
+    model = TorchTrainer(settings, model_directory).model
+    total, tokens = torch.zeros(()), 0
+    for row in range(len(data.rewards)):
+        group = data.rewards[data.group_ids == data.group_ids[row]]
+        advantage = float((data.rewards[row] - group.mean()) / (group.std(ddof=1) + 1e-6))
+        length = int(data.sequence_lengths[row])
+        ids = torch.from_numpy(data.input_ids[row, :length])
+        logprobs = model(input_ids=ids.unsqueeze(0)).logits[0].log_softmax(-1)
+        for place in range(3, length):
+            logprob = logprobs[place - 1, ids[place]]
+            weight = min(math.exp(float(logprob.detach()) - float(data.behavior_logprobs[row, place])), 2.0)
+            total = total - weight * torch.exp(logprob - logprob.detach()) * advantage
+            tokens += 1
+    (total / tokens).backward()  # type: ignore[no-untyped-call]
+    assert loss == pytest.approx(float(total.detach()) / tokens, rel=1e-4, abs=1e-6)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6), name
+
+
+def test_the_cut_into_micro_batches_changes_nothing_but_rounding(model_directory: Path) -> None:
+    whole, cut = TorchTrainer(config(), model_directory), TorchTrainer(config(micro_tokens=20), model_directory)
+    first, second = trained(whole, 0), trained(cut, 0)
+    assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
+    for name, array in whole.weights().items():
+        assert np.allclose(array, cut.weights()[name], atol=2e-5), name
+
+
+def test_tokens_outside_the_loss_mask_change_nothing(model_directory: Path) -> None:
+    one, two = TorchTrainer(config(), model_directory), TorchTrainer(config(), model_directory)
+    data, other = batch(0), batch(0)
+    for each in (data, other):
+        each.loss_mask[:, -2:] = False
+    other.behavior_logprobs[:, -2:] = np.nan
+    first, second = one.train(data, Step(0), going_on), two.train(other, Step(0), going_on)
+    assert first == second
+    assert same(copied(one), copied(two))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_is_bit_identical_to_one_that_never_stopped(
+    model_directory: Path, tmp_path: Path, dtype: str
+) -> None:
+    settings = msgspec.structs.replace(config(micro_tokens=40, warmup_steps=3), model=msgspec.convert(
+        {"dtype": dtype}, type(config().model)))  # fmt: skip
+    straight = TorchTrainer(settings, model_directory)
+    expected = trained(straight, 0, 1, 2, 3)
+    stopped = TorchTrainer(settings, model_directory)
+    trained(stopped, 0, 1)
+    stopped.save(tmp_path)
+    torch.manual_seed(999)
+    resumed = TorchTrainer(settings, model_directory)
+    resumed.load(tmp_path)
+    assert same(copied(resumed), copied(stopped))
+    assert trained(resumed, 2, 3) == expected
+    assert same(copied(resumed), copied(straight))
+
+
+def test_the_random_state_goes_on_after_a_resume(model_directory: Path, tmp_path: Path) -> None:
+    trainer = TorchTrainer(config(), model_directory)
+    trainer.save(tmp_path)
+    expected = torch.rand(3)
+    torch.manual_seed(999)
+    TorchTrainer(config(), model_directory).load(tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_opens_as_any_model_directory_and_holds_no_pickle(model_directory: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = TorchTrainer(config(), model_directory)
+    trained(trainer, 0)
+    trainer.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(model.model.embed_tokens.weight, trainer.model.model.embed_tokens.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path)("1+2")["input_ids"] == [1, 10, 2]
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
+
+
+def test_small_steps_of_a_bfloat16_model_add_up(model_directory: Path) -> None:
+    """At this rate no single step moves a bfloat16 weight; sixteen in the master weights do."""
+    settings = msgspec.structs.replace(
+        config(lr=2e-6), model=msgspec.convert({"dtype": "bfloat16"}, type(config().model))
+    )
+    trainer = TorchTrainer(settings, model_directory)
+    master = trainer._optimizer._master["model.norm.weight"]
+    assert master.dtype == torch.float32
+    before = master.detach().clone()
+    trained(trainer, *range(16))
+    assert 1e-6 < float((master.detach() - before).abs().max()) < 1e-4
+    assert trainer.weights()["model.norm.weight"].dtype == np.uint16
+
+
+def test_the_learning_rate_warms_up_and_stays(model_directory: Path) -> None:
+    trainer = TorchTrainer(config(lr=0.01, warmup_steps=4), model_directory)
+    rates = [trainer.train(batch(step), Step(step), going_on).values["lr"] for step in range(6)]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+
+
+def test_gradient_clipping_bounds_the_gradient_and_reports_its_norm_from_before(model_directory: Path) -> None:
+    trainer = TorchTrainer(config(grad_clip=1e-3), model_directory)
+    norms: list[float] = []
+    step = trainer._optimizer.step
+
+    def look(number: int) -> float:
+        squares = [float((p.grad.double() ** 2).sum()) for p in trainer.model.parameters()]
+        norms.append(math.sqrt(sum(squares)))
+        return step(number)
+
+    trainer._optimizer.step = look  # type: ignore[method-assign]
+    assert trained(trainer, 0)["grad_norm"] > 0.01
+    assert norms[0] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_loss_that_is_not_finite_is_named_and_changes_nothing(model_directory: Path) -> None:
+    trainer, clean = TorchTrainer(config(), model_directory), TorchTrainer(config(), model_directory)
+    before, data = copied(trainer), batch(0)
+    data.behavior_logprobs[0, 4] = np.nan
+    result = trainer.train(data, Step(0), going_on)
+    assert result.bad == "loss is nan"
+    assert same(copied(trainer), before)
+    assert trained(trainer, 1) == trained(clean, 1)
+    assert same(copied(trainer), copied(clean))
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(model_directory: Path) -> None:
+    trainer = TorchTrainer(config(), model_directory)
+    before = copied(trainer)
+    trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    result = trainer.train(batch(0), Step(0), going_on)
+    assert result.bad in ("gradient norm is nan", "gradient norm is inf")
+    assert same(copied(trainer), before)
+
+
+def test_being_asked_to_end_between_micro_batches_undoes_the_step(model_directory: Path) -> None:
+    trainer, clean = TorchTrainer(config(micro_tokens=20), model_directory), TorchTrainer(config(), model_directory)
+    looks = iter([False, False, True])
+    with pytest.raises(Stopped):
+        trainer.train(batch(0), Step(0), lambda: next(looks))
+    assert same(copied(trainer), copied(clean))
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def sampled(trainer: TorchTrainer, settings: Config) -> TrainBatch:
+    """A batch that the transformers engine wrote with the trainer's own weights."""
+    from staleflow.clients.rollout.engine import Sampling
+    from staleflow.clients.rollout.transformers_engine import TransformersEngine, generate
+
+    engine = TransformersEngine(trainer.model, [19])
+    sampling = Sampling(max_new_tokens=12, temperature=settings.rollout.temperature)
+    groups = generate(engine, [[1, 10, 2, 13], [3, 10]], 4, sampling, seed=1)
+    members = []
+    for group, trajectories in enumerate(groups):
+        made = payload(group, [len(t.token_ids) for t in trajectories])
+        columns = made.to_arrays() | {
+            "prompt_ids": np.array([[1, 10, 2, 13], [3, 10]][group], np.int32),
+            "token_ids": np.concatenate([t.token_ids for t in trajectories]).astype(np.int32),
+            "logprobs": np.concatenate([t.logprobs for t in trajectories]),
+        }
+        made = GroupPayload.from_arrays(columns)
+        members.append(FetchedGroup(group=GroupId(group), row={}, payload=made))
+    return assemble(header(0), members)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_trainer_and_engine_agree_on_the_probability_of_every_token(model_directory: Path, temperature: float) -> None:
+    settings = config()
+    rollout = msgspec.structs.replace(settings.rollout, temperature=temperature)
+    settings = msgspec.structs.replace(settings, rollout=rollout)
+    trainer = TorchTrainer(settings, model_directory)
+    values = trainer.train(sampled(trainer, settings), Step(0), going_on).values
+    assert values["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert values["is_weight/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert values["is_weight/max"] == pytest.approx(1.0, abs=1e-3)
+    assert values["is_weight/ess"] == pytest.approx(1.0, abs=1e-6)
+    assert (values["clip/low"], values["clip/high"]) == (0.0, 0.0)
+
+
+def test_tied_weights_are_published_once_and_load_into_an_engine(model_directory: Path) -> None:
+    from staleflow.clients.rollout.weights import copy_weights
+
+    trainer, other = TorchTrainer(config(), model_directory), TorchTrainer(config(), model_directory)
+    trained(trainer, 0)
+    weights = trainer.weights()
+    assert "model.embed_tokens.weight" in weights
+    assert "lm_head.weight" not in weights
+    copy_weights(other.model, weights)
+    assert same(copied(trainer), copied(other))
+
+
+def test_evaluation_draws_the_same_numbers_each_time_and_disturbs_nothing(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    from staleflow.clients.trainer.evaluation import open_evaluation
+
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(9)))
+    rewards = Path(__file__).parent.parent / "stage" / "rewards.py"
+    table = msgspec.to_builtins(config(eval_prompts=5))
+    table["prompts"] |= {"eval_path": str(held_out)}
+    table["reward"] |= {"run": f"{rewards}:length"}
+    settings = msgspec.convert(table, Config)
+    trainer = TorchTrainer(settings, model_directory, open_evaluation(settings, model_directory))
+    clean = TorchTrainer(settings, model_directory)
+    before = torch.get_rng_state()
+    first = trainer.evaluate(Version(0), going_on)
+    assert first == trainer.evaluate(Version(0), going_on)
+    assert first["reward/eval"] > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert trained(trainer, 0) == trained(clean, 0)
+    with pytest.raises(Stopped):
+        trainer.evaluate(Version(0), lambda: True)
