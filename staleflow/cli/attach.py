@@ -1,0 +1,90 @@
+"""``staleflow attach``: one worker in this terminal."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staleflow.configs.schema import Config
+
+
+@click.command("attach", short_help="Attach one worker to a run.")
+@click.argument("role", type=click.Choice(["rollout", "stage", "train"]))
+@options.overrides
+@options.connect
+@options.run_dir
+@options.config_file
+@click.option("--name", metavar="NAME", help="Default: made up. A known name replaces the process that has it.")
+def command(
+    role: str,
+    overrides: tuple[str, ...],
+    connect: str | None,
+    run_dir: Path | None,
+    config_file: Path | None,
+    name: str | None,
+) -> int:
+    """Attach a worker to a run: a rollout engine, a reward worker, or the trainer.
+
+    --run-dir is enough on the machine of the run; --connect asks the scheduler for everything.
+    """
+    from staleflow.configs.load import addresses
+    from staleflow.supervisor import lifeline
+
+    lifeline.hold()
+    name = name or _made_up(role)
+    if run_dir is not None:
+        config = options.run_config(config_file, overrides, run_dir)
+        scheduler = connect or addresses(config, run_dir).scheduler
+    elif connect is not None:
+        config, run_dir = _asked(connect, config_file, overrides)
+        scheduler = connect
+    else:
+        raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")
+    return _attach(role, config, run_dir, name, scheduler)
+
+
+def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: str) -> int:
+    from staleflow.supervisor.model import ensure
+
+    ensure(config, run_dir)
+    match role:
+        case "rollout":
+            from staleflow.clients.rollout import main as rollout
+
+            return rollout.attach(config, run_dir, name, scheduler)
+        case "stage":
+            from staleflow.clients.stage import main as stage
+
+            return stage.attach(config, run_dir, name, scheduler)
+        case _:
+            from staleflow.clients.trainer import main as trainer
+
+            return trainer.attach(config, run_dir, name, scheduler)
+
+
+def _asked(address: str, file: Path | None, overrides: tuple[str, ...]) -> tuple["Config", Path]:
+    """The run as its scheduler knows it; the run directory is the scheduler's where that is on this host."""
+    from staleflow.clients.admin import Admin
+    from staleflow.configs.load import from_json, load, write_resolved
+
+    with Admin(address) as admin:
+        attached = admin.run()
+    theirs = from_json(attached.config)
+    if file is not None and load(file, overrides) != theirs:
+        raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has another configuration')
+    if file is None and overrides:
+        raise ConfigError("override", overrides[0], f'run "{attached.run}" at {address} has its configuration already')
+    folder = Path(attached.run_dir)
+    if not (folder / "config.json").is_file():
+        folder = Path("runs") / f"attached-{attached.run}"
+        write_resolved(theirs, folder)
+    return theirs, folder
+
+
+def _made_up(role: str) -> str:
+    return "trainer" if role == "train" else f"{'reward' if role == 'stage' else role}-{os.urandom(2).hex()}"

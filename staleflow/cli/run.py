@@ -1,0 +1,83 @@
+"""``staleflow run``: everything on this machine under one supervisor."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from staleflow.cli import options
+
+if TYPE_CHECKING:
+    from staleflow.configs.schema import Config
+    from staleflow.supervisor.view import View
+
+
+@click.command("run")
+@click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...")
+@options.config_file
+@click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", help="Default: runs/NAME-TIMESTAMP.")
+@click.option("--resume", is_flag=True, help="Go on from the run directory (default: the newest of this name).")
+@click.option("--plain", is_flag=True, help="A line every few seconds instead of the live view.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; progress goes to stderr.")
+def command(
+    arguments: tuple[str, ...], config_file: Path | None, run_dir: Path | None, resume: bool, plain: bool, as_json: bool
+) -> int:
+    """Start every role of CONFIG here and train.
+
+    Each role is a process of its own; Ctrl-C ends them all cleanly. KEY=VALUE changes a key of the configuration, for
+    example staleness.max_staleness=0.
+    """
+    from staleflow.configs.presence import present
+    from staleflow.supervisor import rundir
+    from staleflow.supervisor.addresses import check_free
+    from staleflow.supervisor.supervisor import Supervisor
+
+    config = _config(arguments, config_file, run_dir, resume)
+    folder = rundir.choose(config, run_dir, resume=resume)
+    with _patience():
+        present(config)
+    check_free(config, folder)
+    with rundir.claim(config, folder, resume=resume):
+        hint = f"staleflow run --run-dir {folder} --resume"
+        return Supervisor(config, folder, _view(config, folder, plain, as_json), hint).run()
+
+
+def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None, resume: bool) -> "Config":
+    from staleflow.configs.load import load, read_run
+
+    if file is None and arguments and "=" not in arguments[0]:
+        file, arguments = Path(arguments[0]), arguments[1:]
+    if file is not None:
+        return load(file, arguments)
+    if resume and run_dir is not None and not arguments:
+        return read_run(run_dir)
+    raise click.UsageError("which configuration? For example: staleflow run configs/quickstart.toml")
+
+
+@contextmanager
+def _patience() -> Generator[None]:
+    """Says that something happens while user code is tried; on a terminal only, and gone afterwards."""
+    import sys
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("trying the configuration's imports"):
+        yield
+
+
+def _view(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
+    import sys
+
+    from staleflow.monitor.plain import PlainView
+    from staleflow.monitor.screen import LiveView
+
+    if as_json:
+        return PlainView(sys.stderr, config.name, summary_to=sys.stdout)
+    if plain or not sys.stdout.isatty():
+        return PlainView(sys.stdout, config.name)
+    return LiveView(config.name, folder)

@@ -1,0 +1,50 @@
+"""``staleflow serve``: one server in this terminal."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staleflow.configs.schema import Config
+
+
+@click.command("serve", short_help="Run one server in this terminal.")
+@click.argument("what", type=click.Choice(["scheduler", "trajectories", "parameters"]))
+@options.overrides
+@options.config_file
+@click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", required=True, help="Run directory, made if missing.")
+@click.option("--shard", type=int, default=0, show_default=True, help="Which trajectory server this is.")
+def command(what: str, overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, shard: int) -> int:
+    """Run a server: the scheduler, one shard of trajectories, or the parameters.
+
+    The first process of a run directory brings --config; the others find it there. SIGTERM or Ctrl-C drains.
+    """
+    from staleflow.supervisor import lifeline
+
+    lifeline.hold()
+    config = options.run_config(config_file, overrides, run_dir, lambda config: _check(config, what, shard))
+    _check(config, what, shard)
+    match what:
+        case "scheduler":
+            from staleflow.servers.scheduler import main as scheduler
+
+            return scheduler.serve(config, run_dir)
+        case "trajectories":
+            from staleflow.servers.trajectories import main as trajectories
+
+            return trajectories.serve(config, run_dir, shard)
+        case _:
+            from staleflow.servers.parameters import main as parameters
+
+            return parameters.serve(config, run_dir)
+
+
+def _check(config: "Config", what: str, shard: int) -> None:
+    if what != "trajectories" and shard:
+        raise ConfigError("--shard", shard, "only trajectories have shards")
+    if not 0 <= shard < config.trajectories.shards:
+        raise ConfigError("--shard", shard, f"trajectories.shards is {config.trajectories.shards}")

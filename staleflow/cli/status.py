@@ -1,0 +1,98 @@
+"""``staleflow status``: how a run is, once."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staleflow.supervisor.summary import Summary
+
+
+@click.command("status", short_help="Print how a run is, and why anything waits.")
+@click.argument("run_dir", type=options.DIRECTORY, required=False)
+@options.connect
+@click.option("--why", is_flag=True, help="Only say why anything waits.")
+@options.as_json
+def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool) -> int:
+    """Print how the run in RUN_DIR is, or the one whose scheduler is at --connect.
+
+    Exit code 1 when its scheduler does not answer; a run that has ended shows its summary.
+    """
+    from staleflow.clients.admin import Admin
+    from staleflow.configs.load import addresses, read_run
+    from staleflow.runtime.errors import Unavailable
+    from staleflow.supervisor.addresses import in_use
+
+    if (run_dir is None) == (connect is None):
+        raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
+    address = connect or (addresses(read_run(run_dir), run_dir).scheduler if run_dir else "")
+    if run_dir is not None and not in_use(address):
+        return _ended(run_dir, address, as_json)
+    try:
+        with Admin(address, "status") as admin:
+            values = admin.status(timeout_s=3.0)
+    except Unavailable:
+        return _ended(run_dir, address, as_json)
+    if as_json:
+        _print_json(values)
+    elif why:
+        _why(values)
+    else:
+        _show(values, run_dir)
+    return 0
+
+
+def _show(values: dict[str, Any], run_dir: Path | None) -> None:
+    from rich.console import Console
+
+    from staleflow.monitor.model import History, board
+    from staleflow.monitor.screen import render
+    from staleflow.supervisor.summary import lines_of
+    from staleflow.supervisor.view import Snapshot
+
+    elapsed_s = float(values.get("uptime_s") or 0.0)
+    snapshot = Snapshot(phase="finished" if values.get("finished") else "running", elapsed_s=elapsed_s, status=values)
+    history = History()
+    for line in lines_of(run_dir / "metrics.jsonl") if run_dir else ():
+        history.line(line)
+    history.see(snapshot)
+    console = Console(highlight=False)
+    console.print(render(board(str(values.get("run", "")), snapshot, history), str(run_dir or ""), console.width))
+
+
+def _why(values: dict[str, Any]) -> None:
+    click.echo(values.get("error") or values.get("why") or "nothing waits")
+    pinned: dict[str, Any] = values.get("pinned") or {}
+    groups: list[dict[str, Any]] = pinned.get("groups") or []
+    for group in groups:
+        said = f"step {pinned.get('step')}: group {group.get('group')} of version {group.get('version')}"
+        click.echo(f"  {said}, at {group.get('worker')}")
+
+
+def _ended(run_dir: Path | None, address: str, as_json: bool) -> int:
+    from staleflow.supervisor import summary
+
+    found: Summary | None = summary.read(run_dir) if run_dir else None
+    if found is None:
+        raise ConfigError("scheduler", address, "it does not answer: the run has ended, or was never started")
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        from rich.console import Console
+
+        from staleflow.monitor.ending import print_summary
+
+        print_summary(found, Console(highlight=False))
+    return 1
+
+
+def _print_json(values: object) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.encode(values).decode())

@@ -1,0 +1,127 @@
+"""``staleflow trace``: the audit log, checked and told."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staleflow.runtime.audit import AuditReport
+
+MOST_VIOLATIONS = 20
+TRACE = "trace.jsonl"
+
+
+@click.group("trace")
+def command() -> None:
+    """Audit a trace, or tell the story of a group."""
+
+
+@command.command("check")
+@click.argument("trace", type=options.DIRECTORY)
+@options.as_json
+def check(trace: Path, as_json: bool) -> int:
+    """Audit TRACE (a trace.jsonl or a run directory): order, hash chain, the bound, exactly-once, fencing.
+
+    Prints what each rule had to check; exit code 1 when one is violated.
+    """
+    from staleflow.runtime.audit import audit
+
+    path = _file(trace)
+    report = audit(path)
+    if as_json:
+        import msgspec
+
+        answer = msgspec.to_builtins(report, str_keys=True) | {"unchecked": report.unchecked}
+        click.echo(msgspec.json.encode(answer).decode())
+    else:
+        _print(report)
+    return 0 if report.ok else 1
+
+
+@command.command("show")
+@click.argument("trace", type=options.DIRECTORY)
+@click.argument("group", type=int)
+@options.as_json
+def show(trace: Path, group: int, as_json: bool) -> int:
+    """Print every event of GROUP in TRACE, from its reservation to its end."""
+    found = [event for event in _events(_file(trace)) if _is_about(event, group)]
+    if not found:
+        raise ConfigError("group", group, f"{trace} never mentions it")
+    for event in found:
+        click.echo(json.dumps(event) if as_json else _line(event))
+    return 0
+
+
+def _file(trace: Path) -> Path:
+    path = trace / TRACE if trace.is_dir() else trace
+    if not path.is_file():
+        raise ConfigError("trace", str(path), "no such file")
+    return path
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError("trace", str(path), f"line {number} is not JSON: {error}") from error
+
+
+def _is_about(event: dict[str, Any], group: int) -> bool:
+    members = (member.get("group") for member in event.get("members") or ())
+    return group in (event.get("group"), event.get("demoted")) or group in members
+
+
+def _line(event: dict[str, Any]) -> str:
+    shown = (
+        "lease",
+        "worker",
+        "lineage",
+        "version",
+        "deadline",
+        "spare",
+        "shard",
+        "bytes",
+        "why",
+        "step",
+        "batch",
+        "code",
+    )
+    said = "  ".join(f"{key} {event[key]}" for key in shown if event.get(key) is not None)
+    return f"{event.get('seq', '?'):>8}  {event.get('ev', '?'):<8}  {said}"
+
+
+def _print(report: "AuditReport") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from staleflow.runtime.audit import FileRule
+    from staleflow.runtime.audit_books import Rule
+
+    console = Console(highlight=False)
+    broken = Counter(violation.rule.name for violation in report.violations)
+    table = Table(box=box.ROUNDED, title=f"{report.lines:,} events, {report.steps:,} steps, {report.tokens:,} tokens")
+    table.add_column("rule")
+    table.add_column("checked", justify="right", no_wrap=True)
+    table.add_column("violated", justify="right", no_wrap=True)
+    for rule in (*FileRule, *Rule):
+        count, bad = report.checks[rule.name], broken[rule.name]
+        checked = f"{count:,}" if count else "[yellow]nothing to check[/]"
+        table.add_row(Text(rule.value), checked, f"[bold red]{bad:,}[/]" if bad else "")
+    console.print(table)
+    console.print("  ".join(f"{name} {count:,}" for name, count in report.events.items()), style="dim")
+    for violation in report.violations[:MOST_VIOLATIONS]:
+        console.print(f"seq {violation.seq}: {violation.rule}: {violation.why}", style="bold red", markup=False)
+    if report.num_violations > MOST_VIOLATIONS:
+        console.print(f"and {report.num_violations - MOST_VIOLATIONS:,} more")
+    console.print(f"{report.num_violations:,} violations", style="bold green" if report.ok else "bold red")

@@ -1,0 +1,67 @@
+"""The same for a log: a line now and then."""
+
+import time
+from typing import TextIO
+
+import msgspec
+from rich.console import Console
+
+from staleflow.monitor.ending import print_summary
+from staleflow.monitor.model import Board, History, board
+from staleflow.monitor.words import clock, number, whole
+from staleflow.supervisor.summary import Summary
+from staleflow.supervisor.view import Snapshot
+
+EVERY_S = 5.0
+
+
+class PlainView:
+    """A line every few seconds and at every new phase. ``summary_to``: the summary goes there, as JSON."""
+
+    def __init__(self, to: TextIO, name: str, summary_to: TextIO | None = None, every_s: float = EVERY_S) -> None:
+        self._to = to
+        self._name = name
+        self._summary_to = summary_to
+        self._every_s = every_s
+        self._history = History()
+        self._phase = ""
+        self._shown_at = 0.0
+
+    def start(self) -> None:
+        pass
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._history.see(snapshot)
+        now = time.monotonic()
+        if snapshot.phase == self._phase and now - self._shown_at < self._every_s:
+            return
+        self._phase, self._shown_at = snapshot.phase, now
+        self.say(line(board(self._name, snapshot, self._history)))
+
+    def say(self, text: str) -> None:
+        print(text, file=self._to, flush=True)
+
+    def stop(self) -> None:
+        pass
+
+    def summary(self, summary: Summary) -> None:
+        if self._summary_to is not None:
+            print(msgspec.json.encode(summary).decode(), file=self._summary_to, flush=True)
+        else:
+            print_summary(summary, Console(file=self._to, highlight=False, width=88))
+
+
+def line(it: Board) -> str:
+    """One moment in one line."""
+    parts = [f"{clock(it.elapsed_s):>7}  {it.phase}"]
+    if it.steps:
+        parts.append(f"step {it.step}/{it.steps}")
+        parts.append(f"reward {number(it.reward)}")
+        if it.held_out:
+            parts.append(f"held-out {number(it.held_out[0])} -> {number(it.held_out[1])}")
+        parts.append(f"staleness {number(it.staleness_mean, 1)}/{whole(it.staleness_max)} of {whole(it.bound)}")
+        parts.append(f"{whole(it.trained_per_s)} tokens/s")
+    if it.violations:
+        parts.append(f"{it.violations} VIOLATIONS")
+    said = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")
+    return "  ".join(parts) + (f"  ({said})" if said else "")

@@ -1,0 +1,145 @@
+"""Is this machine fit for a run? One finding a line; each check is on its own and none may raise."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+
+State = Literal["good", "missing", "bad"]
+MIN_PYTHON = (3, 11)
+MIN_FILES = 1024
+MIN_SHARED_BYTES = 64 << 20
+SYNCS = 50
+
+_TORCH = """
+import torch
+cuda = torch.cuda.is_available()
+device = torch.cuda.get_device_name(0) if cuda else "CPU"
+print(f"{torch.__version__} on {device}, {torch.get_num_threads()} threads")
+"""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check saw."""
+
+    what: str
+    state: State
+    """missing: only some runs need it."""
+    found: str
+
+
+def examine(config_file: Path | None, overrides: Sequence[str], run_dir: Path) -> list[Finding]:
+    """Every check, in the order of the table."""
+    checks: list[tuple[str, Callable[[], Finding]]] = [
+        ("python", python),
+        ("torch", torch),
+        *[(name, lambda name=name: package(name)) for name in ("transformers", "vllm", "deepspeed", "pyarrow")],
+        ("disk", lambda: disk(run_dir)),
+        ("shared memory", shared_memory),
+        ("open files", open_files),
+        ("processors", processors),
+        ("tcp ports", ports),
+    ]
+    findings = [_guarded(what, check) for what, check in checks]
+    return [*findings, *configuration(config_file, overrides)] if config_file else findings
+
+
+def _guarded(what: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return Finding(what, "bad", f"{type(error).__name__}: {error}")
+
+
+def python() -> Finding:
+    good = sys.version_info[:2] >= MIN_PYTHON and sys.platform == "linux"
+    found = f"{platform.python_version()} on {platform.platform(terse=True)}"
+    return Finding("python", "good" if good else "bad", found if good else f"{found}; 3.11 or newer on Linux is needed")
+
+
+def torch() -> Finding:
+    """In a process of its own: importing it takes seconds, and a broken build may end Python."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "missing", "only simulated runs work; install the torch of this machine first")
+    done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode != 0:
+        return Finding("torch", "bad", done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}")
+    return Finding("torch", "good", done.stdout.strip())
+
+
+def package(name: str) -> Finding:
+    try:
+        return Finding(name, "good", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "missing", "not installed")
+
+
+def disk(run_dir: Path) -> Finding:
+    """Syncs a second at the place of the run directory, and the space left."""
+    place = next(path for path in (run_dir, *run_dir.resolve().parents) if path.is_dir())
+    with tempfile.TemporaryFile(dir=place) as file:
+        began = time.perf_counter()
+        for _ in range(SYNCS):
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fdatasync(file.fileno())
+        rate = SYNCS / (time.perf_counter() - began)
+    free = shutil.disk_usage(place).free
+    return Finding("disk", "good" if free > 1 << 30 else "bad", f"{rate:,.0f} syncs/s, {free / 2**30:,.1f} GiB free")
+
+
+def shared_memory() -> Finding:
+    free = shutil.disk_usage("/dev/shm").free
+    state: State = "good" if free >= MIN_SHARED_BYTES else "bad"
+    return Finding("shared memory", state, f"{free / 2**20:,.0f} MiB free in /dev/shm")
+
+
+def open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    state: State = "good" if soft >= MIN_FILES else "bad"
+    return Finding("open files", state, f"limit {soft:,} (hard {hard:,}), at least {MIN_FILES:,} are needed")
+
+
+def processors() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    return Finding("processors", "good", f"{usable} usable")
+
+
+def ports() -> Finding:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return Finding("tcp ports", "good", f"127.0.0.1 can be bound (got {probe.getsockname()[1]})")
+
+
+def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
+    """The configuration loads, and what it names is there and free."""
+    from staleflow.configs.load import load
+    from staleflow.configs.presence import present
+    from staleflow.supervisor.addresses import in_use
+
+    try:
+        config = load(file, overrides)
+        present(config)
+    except ConfigError as error:
+        yield Finding("configuration", "bad", str(error))
+        return
+    yield Finding("configuration", "good", f"{file} fits this machine")
+    for bind in (config.scheduler.bind, *config.trajectories.bind, config.parameters.bind):
+        if bind:
+            used = in_use(bind)
+            yield Finding("address", "bad" if used else "good", f"{bind} is {'in use' if used else 'free'}")

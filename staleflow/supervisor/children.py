@@ -1,0 +1,149 @@
+"""One child process: started in a session of its own, watched, restarted with back-off, ended with its whole group."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from staleflow.supervisor.lifeline import VARIABLE, Lifeline
+from staleflow.supervisor.roles import Kind, Role
+from staleflow.supervisor.view import ProcessState
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class Restarts:
+    """When a process that died is started again, and when nobody should try any more. Pure: time comes in."""
+
+    FIRST_S = 0.25
+    CAP_S = 8.0
+    STABLE_S = 20.0
+    """A process that lived this long starts counting anew."""
+    TRIES = 5
+    """Quick deaths in a row that are answered by another start."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def after(self, lived_s: float) -> float | None:
+        """Seconds until the next start; None: give up."""
+        self.in_a_row = 1 if lived_s >= self.STABLE_S else self.in_a_row + 1
+        if self.in_a_row > self.TRIES:
+            return None
+        return float(min(self.FIRST_S * 2 ** (self.in_a_row - 1), self.CAP_S))
+
+
+class Child:
+    """A role's process and its successors."""
+
+    def __init__(self, role: Role, run_dir: Path, lifeline: Lifeline) -> None:
+        self.role = role
+        self.restarts = 0
+        self.restart_at: float | None = None
+        """Monotonic seconds; set while it waits to be started again."""
+        self._policy = Restarts()
+        self._lifeline = lifeline
+        self._output = run_dir / "logs" / f"{role.name}.out"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._begins_at = 0
+
+    @property
+    def name(self) -> str:
+        return self.role.name
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self.alive else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last process; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Starts it. Its own session: Ctrl-C in the terminal reaches the supervisor only."""
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        with self._output.open("ab") as output:
+            self._begins_at = output.tell()
+            self._process = subprocess.Popen(
+                self.role.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                pass_fds=(self._lifeline.read_fd,),
+                start_new_session=True,
+            )
+        self._started_at = time.monotonic()
+        self.restart_at = None
+
+    def _environment(self) -> dict[str, str]:
+        threads = dict.fromkeys(THREAD_VARIABLES, str(self.role.threads))
+        return {
+            **os.environ,
+            **threads,
+            "OMP_WAIT_POLICY": "PASSIVE",  # many processes share few cores: who waits must not spin
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            VARIABLE: str(self._lifeline.read_fd),
+        }
+
+    def plan_restart(self, at_least_s: float = 0.0) -> bool:
+        """After its death: when to start again. False: it died too often."""
+        delay_s = self._policy.after(time.monotonic() - self._started_at)
+        if delay_s is None:
+            return False
+        self.restart_at = time.monotonic() + max(delay_s, at_least_s)
+        return True
+
+    def restart_if_due(self) -> bool:
+        """Starts it again when its time has come."""
+        if self.restart_at is None or time.monotonic() < self.restart_at:
+            return False
+        self.restarts += 1
+        self.start()
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process itself, which looks after its own children."""
+        self.restart_at = None
+        if self._process is not None and self.alive:
+            self._process.send_signal(number)
+
+    def sweep(self) -> None:
+        """Kills whatever is left of its process group; afterwards nothing of it runs."""
+        self.restart_at = None
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def output(self, lines: int) -> list[str]:
+        """The last lines that its newest process printed."""
+        try:
+            with self._output.open("rb") as output:
+                size = output.seek(0, os.SEEK_END)
+                output.seek(max(self._begins_at, size - 16_384))
+                text = output.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return []
+        return [line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()][-lines:]
+
+    def state(self) -> ProcessState:
+        """For the view."""
+        if self.restart_at is not None:
+            state = "waiting to restart"
+        elif self._process is None:
+            state = "not started"
+        else:
+            state = "running" if self.alive else "ended"
+        kind = Kind.WORKER if self.role.kind is Kind.TRAINER else self.role.kind
+        return ProcessState(name=self.name, kind=kind.value, state=state, pid=self.pid, restarts=self.restarts)

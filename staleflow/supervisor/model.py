@@ -1,0 +1,67 @@
+"""The model directory of a run: linked when it exists, made once when ``model.build`` makes it.
+
+Built beside its place and renamed, under a lock: whoever needs it first builds it, everybody else waits, and half a
+model is never seen. ``python -m staleflow.supervisor.model RUN_DIR`` does it in a process of its own.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from staleflow.configs.checks import needs_model
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.imports import load_object
+from staleflow.configs.load import read_run
+from staleflow.configs.presence import check_model_dir
+from staleflow.configs.schema import Config
+from staleflow.supervisor import lifeline
+
+
+def missing(config: Config, run_dir: Path) -> bool:
+    """True when a model must be built before anything can load it."""
+    return needs_model(config) and bool(config.model.build) and not (run_dir / "model").exists()
+
+
+def ensure(config: Config, run_dir: Path) -> None:
+    """Afterwards ``run_dir/model`` is a model directory, if this run needs one."""
+    if not needs_model(config):
+        return
+    target = run_dir / "model"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock.model").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return
+        if config.model.path:
+            check_model_dir(Path(config.model.path))
+            target.symlink_to(config.model.path, target_is_directory=True)
+        else:
+            _build(config, target)
+
+
+def _build(config: Config, target: Path) -> None:
+    build = load_object(config.model.build, "model.build")
+    partial = target.with_name(".model.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    build(partial, seed=config.seed, **config.model.options)
+    check_model_dir(partial, "model.build")
+    os.replace(partial, target)
+
+
+def main() -> int:
+    lifeline.hold()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    run_dir = Path(sys.argv[1])
+    try:
+        ensure(read_run(run_dir), run_dir)
+    except ConfigError as error:
+        print(f"staleflow: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What a run came to: from the metrics, the scheduler's last status and our own audit of the trace.
+
+``summary.json`` in the run directory has these fields and nothing else.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from staleflow.configs.schema import Config
+
+LOST = ("aborted", "expired")
+"""Releases of groups that failed or whose worker was lost; the others are policy."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of ``staleflow run``, as a table and as ``summary.json``."""
+
+    name: str
+    run_dir: str
+    outcome: str
+    """finished, interrupted or failed."""
+    error: str = ""
+    steps: int = 0
+    steps_wanted: int
+    reward_start: float | None = None
+    reward_end: float | None = None
+    reward_of: str = "training groups"
+    """What the two rewards are of: held-out prompts where there are any."""
+    off_policy_mean: float | None = None
+    off_policy_max: int | None = None
+    """Consuming step minus oldest version, over every group trained."""
+    max_staleness: int
+    bound: str
+    violations: int | None = None
+    """Of the whole trace by our own audit; None when there is no trace."""
+    tokens_trained: int = 0
+    tokens_generated: int = 0
+    tokens_per_s: float = 0.0
+    """Trained, over this session's wall time from the first step on."""
+    wall_s: float = 0.0
+    """Of this session."""
+    restarts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    groups_lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Groups whose worker or stage failed, by reason; they were generated again."""
+    groups_filtered: int = 0
+    failed_steps: int = 0
+    """Steps whose loss or gradient was not finite."""
+
+    @property
+    def good(self) -> bool:
+        return self.outcome == "finished" and not self.error and not self.violations
+
+
+class Pace:
+    """Tokens trained a second of this session, from the first weights on to the last step. Pure: time comes in."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._last = (0.0, 0)
+
+    def see(self, status: Mapping[str, Any], now_s: float) -> None:
+        """Takes in one status of the scheduler."""
+        if int(status.get("version", -1)) < 0:
+            return
+        totals: Mapping[str, Any] = status.get("totals") or {}
+        trained = int(totals.get("tokens_trained") or 0)
+        self._first = self._first or (now_s, trained)
+        if trained > self._last[1]:
+            self._last = (now_s, trained)
+
+    @property
+    def tokens_per_s(self) -> float:
+        if self._first is None or self._last[0] <= self._first[0]:
+            return 0.0
+        return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl file; none when there is no file."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.split(b"\n")[:-1] if line.strip()]
+
+
+def rewards(lines: Sequence[Mapping[str, Any]]) -> tuple[str, float | None, float | None]:
+    """What is judged, and its mean reward at the start and at the end."""
+    for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
+        seen = [float(line[key]) for line in lines if line.get(key) is not None]
+        if seen:
+            return what, seen[0], seen[-1]
+    return "training groups", None, None
+
+
+class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the summary takes from the trace."""
+
+    ages: list[int] = msgspec.field(default_factory=list[int])
+    """Versions between the oldest token and the step, of every group that was trained."""
+    lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Releases of groups that failed, up to the last step; what a drain gives back at the end is not lost."""
+
+
+def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
+    """One pass over a trace."""
+    sealed: dict[int, list[int]] = {}
+    ages: list[int] = []
+    lost: Counter[str] = Counter()
+    since: Counter[str] = Counter()
+    for event in events:
+        match event["ev"]:
+            case "seal":
+                sealed[event["batch"]] = [event["step"] - member["version"] for member in event["members"]]
+            case "consume":
+                ages += sealed.pop(event["batch"], [])
+                lost += since
+                since.clear()
+            case "release" if event["why"] in LOST:
+                since[event["why"]] += 1
+            case _:
+                pass
+    return TraceFacts(ages=ages, lost=dict(lost))
+
+
+def total(lines: Iterable[Mapping[str, Any]], key: str) -> float:
+    """The last value of a running count."""
+    seen = [float(line[key]) for line in lines if line.get(key) is not None]
+    return seen[-1] if seen else 0.0
+
+
+def summarise(
+    config: Config,
+    run_dir: Path,
+    *,
+    outcome: str,
+    error: str,
+    status: Mapping[str, Any],
+    violations: int | None,
+    wall_s: float,
+    trained_per_s: float,
+    restarts: Mapping[str, int],
+) -> Summary:
+    """Everything that is known about the run at its end."""
+    lines = lines_of(run_dir / "metrics.jsonl")
+    what, start, end = rewards(lines)
+    totals: Mapping[str, Any] = status.get("totals") or {}
+    releases: Mapping[str, int] = totals.get("releases") or {}
+    trace = facts(lines_of(run_dir / "trace.jsonl"))
+    return Summary(
+        name=config.name,
+        run_dir=str(run_dir),
+        outcome=outcome,
+        error=error or str(status.get("error") or ""),
+        steps=max(int(status.get("version") or 0), 0),
+        steps_wanted=config.trainer.steps,
+        reward_start=start,
+        reward_end=end,
+        reward_of=what,
+        off_policy_mean=sum(trace.ages) / len(trace.ages) if trace.ages else None,
+        off_policy_max=max(trace.ages, default=None),
+        max_staleness=config.staleness.max_staleness,
+        bound=config.staleness.bound.value,
+        violations=violations,
+        tokens_trained=int(totals.get("tokens_trained") or 0),
+        tokens_generated=int(totals.get("tokens_generated") or 0),
+        tokens_per_s=trained_per_s,
+        wall_s=wall_s,
+        restarts={name: count for name, count in restarts.items() if count},
+        groups_lost=trace.lost,
+        groups_filtered=int(releases.get("filtered", 0)),
+        failed_steps=int(total(lines, "trainer/bad_steps")),
+    )
+
+
+def write(summary: Summary, run_dir: Path) -> None:
+    """``summary.json``, for scripts."""
+    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    (run_dir / "summary.json").write_bytes(data + b"\n")
+
+
+def read(run_dir: Path) -> Summary | None:
+    """The summary of a run that has ended, if it has one."""
+    try:
+        return msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None

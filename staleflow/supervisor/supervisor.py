@@ -1,0 +1,243 @@
+"""A run on this machine: model, servers, workers, in this order; then watching; then the end, whatever brought it.
+
+- Ctrl-C and SIGTERM are a flag that every wait looks at, so they work at any moment; a second one stops the waiting.
+- A worker or server that dies is started again with back-off. One that dies again and again ends the run, and so does
+  one that leaves with exit code 2, the operator's mistake; both are reported with what they printed last.
+- Nothing is left running: every child is its own process group, and each group is swept at the end.
+"""
+
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from staleflow.clients.admin import Admin
+from staleflow.configs.load import addresses
+from staleflow.configs.schema import Config
+from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.supervisor import model, roles
+from staleflow.supervisor.children import Child
+from staleflow.supervisor.drain import drain
+from staleflow.supervisor.lifeline import Lifeline
+from staleflow.supervisor.roles import Kind, Role
+from staleflow.supervisor.stopping import Interrupted, StopSignals
+from staleflow.supervisor.summary import Pace, Summary, summarise, write
+from staleflow.supervisor.view import Snapshot, View
+from staleflow.supervisor.watch import StatusWatch
+
+TICK_S = 0.2
+START_S = 60.0
+"""Until servers must answer."""
+LAST_WORDS_S = 60.0
+"""For the trainer, between the end of the run and its own."""
+TAIL = 12
+"""Lines of a failed process's output that are shown."""
+
+
+class Failure(Exception):
+    """The run cannot go on; the text says why, several lines with what the process printed."""
+
+
+class Supervisor:
+    """Owns every process of one run. ``run`` is called once, from the main thread."""
+
+    def __init__(self, config: Config, run_dir: Path, view: View, resume: str) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._view = view
+        self._resume = resume
+        self._lifeline = Lifeline()
+        self._children: list[Child] = []
+        self._phase = "starting"
+        self._detail = ""
+        self._began = time.monotonic()
+        self._pace = Pace()
+
+    def run(self) -> int:
+        """The whole run; returns the exit code."""
+        scheduler = addresses(self._config, self._run_dir).scheduler
+        with StopSignals() as self._stop, StatusWatch(scheduler) as self._watch:
+            self._view.start()
+            try:
+                outcome, error = self._outcome()
+                self._watch.ask_now()
+                status = self._watch.newest
+            finally:
+                self._drain()
+                self._lifeline.close()
+                self._view.stop()
+        summary = self._summary(outcome, error, status)
+        return self._report(summary, outcome, error)
+
+    def _outcome(self) -> tuple[str, str]:
+        try:
+            self._build_model()
+            self._start_servers()
+            self._start_workers()
+            self._until_finished()
+            self._last_words()
+        except Interrupted:
+            return "interrupted", ""
+        except Failure as failure:
+            return "failed", str(failure)
+        error = str(self._watch.newest.get("error") or "")
+        return ("failed" if error else "finished"), error
+
+    # Starting ----------------------------------------------------------------------------------------------------
+
+    def _build_model(self) -> None:
+        if not model.missing(self._config, self._run_dir):
+            model.ensure(self._config, self._run_dir)
+            return
+        self._phase = "building the model"
+        builder = self._start(roles.model_builder(self._run_dir))
+        while builder.alive:
+            self._detail = "".join(builder.output(1))
+            self._wait()
+        self._children.remove(builder)
+        builder.sweep()
+        self._detail = ""
+        if builder.exit_code != 0:
+            raise Failure(_last_words("model.build failed", builder))
+
+    def _start_servers(self) -> None:
+        self._phase = "starting servers"
+        for role in roles.servers(self._config, self._run_dir):
+            self._start(role)
+        for address in addresses(self._config, self._run_dir).all:
+            self._until_answers(address, time.monotonic() + START_S)
+
+    def _until_answers(self, address: str, deadline: float) -> None:
+        with Admin(address, "supervisor") as admin:
+            while True:
+                try:
+                    admin.status(timeout_s=TICK_S)
+                    return
+                except (Unavailable, Refused):
+                    self._wait()
+                if time.monotonic() > deadline:
+                    raise Failure(f"the server at {address} did not answer within {START_S:g} s")
+
+    def _start_workers(self) -> None:
+        self._phase = "starting workers"
+        for role in roles.workers(self._config, self._run_dir):
+            self._start(role)
+
+    def _start(self, role: Role) -> Child:
+        child = Child(role, self._run_dir, self._lifeline)
+        self._children.append(child)
+        child.start()
+        return child
+
+    # Watching ----------------------------------------------------------------------------------------------------
+
+    def _until_finished(self) -> None:
+        while not self._watch.newest.get("finished"):
+            self._wait()
+            self._look_after(self._children)
+            if self._watch.newest.get("version", -1) >= 0:
+                self._phase = "training"
+
+    def _last_words(self) -> None:
+        """The run is over; the trainer still writes what it must."""
+        self._phase = "finishing"
+        trainer = [child for child in self._children if child.role.kind is Kind.TRAINER]
+        deadline = time.monotonic() + LAST_WORDS_S
+        while any(child.alive for child in trainer) and time.monotonic() < deadline:
+            self._wait()
+
+    def _wait(self) -> None:
+        """A moment; then shows how things are. ``Interrupted`` when somebody wants the run to end."""
+        self._show()
+        if self._stop.wait(TICK_S):
+            raise Interrupted
+        if self._phase in ("starting servers", "starting workers"):
+            self._look_after(self._children)
+
+    def _look_after(self, children: list[Child]) -> None:
+        for child in children:
+            if child.restart_at is not None:
+                if child.restart_if_due():
+                    self._view.say(f"{child.name} started again (restart {child.restarts})")
+            elif child.exit_code is not None:
+                self._died(child)
+
+    def _died(self, child: Child) -> None:
+        code = child.exit_code
+        child.sweep()
+        self._watch.ask_now()
+        if self._watch.newest.get("finished"):
+            return  # it ended because the run did
+        if code == 2:
+            raise Failure(_last_words(f"{child.name} refuses its configuration", child, lines=1))
+        if not child.plan_restart(at_least_s=3.0 if code == 0 else 0.0):
+            raise Failure(_last_words(f"{child.name} died again and again, last with {_code(code)}", child))
+        if code != 0:
+            self._view.say(f"{child.name} died with {_code(code)}; it is started again")
+
+    # The end -----------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        self._phase = "draining"
+        self._detail = ""
+        drain(self._children, self._show, self._stop.second)
+
+    def _show(self) -> None:
+        status = self._watch.newest
+        self._pace.see(status, time.monotonic())
+        self._view.show(
+            Snapshot(
+                phase=self._phase,
+                elapsed_s=time.monotonic() - self._began,
+                processes=tuple(child.state() for child in self._children),
+                status=status,
+                status_age_s=self._watch.age_s,
+                detail=self._detail,
+            )
+        )
+
+    def _summary(self, outcome: str, error: str, status: Mapping[str, Any]) -> Summary:
+        summary = summarise(
+            self._config,
+            self._run_dir,
+            outcome=outcome,
+            error=error.partition("\n")[0],
+            status=status,
+            violations=_violations(self._run_dir / "trace.jsonl"),
+            wall_s=time.monotonic() - self._began,
+            trained_per_s=self._pace.tokens_per_s,
+            restarts={child.name: child.restarts for child in self._children},
+        )
+        write(summary, self._run_dir)
+        return summary
+
+    def _report(self, summary: Summary, outcome: str, error: str) -> int:
+        if error:
+            self._view.say(f"the run failed: {error}")
+        self._view.summary(summary)
+        if outcome != "finished":
+            self._view.say(f"go on with: {self._resume}")
+        if outcome == "interrupted":
+            return 130
+        return 0 if summary.good else 1
+
+
+def _violations(trace: Path) -> int | None:
+    from staleflow.runtime.audit import audit
+
+    return audit(trace).num_violations if trace.exists() else None
+
+
+def _last_words(what: str, child: Child, lines: int = TAIL) -> str:
+    said = child.output(lines)
+    where = f"its output: logs/{child.name}.out"
+    if lines == 1 and said:
+        return f"{what}: {said[0]}"
+    return "\n  ".join((f"{what}; {where}", *said))
+
+
+def _code(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"

@@ -1,0 +1,51 @@
+"""Keeps the scheduler's newest status at hand, so that nobody who looks at it ever waits for it."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from staleflow.clients.admin import Admin
+from staleflow.runtime.errors import Refused, Unavailable
+
+
+class StatusWatch:
+    """A thread that asks again and again; ``newest`` is the last answer."""
+
+    def __init__(self, address: str, every_s: float = 0.5) -> None:
+        self._admin = Admin(address, "supervisor")
+        self._every_s = every_s
+        self._end = threading.Event()
+        self._answer: tuple[float, Mapping[str, Any]] = (0.0, {})
+        self._thread = threading.Thread(target=self._ask, name="status", daemon=True)
+
+    def __enter__(self) -> "StatusWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._admin.close()
+        self._thread.join(timeout=2.0)
+
+    @property
+    def newest(self) -> Mapping[str, Any]:
+        """Empty before the first answer."""
+        return self._answer[1]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it came."""
+        came, values = self._answer
+        return time.monotonic() - came if values else 0.0
+
+    def ask_now(self) -> None:
+        """One more answer, if it comes at once."""
+        with contextlib.suppress(Unavailable, Refused):
+            self._answer = (time.monotonic(), self._admin.status(timeout_s=1.0))
+
+    def _ask(self) -> None:
+        while not self._end.is_set():
+            self.ask_now()
+            self._end.wait(self._every_s)

@@ -1,0 +1,39 @@
+"""The command line in a process of its own, in an empty folder."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SIMULATED = ROOT / "configs" / "simulated.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    left: list[str]
+    """Names in its working folder afterwards."""
+
+
+Cli = Callable[..., Said]
+
+
+@pytest.fixture
+def cli(short_dir: Path) -> Cli:
+    """Runs ``staleflow`` with these words."""
+
+    def run(*words: object) -> Said:
+        command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]
+        done = subprocess.run(command, cwd=short_dir, capture_output=True, text=True, timeout=60, check=False)
+        left = sorted(path.name for path in short_dir.iterdir())
+        return Said(code=done.returncode, out=done.stdout, err=done.stderr, left=left)
+
+    return run

@@ -1,0 +1,78 @@
+"""What can be asked of a run that has ended; one short run for the whole file."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import SIMULATED, Cli
+
+pytestmark = pytest.mark.xdist_group("machine")
+
+SHORT = ("trainer.steps=4", "trainer.checkpoint_every=2", "rollout.simulated.k2=0.001", "trainer.simulated_step_s=0.02")
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[Path]:
+    """A run directory; nobody may change it."""
+    folder = Path(tempfile.mkdtemp(prefix="sf-"))
+    command = [sys.executable, "-m", "staleflow.cli", "run", str(SIMULATED), *SHORT, "--run-dir", str(folder / "run")]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    yield folder / "run"
+    shutil.rmtree(folder)
+
+
+def test_its_trace_is_clean_and_what_was_checked_is_said(cli: Cli, ended: Path) -> None:
+    said = cli("trace", "check", ended)
+    assert said.code == 0
+    assert "0 violations" in said.out
+    assert "4 steps" in said.out
+    answer = json.loads(cli("trace", "check", ended / "trace.jsonl", "--json").out)
+    assert (answer["num_violations"], answer["violations"], answer["steps"]) == (0, [], 4)
+    assert set(answer["unchecked"]).isdisjoint({"LINE", "CHAIN", "SEQUENCE"})
+
+
+@pytest.mark.parametrize("how", ["edited", "removed", "duplicated"])
+def test_one_line_that_is_not_as_it_was_is_caught(cli: Cli, ended: Path, short_dir: Path, how: str) -> None:
+    lines = (ended / "trace.jsonl").read_bytes().splitlines(keepends=True)
+    middle = len(lines) // 2
+    line = lines[middle]
+    lines[middle : middle + 1] = {
+        "edited": [line.replace(b'"m":', b'"m":1', 1)],
+        "removed": [],
+        "duplicated": [line, line],
+    }[how]
+    (short_dir / "trace.jsonl").write_bytes(b"".join(lines))
+    said = cli("trace", "check", "trace.jsonl")
+    assert said.code == 1
+    assert "0 violations" not in said.out.splitlines()
+    assert "seq " in said.out
+
+
+def test_the_story_of_a_group_goes_from_its_lease_to_its_batch(cli: Cli, ended: Path) -> None:
+    events = [json.loads(line) for line in (ended / "trace.jsonl").read_bytes().splitlines()]
+    group = next(event for event in events if event["ev"] == "seal")["members"][0]["group"]
+    told = [line.split()[1] for line in cli("trace", "show", ended, group).out.splitlines()]
+    assert told == ["reserve", "push", "occupy", "seal"]
+    assert json.loads(cli("trace", "show", ended, group, "--json").out.splitlines()[0])["ev"] == "reserve"
+    assert "never mentions it" in cli("trace", "show", ended, 999_999_999).err
+
+
+def test_its_status_is_its_summary(cli: Cli, ended: Path) -> None:
+    said = cli("status", ended)
+    assert said.code == 1
+    assert "4 of 4" in said.out
+    assert json.loads(cli("status", ended, "--json").out)["outcome"] == "finished"
+
+
+def test_it_is_not_run_over(cli: Cli, ended: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in ended.rglob("*")}
+    said = cli("run", SIMULATED, *SHORT, "--run-dir", ended)
+    assert said.code == 2
+    assert "there is a run in it already: add --resume" in said.err
+    assert {path: path.stat().st_mtime_ns for path in ended.rglob("*")} == before

@@ -1,0 +1,102 @@
+"""Bad input: one line that names the thing, the value and what is allowed; exit code 2; nothing started or written."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import SIMULATED, Cli, Said
+
+
+def refused(said: Said, words: str, left: list[str] | None = None) -> None:
+    assert words in said.err
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("staleflow: ")
+    assert (said.code, said.out, said.left) == (2, "", left or [])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("staleness.max_stalenes=1", "there is no such key, did you mean staleness.max_staleness?"),
+        ("staleness.max_staleness=two", 'staleness.max_staleness is "two"; it must be an integer >= 0'),
+        ("staleness.max_staleness=-1", "staleness.max_staleness is -1; it must be an integer >= 0"),
+        ("rollout.redundancy.samples=99", "rollout.redundancy.samples is 99; it must be a number from 1 to 8"),
+        ("prompts.eval_path=none.jsonl", 'none.jsonl"; no such file'),
+        ("reward.run=nowhere:score", 'reward.run is "nowhere:score"; it cannot be imported'),
+        ("prompts.epochs=1 trainer.steps=100000", "prompts.epochs is 1;"),
+        ("scheduler.bind=tcp://0.0.0.0:5000", "only loopback may be bound"),
+        ("not-an-override", "it must be key=value"),
+    ],
+)
+def test_a_run_is_refused(cli: Cli, override: str, words: str) -> None:
+    refused(cli("run", SIMULATED, *override.split()), words)
+
+
+def test_a_configuration_that_is_not_there(cli: Cli) -> None:
+    refused(cli("run", "none.toml"), 'configuration file is "none.toml"; no such file')
+    refused(cli("run"), "which configuration?")
+
+
+def test_a_model_directory_without_tokenizer(cli: Cli, short_dir: Path) -> None:
+    model = short_dir / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    said = cli("run", SIMULATED, f"model.path={model}", "rollout.engine=transformers")
+    refused(said, f'model.path is "{model.resolve()}"; it has no tokenizer', ["model"])
+
+
+def test_a_port_in_use(cli: Cli) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        said = cli("run", SIMULATED, f"scheduler.bind={address}")
+    refused(said, f'scheduler.bind is "{address}"; it is in use')
+
+
+def test_a_run_directory_of_another_run_or_another_configuration(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    used = short_dir / "used"
+    write_resolved(load(SIMULATED), used)
+    before = {path: path.read_bytes() for path in used.iterdir()}
+    refused(cli("run", SIMULATED, "--run-dir", used), "there is a run in it already: add --resume", ["used"])
+    said = cli("run", SIMULATED, "seed=9", "--run-dir", used, "--resume")
+    refused(said, f"seed is 9; {used} was made with 0", ["used"])
+    said = cli("serve", "scheduler", "--config", SIMULATED, "seed=9", "--run-dir", used)
+    refused(said, f"seed is 9; {used} was made with 0", ["used"])
+    assert {path: path.read_bytes() for path in used.iterdir()} == before
+
+
+def test_nothing_to_resume(cli: Cli, short_dir: Path) -> None:
+    refused(cli("run", SIMULATED, "--resume"), "there is no run of this name under runs/")
+    refused(cli("run", SIMULATED, "--resume", "--run-dir", "none"), "it has no config.json")
+
+
+def test_daemons_and_workers_are_refused_alike(cli: Cli) -> None:
+    refused(cli("serve", "scheduler", "--run-dir", "none"), "it has no config.json")
+    refused(cli("serve", "scheduler", "--run-dir", "r", "--config", SIMULATED, "seed=-1"), "it must be an integer >= 0")
+    refused(cli("serve", "scheduler", "--run-dir", "r", "seed=1"), "it needs --config")
+    refused(cli("attach", "rollout", "--run-dir", "none"), "it has no config.json")
+    refused(cli("attach", "rollout"), "Give --run-dir DIR or --connect ADDRESS")
+    refused(cli("attach", "rollout", "--connect", "nonsense"), "nonsense")
+
+
+def test_a_shard_that_the_run_does_not_have(cli: Cli) -> None:
+    said = cli("serve", "trajectories", "--config", SIMULATED, "--run-dir", "r", "--shard", 1)
+    refused(said, "--shard is 1; trajectories.shards is 1", [])
+
+
+def test_words_that_do_not_exist(cli: Cli) -> None:
+    refused(cli("rum"), "No such command 'rum'")
+    refused(cli("run", SIMULATED, "--fast"), "No such option '--fast'")
+    refused(cli("serve", "coffee", "--run-dir", "r"), "'coffee' is not one of 'scheduler'")
+    refused(cli("serve", "scheduler"), "Missing option '--run-dir'")
+
+
+def test_status_and_trace_of_nothing(cli: Cli) -> None:
+    refused(cli("status"), "Give RUN_DIR or --connect ADDRESS")
+    refused(cli("status", "none"), "it has no config.json")
+    refused(cli("trace", "check", "none.jsonl"), "no such file")
+    refused(cli("trace", "show", "none", "3"), "no such file")

@@ -1,0 +1,45 @@
+"""The command line is light until a verb works, and its names are a promise."""
+
+import subprocess
+import sys
+
+import pytest
+
+from staleflow.cli.main import VERBS
+
+HEAVY = ("torch", "transformers", "numpy", "rich", "zmq", "lmdb", "msgspec")
+CODE = """
+import sys
+from staleflow.cli import main
+code = main({!r})
+print(*sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def imported(*arguments: str) -> tuple[str, set[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(list(arguments))], capture_output=True, text=True, check=True
+    )
+    return done.stdout, set(done.stderr.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    text, modules = imported("--help")
+    assert [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line] == list(VERBS)
+    assert modules.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_imports_nothing_heavy(verb: str) -> None:
+    text, modules = imported(verb, "--help")
+    assert f"staleflow {verb}" in text
+    assert modules.isdisjoint(HEAVY)
+
+
+def test_the_version_is_printed() -> None:
+    assert imported("--version")[0].startswith("staleflow ")
+
+
+def test_the_names_of_the_verbs_are_frozen() -> None:
+    assert VERBS == ("run", "serve", "attach", "status", "trace", "doctor")

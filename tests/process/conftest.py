@@ -1,0 +1,16 @@
+"""Run directories with short paths: a socket's path may have 107 bytes."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A run directory that does not exist yet."""
+    parent = Path(tempfile.mkdtemp(prefix="sf-"))
+    yield parent / "run"
+    shutil.rmtree(parent, ignore_errors=True)

@@ -1,0 +1,120 @@
+"""The real thing: ``staleflow run`` and every process it starts, as a person would start it."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIGS = ROOT / "configs"
+AUDITOR = ROOT.parent / "shared" / "check_trace.py"
+"""The independent auditor, where the checkout has it beside it."""
+
+
+class Run:
+    """One ``staleflow run``; ``wait``s have deadlines, and leaving the context leaves no process behind."""
+
+    def __init__(self, run_dir: Path, config: str, *arguments: str) -> None:
+        self.run_dir = run_dir
+        command = [
+            sys.executable,
+            "-m",
+            "staleflow.cli",
+            "run",
+            str(CONFIGS / config),
+            "--run-dir",
+            str(run_dir),
+            "--plain",
+        ]
+        self.process = subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.output = ""
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        family = self.family()
+        self.process.kill()
+        self.process.wait()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=10)
+        if self.process.stdout:
+            self.process.stdout.close()
+
+    def family(self) -> list[psutil.Process]:
+        """Every descendant that is alive now."""
+        try:
+            children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+            return children
+        except psutil.NoSuchProcess:
+            return []
+
+    def role(self, *words: str) -> list[psutil.Process]:
+        """Descendants whose command line has all these words, e.g. ``role("attach", "rollout")``."""
+        found: list[psutil.Process] = []
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if set(words) <= set(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def kill(self, *words: str) -> int:
+        """``kill -9`` of one process of a role; its pid."""
+        victim = self.role(*words)[0]
+        pid: int = victim.pid
+        victim.send_signal(signal.SIGKILL)
+        return pid
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Whole lines of the trace so far."""
+        path = self.run_dir / "trace.jsonl"
+        if path.exists():
+            yield from (json.loads(line) for line in path.read_bytes().split(b"\n")[:-1])
+
+    def count(self, ev: str, **fields: object) -> int:
+        return sum(e["ev"] == ev and all(e.get(k) == v for k, v in fields.items()) for e in self.events())
+
+    def wait_for(self, ev: str, count: int, timeout_s: float, **fields: object) -> None:
+        """Until the trace holds ``count`` such events."""
+        deadline = time.monotonic() + timeout_s
+        while self.count(ev, **fields) < count:
+            assert self.process.poll() is None, f"ended early with {self.process.returncode}: {self.finish(5)}"
+            assert time.monotonic() < deadline, f"{count} {ev} {fields} did not come in {timeout_s} s: {self.tally()}"
+            time.sleep(0.05)
+
+    def tally(self) -> Counter[str]:
+        return Counter(e["ev"] for e in self.events())
+
+    def finish(self, timeout_s: float) -> str:
+        """What it printed, once it has ended."""
+        self.output, _ = self.process.communicate(timeout=timeout_s)
+        return self.output
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
+
+
+def audited(run_dir: Path, *need: str) -> dict[str, Any]:
+    """The report of our own audit, after the independent one has agreed that the trace is clean."""
+    from staleflow.runtime.audit import audit
+
+    report = audit(run_dir / "trace.jsonl")
+    assert report.violations == [], report.violations[:3]
+    if AUDITOR.exists():
+        command = [sys.executable, str(AUDITOR), str(run_dir / "trace.jsonl"), "--need", *need]
+        seen = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert seen.returncode == 0, seen.stdout + seen.stderr
+    return dict(report.events)

@@ -1,0 +1,116 @@
+"""A whole run, and what happens to it when processes die. Each is the real ``staleflow run`` with all its processes."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.process.running import Run, audited
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+
+LONGER = ("trainer.steps=40", "trainer.checkpoint_every=5", "scheduler.lease_s=3.0")
+END_S = 120
+
+
+def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
+    with Run(run_dir, "smoke.toml") as run:
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    steps = json.loads((run_dir / "config.json").read_text())["trainer"]["steps"]
+    summary = run.summary()
+    assert (summary["steps"], summary["violations"], summary["outcome"]) == (steps, 0, "finished")
+    assert summary["off_policy_max"] <= summary["max_staleness"]
+    assert summary["reward_of"] == "held-out prompts"
+    coverage = audited(run_dir, f"consume={steps}", f"publish={steps + 1}", "pull=2", "open=1", "close=1")
+    assert coverage["seal"] >= steps
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "loss" in line or "train/loss" in line]
+    assert len(trained) == steps
+    assert all(line["mismatch_kl"] < 0.5 and line["is_weight/ess"] > 0.1 for line in trained)
+    assert (run_dir / "checkpoints" / str(steps) / "model.safetensors").exists()
+
+
+def test_a_killed_rollout_worker_costs_no_group(run_dir: Path) -> None:
+    with Run(run_dir, "simulated.toml", *LONGER) as run:
+        run.wait_for("consume", 5, END_S)
+        before = run.count("release", why="expired") + run.count("release", why="aborted")
+        run.kill("attach", "rollout", "rollout-0")
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    audited(run_dir, "consume=40")
+    released = [e for e in run.events() if e["ev"] == "release" and e["why"] in ("expired", "aborted")]
+    assert len(released) > before
+    again = {e["group"] for e in run.events() if e["ev"] == "push"}
+    assert {e["group"] for e in released[:3]} <= again, "a lost group was not generated again"
+    assert run.summary()["restarts"] == {"rollout-0": 1}
+
+
+@pytest.mark.parametrize("server", ["scheduler", "trajectories", "parameters"])
+def test_a_killed_server_comes_back_and_the_run_ends_normally(run_dir: Path, server: str) -> None:
+    with Run(run_dir, "simulated.toml", *LONGER) as run:
+        run.wait_for("consume", 5, END_S)
+        run.kill("serve", server)
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    audited(run_dir, "consume=40")
+    assert run.count("open") == (2 if server == "scheduler" else 1)
+
+
+def test_a_killed_trainer_gets_the_batch_of_its_checkpoint_again(run_dir: Path) -> None:
+    with Run(run_dir, "simulated.toml", *LONGER) as run:
+        run.wait_for("consume", 8, END_S)
+        run.kill("attach", "train")
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    audited(run_dir, "rollback=1", "join=2")
+    events = list(run.events())
+    rollback = next(i for i, e in enumerate(events) if e["ev"] == "rollback")
+    again = next(e for e in events[rollback:] if e["ev"] == "seal")
+    first = next(e for e in events if e["ev"] == "seal" and e["step"] == again["step"])
+    assert (again["members"], again["digest"]) == (first["members"], first["digest"])
+    assert run.summary()["steps"] == 40
+
+
+def test_ctrl_c_leaves_no_process_and_resume_goes_on(run_dir: Path) -> None:
+    with Run(run_dir, "simulated.toml", *LONGER) as run:
+        run.wait_for("consume", 5, END_S)
+        family = run.family()
+        asked = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        output = run.finish(15)
+        assert time.monotonic() - asked < 10
+    assert run.process.returncode == 130, output
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+    done = run.count("consume")
+    with Run(run_dir, "simulated.toml", *LONGER, "--resume") as run:
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    assert done < 40
+    assert run.summary()["steps"] == 40
+    audited(run_dir, "open=2", "consume=40")
+
+
+def test_ctrl_c_while_it_starts_leaves_no_process(run_dir: Path) -> None:
+    with Run(run_dir, "simulated.toml") as run:
+        deadline = time.monotonic() + 30
+        while not run.family():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        family = run.family()
+        run.process.send_signal(signal.SIGINT)
+        output = run.finish(15)
+    assert run.process.returncode == 130, output
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+
+
+def test_a_killed_supervisor_takes_its_processes_with_it(run_dir: Path) -> None:
+    with Run(run_dir, "simulated.toml", *LONGER) as run:
+        run.wait_for("consume", 2, END_S)
+        family = run.family()
+        run.process.kill()
+        _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []

@@ -1,0 +1,33 @@
+"""Is an address free?"""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import addresses, load
+from staleflow.supervisor.addresses import check_free, in_use
+
+SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        assert in_use(address)
+        with pytest.raises(ConfigError, match=rf'parameters\.bind is "{address}"; it is in use'):
+            check_free(load(SIMULATED, [f"parameters.bind={address}"]), tmp_path)
+    assert not in_use(address)
+
+
+def test_a_socket_is_in_use_while_somebody_listens(short_dir: Path) -> None:
+    address = addresses(load(SIMULATED), short_dir).scheduler
+    assert not in_use(address)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(address.removeprefix("ipc://"))
+        other.listen()
+        assert in_use(address)
+    assert not in_use(address)

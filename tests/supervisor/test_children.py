@@ -1,0 +1,151 @@
+"""Real processes: watched, restarted, ended with everything they started."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from staleflow.supervisor.children import Child, Restarts
+from staleflow.supervisor.drain import drain
+from staleflow.supervisor.lifeline import Lifeline
+from staleflow.supervisor.roles import Kind, Role
+
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+PARENT = (
+    f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); "
+    "print(child.pid, flush=True); child.wait()"
+)
+POLITE = (
+    "import signal, sys, time; signal.signal(15, lambda *_: (print(time.monotonic()), sys.exit(0))); "
+    "print('up', flush=True); time.sleep(60)"
+)
+HOLDING = f"from staleflow.supervisor import lifeline; lifeline.hold(); {SLEEP}"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """Starts a Python one-liner as a role; ends it afterwards."""
+    lifeline, children = Lifeline(), list[Child]()
+
+    def child(code: str, name: str = "one", kind: Kind = Kind.WORKER) -> Child:
+        role = Role(name=name, kind=kind, command=(sys.executable, "-c", code), threads=3)
+        children.append(Child(role, tmp_path, lifeline))
+        children[-1].start()
+        return children[-1]
+
+    yield child
+    for one in children:
+        one.sweep()
+    lifeline.close()
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_delays_grow_up_to_a_cap_and_then_nobody_tries_any_more() -> None:
+    policy = Restarts()
+    assert [policy.after(lived_s=1.0) for _ in range(7)] == [0.25, 0.5, 1.0, 2.0, 4.0, None, None]
+
+
+def test_a_process_that_lived_long_starts_counting_anew() -> None:
+    policy = Restarts()
+    for _ in range(4):
+        policy.after(lived_s=1.0)
+    assert policy.after(lived_s=Restarts.STABLE_S) == 0.25
+
+
+def test_a_child_has_its_own_session_its_threads_and_its_output(start: Callable[..., Child]) -> None:
+    child = start("import os; print(os.getsid(0) == os.getpid(), os.environ['OMP_NUM_THREADS'])")
+    until(lambda: child.exit_code == 0)
+    assert child.output(5) == ["True 3"]
+    assert child.state().state == "ended"
+
+
+def test_output_is_that_of_the_newest_process(start: Callable[..., Child]) -> None:
+    child = start("print('a line')")
+    until(lambda: not child.alive)
+    assert child.plan_restart()
+    until(child.restart_if_due)
+    until(lambda: not child.alive)
+    assert child.restarts == 1
+    assert child.output(5) == ["a line"]
+
+
+def test_a_dead_child_waits_before_it_starts_again(start: Callable[..., Child]) -> None:
+    child = start("raise SystemExit(7)")
+    until(lambda: child.exit_code == 7)
+    assert child.plan_restart(at_least_s=100.0)
+    assert not child.restart_if_due()
+    assert child.state().state == "waiting to restart"
+
+
+def test_sweeping_ends_what_a_killed_child_had_started(start: Callable[..., Child]) -> None:
+    child = start(PARENT)
+    until(lambda: bool(child.output(1)))
+    grandchild = int(child.output(1)[0])
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    until(lambda: not child.alive)
+    assert not gone(grandchild)
+    child.sweep()
+    until(lambda: gone(grandchild))
+
+
+def test_draining_asks_workers_first_and_the_scheduler_last(start: Callable[..., Child]) -> None:
+    children = [start(POLITE, kind.value, kind) for kind in (Kind.SCHEDULER, Kind.SERVER, Kind.TRAINER, Kind.WORKER)]
+    for child in children:
+        until(partial(child.output, 1))
+    drain(children, lambda: None, threading.Event())
+    scheduler, server, trainer, worker = (float(child.output(1)[0]) for child in children)
+    assert max(trainer, worker) < server < scheduler
+    assert [child.exit_code for child in children] == [0, 0, 0, 0]
+
+
+def test_who_does_not_listen_is_killed_at_once_when_somebody_insists(start: Callable[..., Child]) -> None:
+    child = start(DEAF)
+    until(lambda: bool(child.output(1)))
+    insists = threading.Event()
+    insists.set()
+    began = time.monotonic()
+    drain([child], lambda: None, insists)
+    assert child.exit_code == -signal.SIGKILL
+    assert time.monotonic() - began < 5.0
+
+
+def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from staleflow.supervisor.children import Child\n"
+        "from staleflow.supervisor.lifeline import Lifeline\n"
+        "from staleflow.supervisor.roles import Kind, Role\n"
+        f"role = Role(name='one', kind=Kind.WORKER, command=(sys.executable, '-c', {HOLDING!r}))\n"
+        f"child = Child(role, Path({str(tmp_path)!r}), Lifeline()); child.start()\n"
+        "while not child.output(1): time.sleep(0.01)\n"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        assert not gone(child)
+        supervisor.kill()
+    until(lambda: gone(child))

@@ -1,0 +1,91 @@
+"""Nobody writes over another's run."""
+
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import load, read_run
+from staleflow.configs.schema import Config
+from staleflow.supervisor import rundir
+
+SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(*overrides: str) -> Config:
+    return load(SIMULATED, overrides)
+
+
+def make(path: Path, *overrides: str) -> Path:
+    with rundir.claim(config(*overrides), path, resume=False):
+        return path
+
+
+def test_choosing_writes_nothing(tmp_path: Path) -> None:
+    chosen = rundir.choose(config(), None, resume=False)
+    assert chosen.parent == Path("runs")
+    assert chosen.name.startswith("simulated-")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_takes_a_new_or_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert rundir.choose(config(), tmp_path / "empty", resume=False) == tmp_path / "empty"
+    make(tmp_path / "new")
+    assert read_run(tmp_path / "new") == config()
+
+
+def test_a_used_run_directory_needs_resume(tmp_path: Path) -> None:
+    used = make(tmp_path / "used")
+    with pytest.raises(ConfigError, match="add --resume to go on with it, or choose a new --run-dir"):
+        rundir.choose(config(), used, resume=False)
+    assert rundir.choose(config(), used, resume=True) == used
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"it must be new or empty; it has thesis\.tex, which is left alone"):
+        rundir.choose(config(), tmp_path, resume=False)
+    with pytest.raises(ConfigError, match="it must be a directory"):
+        rundir.choose(config(), tmp_path / "thesis.tex", resume=False)
+    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+        rundir.choose(config(), tmp_path, resume=True)
+
+
+def test_a_run_directory_of_another_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
+    used = make(tmp_path / "used", "trainer.steps=7")
+    with pytest.raises(ConfigError) as raised:
+        rundir.choose(config("trainer.steps=8"), used, resume=True)
+    assert str(raised.value) == (
+        f"trainer.steps is 8; {used} was made with 7: use its own configuration or choose a new --run-dir"
+    )
+
+
+def test_resuming_without_a_directory_takes_the_newest_of_that_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run of this name under runs/"):
+        rundir.choose(config(), None, resume=True)
+    make(Path("runs/simulated-1"))
+    make(Path("runs/simulated-other-2"), "name=simulated-other")
+    newest = make(Path("runs/simulated-2"))
+    assert rundir.choose(config(), None, resume=True) == newest
+
+
+def test_one_supervisor_at_a_time(tmp_path: Path) -> None:
+    with (
+        rundir.claim(config(), tmp_path / "run", resume=False),
+        pytest.raises(ConfigError, match=r"process \d+ runs there"),
+        rundir.claim(config(), tmp_path / "run", resume=True),
+    ):
+        pass
+
+
+def test_daemons_by_hand_agree_on_the_configuration(tmp_path: Path) -> None:
+    rundir.first(config(), tmp_path / "run")
+    rundir.same(config(), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"seed is 1; .* was made with 0"):
+        rundir.same(config("seed=1"), tmp_path / "run")
