@@ -56,6 +56,12 @@ class Bucket:
             heappop(self.queue)
         return None
 
+    def take(self, count: int) -> list[Group]:
+        """Take the first ``count`` out of the queue, longest occupied first. The counters are the caller's."""
+        line = [entry for entry in sorted(self.queue) if entry[1].state is OCCUPIED and entry[1].claim < 0]
+        self.queue = line[count:]
+        return [group for _, group in line[:count]]
+
     def first_spare(self) -> Group | None:
         while self.spare_queue:
             group = self.spare_queue[0][1]

@@ -29,13 +29,14 @@ def _i1(ledger: Ledger) -> None:
     eta = ledger.limits.max_staleness
     for step, batch in ledger.batches.items():
         masked = 0
-        for group in batch.groups:
+        for group in batch.left():
             if not ledger.window.token_bound:
                 _require(group.version >= step - eta, ledger, f"I1: version {group.version} in step {step}", group)
             masked += sum(segment.tokens for segment in group.segments if segment.version < step - eta)
             oldest = min((segment.version for segment in group.segments), default=group.version)
             _require(oldest >= group.version, ledger, "I1: a segment is older than its group", group)
-        _require(masked == batch.sealed.masked_tokens, ledger, f"I1: {masked} tokens of step {step} are too old")
+        whole = step >= ledger.kept[1]
+        _require(not whole or masked == batch.sealed.masked_tokens, ledger, f"I1: {masked} tokens in {step} are old")
 
 
 def _i2(ledger: Ledger) -> None:
@@ -58,12 +59,13 @@ def _i3(ledger: Ledger) -> None:
     """A batch has exactly B groups, no two alike, and a group is in one batch at most."""
     seen: set[int] = set()
     for step, batch in ledger.batches.items():
-        ids = {group.id for group in batch.groups}
-        _require(len(batch.groups) == len(ids) == ledger.limits.batch_size, ledger, f"I3: {len(ids)} in step {step}")
+        ids = {group.id for group in batch.left()}
+        due = ledger.limits.batch_size if step >= ledger.kept[1] else len(ids)
+        _require(len(batch.left()) == len(ids) == due, ledger, f"I3: {len(ids)} in step {step}")
         _require(not seen & ids, ledger, f"I3: a group of step {step} is in two batches")
         seen |= ids
         state = State.CONSUMED if batch.consumed else State.SEALED
-        for group in batch.groups:
+        for group in batch.left():
             known = ledger.groups.get(group.id) is group
             _require(known and group.state is state and group.step == step, ledger, "I3: a member is elsewhere", group)
 

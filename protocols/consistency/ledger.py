@@ -4,6 +4,8 @@ say *when* a move is right live in the files that call them.
 Every move is written down as an effect in ``out``, in the order in which it happened.
 """
 
+from collections.abc import Sequence
+
 from staleflow.protocols.consistency.batches import Batch
 from staleflow.protocols.consistency.effects import (
     Code,
@@ -202,16 +204,23 @@ class Ledger:
         self.window.enter(group)
         self.dirty[group.id] = None
 
-    def seal(self, group: Group, step: Step) -> None:
-        """The caller took it out of the window. Its row stays as it is: that of the batch says that it is sealed."""
-        self._count(group, SEALED)
-        if group.claim != NO_CLAIM:
+    def seal(self, groups: Sequence[Group], step: Step) -> None:
+        """The caller took them out of the window. Their rows stay: that of the batch says that they are sealed."""
+        for group in self.claims:
             group.claim = NO_CLAIM
             self.dirty[group.id] = None
-        group.step = step
+        self.claims.clear()
+        for group in groups:
+            group.state = SEALED
+            group.step = step
+        self.counts[OCCUPIED] -= len(groups)
+        self.counts[SEALED] += len(groups)
 
-    def consume(self, group: Group) -> None:
-        self._count(group, CONSUMED)
+    def consume(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.state = CONSUMED
+        self.counts[SEALED] -= len(groups)
+        self.counts[CONSUMED] += len(groups)
 
     def bring_back(self, group: Group) -> None:
         """A sealed or consumed group is occupied again, counted, at its old place. The caller enters it."""

@@ -11,6 +11,8 @@ from staleflow.protocols.consistency.groups import CONSUMED, LEASED, OCCUPIED, P
 from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.consistency.ledger import STEP_ROWS, Ledger
 
+FORGOTTEN_AT_ONCE = 4
+
 
 def push(ledger: Ledger, event: Push) -> None:
     group = ledger.groups.get(event.group)
@@ -42,6 +44,7 @@ def occupy(ledger: Ledger, event: Occupy) -> None:
     if group is None or group.lease != event.lease or group.state is RELEASED:
         return ledger.refuse("occupy", Code.STALE_LEASE, group=event.group, lease=event.lease)
     if group.state is PUSHED:
+        forget(ledger)
         return ledger.occupy(group)
     if group.state is LEASED:
         raise ledger.illegal(f"occupy of group {event.group}, which is LEASED: its push is missing", event.group)
@@ -108,12 +111,16 @@ def unseal(ledger: Ledger, step: Step, why: DropWhy) -> None:
 
 
 def forget(ledger: Ledger) -> None:
-    """Retire the groups of the oldest batch that no rollback can need any more, if there is one: one batch at a time,
-    so that a checkpoint holds up nobody."""
+    """Retire a few groups of the oldest batch that no rollback can need any more, if there is one. Called as often as
+    a group is occupied, so that what is kept is bounded and a checkpoint holds up nobody."""
     step = next(iter(ledger.batches), None)
     if step is None or step >= ledger.kept[1]:
         return
-    batch = ledger.batches.pop(step)
-    ledger.dirty[STEP_ROWS + step] = None
-    for group in batch.groups:
+    batch = ledger.batches[step]
+    few = batch.groups[batch.forgotten : batch.forgotten + FORGOTTEN_AT_ONCE]
+    for group in few:
         ledger.retire(group.id)
+    batch.forgotten += len(few)
+    if batch.forgotten == len(batch.groups):
+        del ledger.batches[step]
+        ledger.dirty[STEP_ROWS + step] = None

@@ -35,9 +35,7 @@ def seal(ledger: Ledger, groups: tuple[Group, ...]) -> None:
     """Fix the batch of step s. The groups are out of the window already."""
     window = ledger.window
     step = window.step
-    for group in groups:
-        ledger.seal(group, step)
-    ledger.claims.clear()
+    ledger.seal(groups, step)
     members = tuple([group.member() for group in groups])
     ledger.batch_hi = BatchId(ledger.batch_hi + 1)
     below = step - window.max_staleness
@@ -65,15 +63,9 @@ def seal(ledger: Ledger, groups: tuple[Group, ...]) -> None:
 def _next_members(ledger: Ledger) -> tuple[Group, ...]:
     """Take the claimed ones in the order of their claims, then the earliest deadlines, out of the window."""
     window = ledger.window
-    groups = list(ledger.claims)
-    for group in groups:
+    for group in ledger.claims:
         window.leave(group)
-    while len(groups) < window.batch_size:
-        earliest = window.first()
-        assert earliest is not None
-        window.take_first(earliest)
-        groups.append(earliest)
-    return tuple(groups)
+    return (*ledger.claims, *window.take_earliest(window.batch_size - len(ledger.claims)))
 
 
 def _drop_stale(ledger: Ledger) -> None:

@@ -61,7 +61,7 @@ def _group_row(group: Group) -> Row:
 def _batch_row(batch: Batch) -> Row:
     sealed = batch.sealed
     head = (batch.consumed, sealed.batch, sealed.lineage, sealed.trainer_term, sealed.masked_tokens, sealed.digest)
-    return head + tuple([group.id for group in batch.groups])
+    return head + tuple([group.id for group in batch.left()])
 
 
 def globals_row(ledger: Ledger) -> Row:
@@ -184,7 +184,10 @@ def _restore_group(ledger: Ledger, key: int, cells: Sequence[Cell]) -> None:
 
 
 def _restore_batch(ledger: Ledger, step: int, cells: Sequence[Cell]) -> None:
-    groups = tuple([ledger.groups[GroupId(_int(id))] for id in cells[6:]])
+    ids = [GroupId(_int(id)) for id in cells[6:]]
+    if step < ledger.kept[1]:
+        ids = [id for id in ids if id not in ledger.retired]
+    groups = tuple([ledger.groups[id] for id in ids])
     for group in groups:
         group.state = State.CONSUMED if cells[0] else State.SEALED
         group.step = Step(step)
@@ -199,7 +202,7 @@ def _restore_batch(ledger: Ledger, step: int, cells: Sequence[Cell]) -> None:
         masked_tokens=_int(cells[4]),
         digest=_str(cells[5]),
     )
-    if digest(members) != sealed.digest:
+    if step >= ledger.kept[1] and digest(members) != sealed.digest:
         raise RestoreError(f"the batch of step {step} has another digest than its groups")
     ledger.batches[sealed.step] = Batch(sealed, groups, consumed=bool(cells[0]))
 

@@ -128,9 +128,7 @@ def consume(ledger: Ledger, event: Consume) -> None:
     if event.step > step:
         return ledger.refuse("consume", Code.BAD_VERSION, f"step {event.step}; the next is {step}")
     batch.consumed = True
-    forget(ledger)
-    for group in batch.groups:
-        ledger.consume(group)
+    ledger.consume(batch.groups)
     ledger.dirty[STEP_ROWS + event.step] = None
     ledger.forget_attempts(event.batch)
     ledger.consumed_batch = event.batch

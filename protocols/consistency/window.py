@@ -209,6 +209,19 @@ class Window:
             bucket.occupied += by
             self.occupied += by
 
+    def take_earliest(self, count: int) -> list[Group]:
+        """Let go of the first ``count`` counted groups in EDF order that are not claimed."""
+        taken: list[Group] = []
+        for d in self.deadlines():
+            bucket = self.buckets.get(d)
+            share = 0 if bucket is None else min(bucket.occupied, count - len(taken))
+            if bucket is not None and share:
+                taken += bucket.take(share)
+                bucket.occupied -= share
+        self.occupied -= len(taken)
+        self.counted -= len(taken)
+        return taken
+
     def take_first(self, group: Group) -> None:
         """Let go of the group that ``first`` named."""
         heappop(self.buckets[group.deadline].queue)

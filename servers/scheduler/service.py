@@ -34,7 +34,7 @@ from staleflow.servers.scheduler.rejects import Rejects
 from staleflow.servers.scheduler.status import StatusView
 from staleflow.servers.scheduler.training import Training
 
-COMMIT_MS = 5
+COMMIT_MS = 2
 TICK_S = 0.05
 ROOM_TICKS = 10
 """Ticks between two looks at the room that the store has left."""

@@ -19,7 +19,7 @@ class TransportLimits:
     """Messages that ZeroMQ queues for a peer; more than ``max_pending``, so no answer to a peer that reads is lost."""
     receive_queue: int = 256
     """Messages of a peer that ZeroMQ reads ahead; then the peer has to wait."""
-    burst_messages: int = 512
+    burst_messages: int = 128
     """Messages handled before the loop's timers get a turn."""
     copy_below_bytes: int = 32_768
     """Frames smaller than this are copied when sent: cheaper than keeping track of the owner of the bytes."""

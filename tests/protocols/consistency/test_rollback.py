@@ -17,6 +17,7 @@ from staleflow.protocols.consistency.effects import (
 from staleflow.protocols.consistency.events import Push, Segment
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.ledger import STEP_ROWS
 from staleflow.protocols.consistency.limits import Bound
 from tests.protocols.consistency.scenes import Scene, code, groups, seals
 
@@ -134,16 +135,39 @@ def test_consumed_payload_is_kept_until_checkpointed_and_then_its_ids_never_come
     assert scene.machine.state_counts()["consumed"] == 4
 
 
-def test_a_checkpoint_lets_go_of_one_batch_at_a_time_but_needs_none_of_them() -> None:
-    scene = trained(4)
-    scene.checkpointed(3)
-    assert [scene.machine.must_keep(GroupId(group)) for group in (0, 10, 20, 30)] == [False, False, False, True]
-    retired = [[scene.machine.retired(GroupId(group)) for group in (0, 10, 20, 30)]]
-    for _ in range(3):
+def test_a_checkpoint_needs_no_older_batch_and_forgets_a_few_groups_at_a_time() -> None:
+    scene = trained(3, batch_size=6)
+    scene.checkpointed(2)
+    every = [*range(6), *range(10, 16), *range(20, 26)]
+    assert [scene.machine.must_keep(GroupId(group)) for group in every] == [False] * 12 + [True] * 6
+    retired: list[int] = []
+    for _ in range(5):
+        retired.append(sum(scene.machine.retired(GroupId(group)) for group in every))
+        scene.machine = scene.restart()
+        scene.machine.check()
         scene.at(1)
-        retired.append([scene.machine.retired(GroupId(group)) for group in (0, 10, 20, 30)])
-    assert [sum(row) for row in retired] == [1, 2, 3, 3]
-    assert scene.machine.state_counts()["consumed"] == 8
+    assert retired == [4, 6, 10, 12, 12]
+    assert scene.machine.state_counts()["consumed"] == 18
+
+
+def test_as_many_groups_are_forgotten_as_are_occupied() -> None:
+    scene = trained(1, batch_size=6)
+    scene.checkpointed(1)
+    scene.reserve(10, version=1)
+    scene.finish(10)
+    assert all(scene.machine.retired(GroupId(group)) for group in range(6))
+
+
+def test_a_rollback_finds_everything_while_an_older_batch_is_being_forgotten() -> None:
+    scene = trained(2, batch_size=6)
+    before = scene.machine.row(STEP_ROWS + 1)
+    scene.checkpointed(1)
+    scene.machine = scene.restart()
+    (_, _, sealed) = scene.join(1, trainer="again")
+    assert isinstance(sealed, Sealed)
+    assert before is not None
+    assert sealed.digest in before
+    assert groups(sealed) == tuple(range(10, 16))
 
 
 def test_the_versions_to_keep_are_the_checkpoint_the_newest_and_those_of_leases() -> None:
