@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: help run test format lint type unit bench proof clean
+.PHONY: help run test format lint type unit bench proof docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -41,5 +41,9 @@ bench: .venv/.installed ## the tables of bench/, each with a peer or the raw lim
 proof: .venv/.installed ## long: three seeds of the quickstart, results under bench/results/
 	$(BIN)/python -m bench.quickstart
 
+docs: .venv/.installed ## docs/ as a site in site/
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/zensical build --strict
+
 clean: ## remove what make made, but no run directory
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -187,7 +187,7 @@ def show(rows: list[Row]) -> None:
         table.add_column(head, justify="left" if not head else "right")
     for row in rows:
         table.add_row(*cells(row))
-    Console().print(table)
+    Console(width=max(Console().width, 100)).print(table)
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def show(titles: tuple[str, ...], rows: list[tuple[str, ...]], markdown: bool) -
     table = Table(*titles, title="quickstart, one run a seed")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(width=max(Console().width, 110)).print(table)
 
 
 if __name__ == "__main__":
