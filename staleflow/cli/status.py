@@ -55,10 +55,10 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
     from staleflow.supervisor.view import Snapshot
 
     elapsed_s = float(values.get("uptime_s") or 0.0)
-    snapshot = Snapshot(phase="finished" if values.get("finished") else "running", elapsed_s=elapsed_s, status=values)
+    phase = "finished" if values.get("finished") else "running"
+    lines = tuple(lines_of(run_dir / "metrics.jsonl")) if run_dir else ()
+    snapshot = Snapshot(phase=phase, elapsed_s=elapsed_s, status=values, lines=lines)
     history = History()
-    for line in lines_of(run_dir / "metrics.jsonl") if run_dir else ():
-        history.line(line)
     history.see(snapshot)
     console = Console(highlight=False)
     console.print(render(board(str(values.get("run", "")), snapshot, history), str(run_dir or ""), console.width))

@@ -77,7 +77,9 @@ class History:
 
     def see(self, snapshot: Snapshot) -> None:
         """Takes in one snapshot."""
-        self.line(snapshot.status.get("metrics") or {})
+        newest: Mapping[str, Any] = snapshot.status.get("metrics") or {}
+        for line in (*snapshot.lines, newest):
+            self.line(line)
         version = int(snapshot.status.get("version", -1))
         if version >= 0 and (not self.steps or version > self.steps[-1][1]):
             self.steps.append((snapshot.elapsed_s, version))

@@ -24,7 +24,7 @@ from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import Interrupted, StopSignals
 from staleflow.supervisor.summary import Pace, Summary, summarise, write
 from staleflow.supervisor.view import Snapshot, View
-from staleflow.supervisor.watch import StatusWatch
+from staleflow.supervisor.watch import NewLines, StatusWatch
 
 TICK_S = 0.2
 START_S = 60.0
@@ -53,6 +53,7 @@ class Supervisor:
         self._detail = ""
         self._began = time.monotonic()
         self._pace = Pace()
+        self._lines = NewLines(run_dir / "metrics.jsonl")
 
     def run(self) -> int:
         """The whole run; returns the exit code."""
@@ -193,6 +194,7 @@ class Supervisor:
                 processes=tuple(child.state() for child in self._children),
                 status=status,
                 status_age_s=self._watch.age_s,
+                lines=self._lines.take(),
                 detail=self._detail,
             )
         )

@@ -30,6 +30,8 @@ class Snapshot:
     status: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The scheduler's last answer to ``GetStatus``; empty before the first."""
     status_age_s: float = 0.0
+    lines: tuple[Mapping[str, Any], ...] = ()
+    """What ``metrics.jsonl`` has gained since the snapshot before: every step, however fast they are."""
     detail: str = ""
     """Of the phase: the last line that the model's builder printed."""
 

@@ -1,9 +1,11 @@
-"""Keeps the scheduler's newest status at hand, so that nobody who looks at it ever waits for it."""
+"""What is new: the scheduler's status, kept at hand so that nobody ever waits for it, and the lines of a file."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from staleflow.clients.admin import Admin
@@ -49,3 +51,23 @@ class StatusWatch:
         while not self._end.is_set():
             self.ask_now()
             self._end.wait(self._every_s)
+
+
+class NewLines:
+    """The objects of a ``.jsonl`` file that grows, each once. It need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def take(self) -> tuple[Mapping[str, Any], ...]:
+        """The whole lines since the last call; all of them at first."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+        except FileNotFoundError:
+            return ()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return tuple(json.loads(line) for line in whole.splitlines())

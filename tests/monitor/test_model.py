@@ -1,5 +1,6 @@
 """From a status to what a person reads; no terminal."""
 
+import dataclasses
 from typing import Any
 
 from staleflow.monitor.model import History, RoleRow, WindowRow, board, role_of
@@ -65,13 +66,32 @@ def test_the_builder_of_the_model_says_how_far_it_is() -> None:
     assert board("run", building, History()).roles == (RoleRow(name="model", doing="step 3"),)
 
 
-def test_an_evaluation_line_changes_only_the_held_out_reward() -> None:
+def test_the_first_and_the_last_evaluation_are_shown() -> None:
     history = History()
-    history.see(shown())
     history.see(shown(metrics={"step": 23, "reward/eval": 0.25}))
     history.see(shown(metrics={"step": 40, "reward/eval": 0.75}))
     it = board("run", shown(), history)
     assert it.held_out == (0.25, 0.75)
+
+
+def test_steps_between_two_looks_are_seen_too() -> None:
+    between: list[dict[str, Any]] = [
+        {"step": 23, "reward/mean": 0.5, "off_policy/mean": 2.5, "off_policy/max": 3, "reward/eval": 0.75},
+        {"step": 24, "reward/mean": 0.7, "off_policy/mean": 1.0, "off_policy/max": 1},
+    ]
+    history = History()
+    history.see(shown(metrics={"step": 22, "reward/eval": 0.25}))
+    history.see(dataclasses.replace(shown(metrics=between[1]), lines=tuple(between)))
+    it = board("run", shown(metrics=between[1]), history)
+    assert it.held_out == (0.25, 0.75)
+    assert (it.rewards, it.staleness_max) == ((0.5, 0.7), 3)
+
+
+def test_an_evaluation_changes_no_other_number() -> None:
+    history = History()
+    history.see(shown())
+    history.see(shown(metrics={"step": 23, "reward/eval": 0.25}))
+    it = board("run", shown(), history)
     assert (it.reward, it.staleness_max) == (0.61, 2)
 
 
