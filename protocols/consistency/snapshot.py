@@ -105,7 +105,7 @@ def versions_in_use(ledger: Ledger) -> tuple[tuple[Lineage, Version], ...]:
 
 
 def restore(ledger: Ledger, stored: Row, rows: Iterable[tuple[int, Iterable[Cell]]], now_ms: int) -> None:
-    """Fill an empty ledger. Rows of retired groups are passed over: they were let go and are still to be deleted."""
+    """Fill an empty ledger."""
     try:
         _restore_globals(ledger, stored)
         groups: list[tuple[int, Sequence[Cell]]] = []
@@ -119,8 +119,7 @@ def restore(ledger: Ledger, stored: Row, rows: Iterable[tuple[int, Iterable[Cell
             else:
                 groups.append((key, cells))
         for key, cells in groups:
-            if key not in ledger.retired:
-                _restore_group(ledger, key, cells)
+            _restore_group(ledger, key, cells)
         for step, cells in sorted(batches, key=lambda batch: batch[0]):
             _restore_batch(ledger, step, cells)
         _rebuild(ledger, now_ms)

@@ -1,11 +1,7 @@
 """The ledger's rows in the store: each under its place, so that rows which change together share pages.
 
-Group ids come in a shuffled order and would dirty a page of the map each; leases come in order. A checkpoint
-lets go of thousands of rows at once: they are deleted a few a commit, and rows that a crash leaves behind are known by
-their groups, which are retired.
+Group ids come in a shuffled order and would dirty a page of the map each; leases come in order.
 """
-
-from collections import deque
 
 import msgspec
 
@@ -21,17 +17,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[int | str | bool]).decode
 
 
-DELETES = 256
-"""Old rows deleted with one commit, at least; a sixteenth of them when there are more."""
-
-
 class LedgerRows:
     """What is stored of a ledger, and where."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
-        self._old: deque[int] = deque()
-        """Places whose rows are to be deleted. A place is a lease, and so never used again."""
 
     def save(self, txn: Write, machine: Machine) -> None:
         """Bring the rows that changed, and the globals, into a transaction."""
@@ -42,32 +32,21 @@ class LedgerRows:
             place = -1 if row is None else machine.place(key)
             if before is not None and before != place:
                 del places[key]
-                if before == key:
-                    txn.delete(TABLE, number_key(before))
-                else:
-                    self._old.append(before)
+                txn.delete(TABLE, number_key(before))
             if row is not None:
                 places[key] = place
                 txn.put(TABLE, number_key(place), _encode((key, *row)))
         txn.put("meta", _LEDGER, _encode(machine.globals_row()))
-        for _ in range(min(len(self._old), max(DELETES, len(self._old) // 16))):
-            txn.delete(TABLE, number_key(self._old.popleft()))
 
     def load(self, txn: Read, limits: Limits) -> Machine:
         """The machine that was saved last, and where its rows are; a new machine when nothing was."""
         self._places.clear()
-        self._old.clear()
         raw = txn.get("meta", _LEDGER)
         if raw is None:
             return Machine(limits)
         rows: dict[int, list[int | str | bool]] = {}
         for place, stored in txn.items(TABLE):
             key, *row = _decode(stored)
-            if int(key) in self._places:
-                self._old.append(self._places[int(key)])
             self._places[int(key)] = key_number(place)
             rows[int(key)] = row
-        machine = Machine.restore(limits, _decode(raw), rows.items(), now_ms())
-        for key in [key for key in self._places if machine.row(key) is None]:
-            self._old.append(self._places.pop(key))
-        return machine
+        return Machine.restore(limits, _decode(raw), rows.items(), now_ms())
