@@ -1,12 +1,21 @@
 # pyright: basic, reportMissingImports=false
-"""Policy losses over tokens.
+"""Policy losses over tokens, to be minimised; ``sequence_losses`` has those that look at whole trajectories.
 
 Three policies meet here. *Behaviour*: the engine, possibly several versions and another numeric path ago; its own
-log-probabilities came with the tokens. *Old* (proximal): the trainer's weights when the step begins, the centre of the
-trust region. *Current*: the weights being moved. The ratio that PPO clips is current/old; the distance from behaviour
-to old is a given, not something this step can change, and is corrected by a detached weight (``tis_weights``). That
-split is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298). With one optimiser step a batch,
-old equals current in value, so ``old = logprobs.detach()`` is exact and saves a forward pass.
+log-probabilities came with the tokens. *Old* (proximal): the trainer's weights when the step begins. *Current*: the
+weights being moved. There is one optimiser step a batch, so old equals current in value, always:
+``old = logprobs.detach()`` is exact and saves a forward pass, and a ratio current/old is 1 with a gradient.
+
+Which policy stands below the fraction:
+
+- ``ppo_clip`` with ``ratio_to = "old"``: old. What lies between behaviour and old is a given that this step cannot
+  change; it is the ``correction``'s (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298; IcePop
+  and TIS likewise). The clip is idle as long as a batch is one step.
+- ``ppo_clip`` with ``ratio_to = "behavior"``, ``gspo``, ``cispo``, ``aipo``, ``m2po``, ``opsm``: behaviour. Their
+  papers call it old or mu and mean the policy that sampled; the ratio is itself the correction, and its bound acts on
+  staleness. No further correction is applied.
+
+Every tensor is [T]; ``advantages`` and everything of the denominator are constants. Averaging is ``aggregation``'s.
 """
 
 from dataclasses import dataclass
@@ -14,63 +23,106 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Logarithms of ratios are cut here, so that one broken token gives a large number and not infinity."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clipped:
-    """Per-token loss, and which tokens have their gradient cut by the clip. All [N, L]."""
+class TokenLoss:
+    """Per-token loss and what happened to whom. All [T], the flags bool."""
 
     loss: Tensor
     low: Tensor
-    """Bool: negative advantage and ratio below 1 - ``clip_low``."""
+    """Gradient cut by the lower bound of a clip."""
     high: Tensor
-    """Bool: positive advantage and ratio above 1 + ``clip_high``."""
+    """Gradient cut by the upper bound of a clip."""
+    masked: Tensor
+    """Taken out altogether."""
+    truncated: Tensor
+    """Weight cut to its cap; the gradient goes on with the cap."""
+
+
+def plain(loss: Tensor, **flags: Tensor) -> TokenLoss:
+    """A loss whose tokens all count, but for the flags given."""
+    never = torch.zeros_like(loss, dtype=torch.bool)
+    return TokenLoss(loss=loss, **({"low": never, "high": never, "masked": never, "truncated": never} | flags))
+
+
+def ratio_of(logprobs: Tensor, denominator: Tensor) -> Tensor:
+    """``exp(logprobs - denominator)``, with gradient of ``logprobs``."""
+    return torch.exp((logprobs - denominator.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def ppo_clip(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> Clipped:
-    """The clipped surrogate, one value a token, to be minimised; masking and averaging are the caller's.
+    logprobs: Tensor, old: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> TokenLoss:
+    """The clipped surrogate; ``dual_clip`` 0 is off, else a factor above 1::
 
-    ``logprobs``, ``old_logprobs`` [N, L] (old is taken as a constant), ``advantages`` [N]::
+        r_t    = exp(logp_t - old_t)
+        s_t    = min(r_t * A_t, clip(r_t, 1 - clip_low, 1 + clip_high) * A_t)
+        loss_t = -s_t                                A_t >= 0
+        loss_t = -max(s_t, dual_clip * A_t)          A_t < 0: a token grown very likely pushes no harder than that
 
-        r_t = exp(logp_t - old_t)
-        loss_t = -min(r_t * A, clip(r_t, 1 - clip_low, 1 + clip_high) * A)
+    ``low``: A_t < 0 and r_t < 1 - clip_low. ``high``: A_t > 0 and r_t > 1 + clip_high, or cut by the second clip.
 
-    Source: Schulman et al., PPO (arXiv 1707.06347), equation 7; apart clip bounds: Yu et al., DAPO (arXiv 2503.14476),
-    section 3.1.
+    Source: Schulman et al., PPO (arXiv 1707.06347), equation 7; apart bounds (clip-higher): Yu et al., DAPO (arXiv
+    2503.14476), section 3.1; second clip: Ye et al. (arXiv 1912.09729), equation 5.
     """
-    ratio = torch.exp(logprobs - old_logprobs.detach())
-    advantage = advantages.detach().unsqueeze(-1)
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
-    with torch.no_grad():
-        low = (advantage < 0) & (ratio < 1.0 - clip_low)
-        high = (advantage > 0) & (ratio > 1.0 + clip_high)
-    return Clipped(loss=loss, low=low, high=high)
+    ratio, advantages = ratio_of(logprobs, old), advantages.detach()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
+    bad = advantages < 0
+    low, high = bad & (ratio < 1.0 - clip_low), (advantages > 0) & (ratio > 1.0 + clip_high)
+    if dual_clip > 0:
+        beyond = bad & (ratio > dual_clip)
+        surrogate = torch.where(beyond, dual_clip * advantages, surrogate)
+        high = high | beyond
+    return plain(-surrogate, low=low, high=high)
 
 
-def tis_weights(old_logprobs: Tensor, behavior_logprobs: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights of the engine's tokens, a constant to multiply each token's loss with.
+def cispo(logprobs: Tensor, behavior: Tensor, advantages: Tensor, *, cispo_low: float, cispo_high: float) -> TokenLoss:
+    """REINFORCE with a clipped importance weight: no token ever loses its gradient::
 
-    ``old_logprobs``, ``behavior_logprobs`` [N, L] -> [N, L], no gradient; ``cap`` 0 gives ones::
+        w_t    = clip(exp(logp_t - behaviour_t), 1 - cispo_low, 1 + cispo_high), a constant
+        loss_t = -w_t * A_t * logp_t
 
-        w_t = min(pi_old(x_t) / pi_behaviour(x_t), cap)
+    ``cispo_low`` >= 1 is no lower bound, as in the paper's runs.
 
-    Source: Ionides, Truncated Importance Sampling (2008); for engine/trainer pairs: Yao et al., Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training (2025); per token as in IMPALA (arXiv 1802.01561).
+    Source: MiniMax-M1 (arXiv 2506.13585), section 3.1, equations 4 and 5.
     """
-    if cap == 0:
-        return torch.ones_like(old_logprobs)
-    difference = (old_logprobs - behavior_logprobs).detach()
-    return torch.exp(difference.clamp(max=float(torch.tensor(cap, dtype=torch.float64).log()))).clamp(max=cap)
+    ratio = ratio_of(logprobs, behavior).detach()
+    weight = ratio.clamp(1.0 - cispo_low, 1.0 + cispo_high)
+    return plain(-weight * advantages.detach() * logprobs, truncated=weight != ratio)
 
 
-def token_mean(values: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """Sum of ``values`` [N, L] where ``mask`` [N, L], divided by the trained ``tokens`` of the *whole* batch.
+def aipo(logprobs: Tensor, behavior: Tensor, advantages: Tensor, *, aipo_cap: float) -> TokenLoss:
+    """REINFORCE with an importance weight that is cut from above only::
 
-    The sum of this over micro-batches is the batch's token mean however the batch was cut. Masked positions may hold
-    anything, NaN included: they neither count nor carry gradient.
+        w_t    = min(exp(logp_t - behaviour_t), aipo_cap), a constant
+        loss_t = -w_t * A_t * logp_t
 
-    Source: token-level loss of DAPO (arXiv 2503.14476), section 3.3.
+    Source: LlamaRL (arXiv 2505.24034), section 5, AIPO.
     """
-    return torch.where(mask, values, torch.zeros_like(values)).sum() / max(tokens, 1)
+    ratio = ratio_of(logprobs, behavior).detach()
+    weight = ratio.clamp(max=aipo_cap)
+    return plain(-weight * advantages.detach() * logprobs, truncated=ratio > aipo_cap)
+
+
+def m2po(logprobs: Tensor, behavior: Tensor, advantages: Tensor, *, limit: float) -> TokenLoss:
+    """The unclipped surrogate without the tokens that make the batch's second moment too large::
+
+        loss_t = -M_t * exp(logp_t - behaviour_t) * A_t,   M_t = [(logp_t - behaviour_t)^2 <= limit]
+
+    ``limit`` is ``second_moment.largest_kept`` of the whole batch, so that the mean of the squares kept is at most the
+    threshold. Masked tokens stay in the denominator of the mean.
+
+    Source: Zheng et al., M2PO (arXiv 2510.01161), section 4.
+    """
+    ratio = ratio_of(logprobs, behavior)
+    masked = squared_log_ratio(logprobs, behavior) > limit
+    loss = -torch.where(masked, torch.zeros_like(ratio), ratio * advantages.detach())
+    return plain(loss, masked=masked)
+
+
+def squared_log_ratio(logprobs: Tensor, behavior: Tensor) -> Tensor:
+    """``(logp_t - behaviour_t)^2``, float64, a constant."""
+    return (logprobs.detach().to(torch.float64) - behavior.detach().to(torch.float64)) ** 2

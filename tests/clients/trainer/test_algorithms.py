@@ -1,41 +1,79 @@
 # pyright: basic, reportMissingImports=false
-"""Each formula against a loop over tokens, and each gradient against finite differences."""
+"""The functions one by one: by hand, by finite differences, and at their edges. ``test_objective`` has the whole."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from staleflow.clients.trainer.algorithms.advantages import grpo
+from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
+from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of, shares
+from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
+from staleflow.clients.trainer.algorithms.kl import kl_loss
 from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
-from staleflow.clients.trainer.algorithms.losses import ppo_clip, tis_weights, token_mean
-from staleflow.clients.trainer.algorithms.mismatch import importance_weights, mismatch_kl
+from staleflow.clients.trainer.algorithms.mismatch import MismatchSums
+from staleflow.clients.trainer.algorithms.second_moment import largest_kept
+from staleflow.clients.trainer.objective import LOCAL
+from tests.clients.trainer import literal
+
+CPU = torch.device("cpu")
+ROW = torch.tensor([4, 4, 4, 0, 0, 2])
+"""Three trajectories, as rows of some batch."""
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def test_grpo_is_the_literal_formula_group_by_group() -> None:
-    rewards = [1.0, 0.0, 0.5, 2.0, 2.0, -1.0, 3.0]
-    groups = [7, 7, 7, 3, 3, 3, 9]
-    expected = []
-    for reward, group in zip(rewards, groups, strict=True):
-        members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        mean = sum(members) / len(members)
-        spread = math.sqrt(sum((r - mean) ** 2 for r in members) / max(1, len(members) - 1))
-        expected.append((reward - mean) / (spread + 1e-6))
-    assert grpo(torch.tensor(rewards), torch.tensor(groups)).tolist() == pytest.approx(expected, rel=1e-5)
+GROUPED: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    advantages.grpo,
+    advantages.dr_grpo,
+    advantages.rloo,
+]
 
 
-def test_a_group_of_one_and_a_group_of_equals_teach_nothing() -> None:
-    advantages = grpo(torch.tensor([5.0, 0.3, 0.3, 0.3]), torch.tensor([0, 1, 1, 1]))
-    assert advantages.abs().max().item() < 1e-1 * 1e-6 / 1e-6 * 1e-1
-    assert advantages[0].item() == 0.0
+@pytest.mark.parametrize("function", GROUPED)
+def test_a_group_of_one_and_a_group_of_equals_teach_nothing(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    found = function(torch.tensor([5.0, 0.25, 0.25, 0.25]), torch.tensor([0, 1, 1, 1]))
+    assert found.tolist() == [0.0] * 4
+    assert function(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
-def test_grpo_of_nothing_is_nothing() -> None:
-    assert grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+def test_group_advantages_by_hand() -> None:
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.tensor([8, 3, 8, 3])
+    assert advantages.dr_grpo(rewards, groups).tolist() == [0.25, 0.0, -0.25, 0.0]
+    assert advantages.rloo(rewards, groups).tolist() == [0.5, 0.0, -0.5, 0.0]
+    assert advantages.grpo(rewards, groups).tolist() == pytest.approx([2**-0.5, 0, -(2**-0.5), 0], rel=1e-5)
+
+
+def test_normalised_advantages_have_mean_zero_and_deviation_one_over_trained_tokens() -> None:
+    given, mask = 3 * drawn(50) + 7, drawn(50, seed=1) > 0
+    found = advantages.normalised(given, mask, LOCAL)[mask].double()
+    assert float(found.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(found.std(correction=0)) == pytest.approx(1.0, abs=1e-5)
+    assert advantages.normalised(torch.ones(4), torch.ones(4, dtype=torch.bool), LOCAL).tolist() == [0.0] * 4
+
+
+def test_gae_by_hand() -> None:
+    lengths = torch.tensor([2, 0, 1])
+    rewards = token_rewards(torch.tensor([1.0, 9.0, 2.0]), lengths)
+    assert rewards.tolist() == [0.0, 1.0, 2.0]
+    values = torch.tensor([0.5, 0.25, 1.0])
+    last = 1.0 - 0.25
+    first = (0.0 + 0.5 * 0.25 - 0.5) + 0.5 * 0.8 * last
+    assert gae(rewards, values, lengths, gamma=0.5, gae_lambda=0.8).tolist() == pytest.approx([first, last, 1.0])
+
+
+def test_gae_with_lambda_one_is_the_return_minus_the_value_and_with_zero_the_one_step_error() -> None:
+    lengths, rewards, values = torch.tensor([3, 2]), drawn(5).float(), drawn(5, seed=1).float()
+    full = gae(rewards, values, lengths, gamma=1.0, gae_lambda=1.0)
+    assert torch.allclose(full, returns_to_go(rewards, lengths) - values, atol=1e-6)
+    after = torch.tensor([values[1], values[2], 0.0, values[4], 0.0])
+    assert torch.allclose(gae(rewards, values, lengths, gamma=1.0, gae_lambda=0.0), rewards + after - values)
+    assert gae(rewards[:0], values[:0], lengths[:0], gamma=1.0, gae_lambda=1.0).shape == (0,)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -50,120 +88,166 @@ def test_token_logprobs_are_those_of_the_sampling_distribution(temperature: floa
             assert float(found[row, place]) == pytest.approx(scores[input_ids[row, place]] - total, abs=1e-5)
 
 
-def test_ppo_clip_is_the_literal_formula_token_by_token() -> None:
-    logprobs, old, advantages = drawn(3, 6, seed=1), drawn(3, 6, seed=2), torch.tensor([1.5, -0.5, 0.0]).double()
-    found = ppo_clip(logprobs, old, advantages, clip_low=0.2, clip_high=0.3)
-    for row in range(3):
-        for place in range(6):
-            ratio = math.exp(logprobs[row, place] - old[row, place])
-            advantage = float(advantages[row])
-            cut = min(max(ratio, 0.8), 1.3)
-            assert float(found.loss[row, place]) == pytest.approx(-min(ratio * advantage, cut * advantage))
-            assert bool(found.low[row, place]) == (advantage < 0 and ratio < 0.8)
-            assert bool(found.high[row, place]) == (advantage > 0 and ratio > 1.3)
-
-
-def test_ppo_clip_has_no_gradient_exactly_where_it_reports_a_clip() -> None:
-    logprobs = drawn(3, 6, seed=1).requires_grad_()
-    advantages = torch.tensor([1.5, -0.5, 1.0]).double()
-    found = ppo_clip(logprobs, drawn(3, 6, seed=2), advantages, clip_low=0.2, clip_high=0.3)
-    found.loss.sum().backward()  # type: ignore[no-untyped-call]
-    assert logprobs.grad is not None
-    assert torch.equal(logprobs.grad == 0, found.low | found.high)
-    assert (found.low | found.high).any()
-
-
-def test_the_whole_loss_passes_gradcheck_away_from_the_clip() -> None:
-    logprobs = (0.05 * drawn(2, 5, seed=3)).requires_grad_()
-    old, behavior = torch.zeros(2, 5).double(), 0.5 * drawn(2, 5, seed=4)
-    mask = drawn(2, 5, seed=5) > 0
-
-    def loss(logprobs: torch.Tensor) -> torch.Tensor:
-        clipped = ppo_clip(logprobs, old, torch.tensor([1.0, -2.0]).double(), clip_low=0.2, clip_high=0.2)
-        return token_mean(clipped.loss * tis_weights(old, behavior, 2.0), mask, int(mask.sum()))
-
-    assert torch.autograd.gradcheck(loss, (logprobs,))
-
-
 def test_token_logprobs_pass_gradcheck() -> None:
-    logits = drawn(1, 3, 4).requires_grad_()
-    ids = torch.tensor([[0, 1, 2]])
+    logits, ids = drawn(1, 3, 4).requires_grad_(), torch.tensor([[0, 1, 2]])
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, ids, 0.9), (logits,), eps=1e-2, atol=2e-3, rtol=1e-2)
 
 
-def test_with_old_detached_from_the_same_pass_the_gradient_is_the_weighted_policy_gradient() -> None:
-    """One optimizer step a batch: the ratio is 1 everywhere, its gradient is that of the log-probability."""
-    logprobs = drawn(2, 4, seed=6).requires_grad_()
-    behavior, advantages = drawn(2, 4, seed=7), torch.tensor([0.7, -1.1]).double()
-    found = ppo_clip(logprobs, logprobs.detach(), advantages, clip_low=0.2, clip_high=0.2)
-    weights = tis_weights(logprobs.detach(), behavior, 2.0)
-    (found.loss * weights).sum().backward()  # type: ignore[no-untyped-call]
-    assert not (found.low | found.high).any()
-    assert logprobs.grad is not None
-    assert torch.allclose(logprobs.grad, -weights * advantages.unsqueeze(-1))
+def ppo(logprobs: torch.Tensor) -> torch.Tensor:
+    return losses.ppo_clip(
+        logprobs, drawn(6, seed=2), drawn(6, seed=3), clip_low=0.2, clip_high=0.3, dual_clip=1.5
+    ).loss
 
 
-def test_tis_weights_are_capped_from_above_only_and_constant() -> None:
-    old, behavior = drawn(2, 8, seed=8).requires_grad_(), drawn(2, 8, seed=9)
-    weights = tis_weights(old, behavior, 1.5)
-    expected = [
-        min(math.exp(o - b), 1.5) for o, b in zip(old.flatten().tolist(), behavior.flatten().tolist(), strict=True)
+def m2po(logprobs: torch.Tensor) -> torch.Tensor:
+    return losses.m2po(logprobs, drawn(6, seed=2), drawn(6, seed=3), limit=1.0).loss
+
+
+def gspo(logprobs: torch.Tensor) -> torch.Tensor:
+    return sequence_losses.gspo(logprobs, drawn(6, seed=2), drawn(6, seed=3), ROW, gspo_low=0.5, gspo_high=0.5).loss
+
+
+def opsm(logprobs: torch.Tensor) -> torch.Tensor:
+    return sequence_losses.opsm(
+        logprobs, drawn(6, seed=2), drawn(6, seed=3), ROW, clip_low=0.9, clip_high=3.0, opsm_delta=0.5
+    ).loss
+
+
+def k2(logprobs: torch.Tensor) -> torch.Tensor:
+    return kl_loss("k2", logprobs, drawn(6, seed=2))
+
+
+def k3(logprobs: torch.Tensor) -> torch.Tensor:
+    return kl_loss("k3", logprobs, drawn(6, seed=2))
+
+
+@pytest.mark.parametrize("function", [ppo, m2po, gspo, opsm, k2, k3])
+def test_losses_whose_gradient_is_their_derivative_pass_gradcheck(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    logprobs = drawn(6, seed=5).requires_grad_()
+    assert torch.autograd.gradcheck(function, (logprobs,))
+    assert torch.autograd.grad(function(logprobs).sum(), logprobs)[0].abs().max() > 0
+
+
+def test_k1_in_the_loss_has_the_gradient_of_the_divergence_and_not_its_own() -> None:
+    logprobs, reference = drawn(6).requires_grad_(), drawn(6, seed=1)
+    value = kl_loss("k1", logprobs, reference)
+    (gradient,) = torch.autograd.grad(value.sum(), logprobs)
+    assert torch.allclose(value, logprobs - reference)
+    assert torch.allclose(gradient, logprobs - reference)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_estimators_agree_with_the_divergence_of_two_distributions(kind: str) -> None:
+    """Value and gradient in expectation over the policy's own tokens; k3's gradient is right to first order only."""
+    scores = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([0.25, -0.1, 0.0], dtype=torch.float64), 0)
+    current = torch.log_softmax(scores, 0)
+    exact = (current.exp() * (current - reference)).sum()
+    (wanted,) = torch.autograd.grad(exact, scores, retain_graph=True)
+    estimate = (current.detach().exp() * kl_loss(kind, current, reference)).sum()
+    (found,) = torch.autograd.grad(estimate, scores)
+    assert float(estimate.detach()) == pytest.approx(float(exact.detach()), rel=0.1)
+    assert torch.allclose(found, wanted, atol=2e-3 if kind == "k3" else 1e-12)
+
+
+def test_a_loss_of_another_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="k4 is no estimator: one of k1, k2, k3"):
+        kl_loss("k4", torch.zeros(1), torch.zeros(1))
+
+
+def test_ppo_clip_has_no_gradient_exactly_where_it_reports_a_clip() -> None:
+    logprobs = drawn(60, seed=1).requires_grad_()
+    found = losses.ppo_clip(logprobs, drawn(60, seed=2), drawn(60, seed=3), clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    (gradient,) = torch.autograd.grad(found.loss.sum(), logprobs)
+    assert torch.equal(gradient == 0, found.low | found.high)
+    assert not (found.low & found.high).any()
+    assert found.low.any()
+
+
+def test_weights_are_constants() -> None:
+    old, behavior = drawn(6).requires_grad_(), drawn(6, seed=1)
+    made = [
+        corrections.uncorrected(old, behavior),
+        corrections.truncated(old, behavior, cap=1.5),
+        corrections.decoupled(old, behavior),
+        corrections.masked_tokens(old, behavior, low=0.5, high=2.0),
+        corrections.masked_sequences(old, behavior, ROW, cap=2.0),
     ]
-    assert weights.flatten().tolist() == pytest.approx(expected)
-    assert not weights.requires_grad
-    assert float(weights.max()) == 1.5
-    assert tis_weights(torch.tensor([0.0]), torch.tensor([-1000.0]), 2.0).tolist() == [2.0]
+    assert not any(correction.weight.requires_grad for correction in made)
+    assert float(made[1].weight.max()) == 1.5
 
 
-def test_a_cap_of_zero_switches_truncated_importance_sampling_off() -> None:
-    assert tis_weights(drawn(2, 3), drawn(2, 3, seed=1), 0).tolist() == [[1.0] * 3] * 2
+def test_the_bounds_of_a_mask_are_inside() -> None:
+    ratio = torch.tensor([0.5, 0.25, 2.0, 2.5], dtype=torch.float64)
+    found = corrections.masked_tokens(ratio.log(), torch.zeros(4), low=0.5, high=2.0)
+    assert found.weight.tolist() == pytest.approx([0.5, 0.0, 2.0, 0.0])
 
 
-def test_micro_batches_add_up_to_the_token_mean_and_masked_nan_does_not_count() -> None:
-    values, mask = drawn(4, 5), drawn(4, 5, seed=1) > 0
-    whole = sum(float(v) for v, m in zip(values.flatten(), mask.flatten(), strict=True) if m) / int(mask.sum())
-    values[~mask] = math.nan
-    values.requires_grad_()
-    parts = [token_mean(values[rows], mask[rows], int(mask.sum())) for rows in ([0], [1, 2], [3])]
-    total = torch.stack(parts).sum()
-    total.backward()  # type: ignore[no-untyped-call]
-    assert float(total.detach()) == pytest.approx(whole)
-    assert values.grad is not None
-    assert torch.isfinite(values.grad).all()
-
-
-def test_token_mean_of_no_tokens_is_zero() -> None:
-    assert float(token_mean(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), 0)) == 0.0
-
-
-def test_mismatch_kl_is_k3_and_never_negative() -> None:
-    old, behavior = drawn(50, seed=1), drawn(50, seed=2)
-    terms = [math.exp(o - b) - 1 - (o - b) for o, b in zip(old.tolist(), behavior.tolist(), strict=True)]
-    assert mismatch_kl(old, behavior) == pytest.approx(sum(terms) / 50)
-    assert min(terms) >= 0
-    assert mismatch_kl(old, old) == 0.0
-    assert mismatch_kl(old[:0], old[:0]) == 0.0
-
-
-def test_k3_estimates_the_divergence_of_two_distributions() -> None:
-    engine, trainer = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
-    tokens = torch.multinomial(engine, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    exact = float((engine * (engine / trainer).log()).sum())
-    assert mismatch_kl(trainer.log()[tokens], engine.log()[tokens]) == pytest.approx(exact, rel=0.05)
-
-
-def test_importance_weights_are_of_the_untruncated_ratio() -> None:
-    old, behavior = drawn(40, seed=1), drawn(40, seed=2)
-    weights = [math.exp(o - b) for o, b in zip(old.tolist(), behavior.tolist(), strict=True)]
-    found = importance_weights(old, behavior, 2.0)
-    assert found.mean == pytest.approx(sum(weights) / 40)
-    assert found.max == pytest.approx(max(weights))
-    assert found.ess == pytest.approx(sum(weights) ** 2 / (40 * sum(w * w for w in weights)))
-    assert found.truncated == pytest.approx(sum(w > 2.0 for w in weights) / 40)
+def test_the_weight_of_a_trajectory_is_the_product_over_its_tokens() -> None:
+    ratios = torch.tensor([1.1, 0.9, 1.2, 3.0, 0.4, 2.5], dtype=torch.float64)
+    found = corrections.masked_sequences(ratios.log(), torch.zeros(6), ROW, cap=2.0)
+    assert found.weight.tolist() == pytest.approx([1.188] * 3 + [1.2] * 2 + [0.0])
+    assert found.masked.tolist() == [False] * 5 + [True]
 
 
 def test_one_broken_token_gives_a_large_number_and_not_infinity() -> None:
-    found = importance_weights(torch.tensor([0.0, 0.0]), torch.tensor([-1000.0, 0.0]), 0)
-    assert math.isfinite(found.max)
-    assert found.truncated == 0.0
-    assert importance_weights(torch.zeros(0), torch.zeros(0), 2.0).ess == 1.0
+    old, behavior, row = torch.tensor([0.0, 0.0]), torch.tensor([-1000.0, 0.0]), torch.tensor([0, 1])
+    assert corrections.truncated(old, behavior, cap=2.0).weight.tolist() == [2.0, 1.0]
+    assert math.isfinite(float(corrections.decoupled(old, behavior).weight.max()))
+    assert corrections.masked_sequences(old, behavior, row, cap=2.0).weight.tolist() == [0.0, 1.0]
+    assert torch.isfinite(losses.ratio_of(old, behavior)).all()
+    assert torch.isfinite(kl_loss("k3", behavior, old)).all()
+
+
+@pytest.mark.parametrize("threshold", [1e-3, 0.04, 0.3, 1.0, 10.0])
+def test_the_second_moment_is_cut_where_a_loop_from_the_largest_down_stops(threshold: float) -> None:
+    squares = drawn(200, seed=1) ** 2
+    batch = [literal.Written(0.0, 0, [literal.Token(math.sqrt(s), 0.0, True) for s in squares.tolist()])]
+    limit = largest_kept(squares, threshold, LOCAL)
+    expected = literal.m2_limit(batch, threshold)
+    assert (squares <= limit).sum() == sum(s <= expected + 1e-12 for s in squares.tolist())
+    assert threshold > 3 or float(squares[squares <= limit].mean()) <= threshold
+
+
+def test_the_second_moment_of_nothing_and_of_a_broken_token() -> None:
+    assert largest_kept(torch.zeros(0, dtype=torch.float64), 0.04, LOCAL) > 1e300
+    kept = largest_kept(torch.tensor([0.0, 0.01, math.inf], dtype=torch.float64), 0.04, LOCAL)
+    assert 0.01 <= kept < math.inf
+
+
+def test_each_aggregation_gives_its_shares() -> None:
+    def of(how: Aggregation) -> list[float]:
+        return shares(how, ROW, tokens=10, sequences=4, trajectories=5, longest=8).tolist()
+
+    assert of(Aggregation.TOKEN_MEAN) == pytest.approx([0.1] * 6)
+    assert of(Aggregation.SEQUENCE_MEAN) == pytest.approx([1 / 12] * 3 + [1 / 8] * 2 + [1 / 4])
+    assert of(Aggregation.CONSTANT) == pytest.approx([1 / 40] * 6)
+
+
+def test_the_loss_chooses_the_aggregation_before_the_advantage_does() -> None:
+    assert aggregation_of("grpo", "ppo_clip") is Aggregation.TOKEN_MEAN
+    assert aggregation_of("dr_grpo", "ppo_clip") is Aggregation.CONSTANT
+    assert aggregation_of("dr_grpo", "gspo") is Aggregation.SEQUENCE_MEAN
+    assert aggregation_of("grpo", "opsm") is Aggregation.SEQUENCE_MEAN
+    assert aggregation_of("dr_grpo", "mine.py:loss") is Aggregation.CONSTANT
+
+
+def measured(old: torch.Tensor, behavior: torch.Tensor) -> dict[str, float]:
+    sums = MismatchSums(CPU)
+    sums.add(old, behavior, torch.zeros(len(old), dtype=torch.bool))
+    return sums.values(LOCAL)
+
+
+def test_mismatch_kl_estimates_the_divergence_of_two_distributions() -> None:
+    engine, trainer = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
+    tokens = torch.multinomial(engine, 200_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    exact = float((engine * (engine / trainer).log()).sum())
+    assert measured(trainer.log()[tokens], engine.log()[tokens])["mismatch_kl"] == pytest.approx(exact, rel=0.05)
+
+
+def test_weights_of_nothing_are_one_and_a_broken_one_is_finite() -> None:
+    nothing = {"mismatch_kl": 0, "is_weight/mean": 1, "is_weight/max": 1, "is_weight/ess": 1, "is_weight/truncated": 0}
+    assert measured(torch.zeros(0), torch.zeros(0)) == nothing
+    assert math.isfinite(measured(torch.tensor([0.0]), torch.tensor([-1000.0]))["is_weight/max"])

@@ -1,0 +1,154 @@
+# pyright: basic, reportMissingImports=false
+"""The configured advantage, loss and correction, chosen by name; and what a user's own function must give back.
+
+A user's advantage is called ``f(rewards [N], group_ids [N]) -> [N]``; a user's loss is called ``f(logprobs, old,
+behavior, advantages, row) -> loss``, all [T], over the trained tokens of some whole trajectories, gradient through
+``logprobs``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
+from staleflow.clients.trainer.algorithms.corrections import Correction
+from staleflow.clients.trainer.algorithms.losses import TokenLoss
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.imports import load_object
+from staleflow.configs.schema import Algorithm
+
+GROUP_ADVANTAGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "grpo": advantages.grpo,
+    "dr_grpo": advantages.dr_grpo,
+    "rloo": advantages.rloo,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trained:
+    """The trained tokens of a micro-batch; all [T], only ``logprobs`` with gradient."""
+
+    logprobs: Tensor
+    behavior: Tensor
+    advantages: Tensor
+    row: Tensor
+
+    @property
+    def old(self) -> Tensor:
+        """One optimiser step a batch: the policy that the step begins with, in value the current one."""
+        return self.logprobs.detach()
+
+
+def group_advantage(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Advantages [N] of ``(rewards [N], group_ids [N])`` by name, or the user's by import path, checked."""
+    if name in GROUP_ADVANTAGES:
+        return GROUP_ADVANTAGES[name]
+    key = "trainer.algorithm.advantage"
+    function = load_object(name, key)
+
+    def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
+        found = function(rewards, group_ids)
+        return _checked(key, name, found, rewards.shape, bool(rewards.isfinite().all())).to(torch.float32)
+
+    return checked
+
+
+def token_loss(algorithm: Algorithm) -> Callable[[Trained, float], TokenLoss]:
+    """The loss of ``(tokens, limit)``; ``limit`` is the largest squared log-ratio that M2PO keeps."""
+    match algorithm.loss:
+        case "ppo_clip":
+            return lambda at, _: _ppo(algorithm, at)
+        case "gspo":
+            low, high = algorithm.gspo_low, algorithm.gspo_high
+            return lambda at, _: sequence_losses.gspo(
+                at.logprobs, at.behavior, at.advantages, at.row, gspo_low=low, gspo_high=high
+            )
+        case "cispo":
+            low, high = algorithm.cispo_low, algorithm.cispo_high
+            return lambda at, _: losses.cispo(at.logprobs, at.behavior, at.advantages, cispo_low=low, cispo_high=high)
+        case "aipo":
+            return lambda at, _: losses.aipo(at.logprobs, at.behavior, at.advantages, aipo_cap=algorithm.aipo_cap)
+        case "m2po":
+            return lambda at, limit: losses.m2po(at.logprobs, at.behavior, at.advantages, limit=limit)
+        case "opsm":
+            return lambda at, _: sequence_losses.opsm(
+                at.logprobs,
+                at.behavior,
+                at.advantages,
+                at.row,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                dual_clip=algorithm.dual_clip,
+                opsm_delta=algorithm.opsm_delta,
+            )
+        case spec:
+            return _users_loss(spec)
+
+
+def _ppo(algorithm: Algorithm, at: Trained) -> TokenLoss:
+    """PPO-clip to the old policy with its correction, or to the engine's without."""
+    to_old = algorithm.ratio_to == "old"
+    clipped = losses.ppo_clip(
+        at.logprobs,
+        at.old if to_old else at.behavior,
+        at.advantages,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+    )
+    if not to_old:
+        return clipped
+    correction = correct(algorithm, at.old, at.behavior, at.row)
+    return TokenLoss(
+        loss=clipped.loss * correction.weight,
+        low=clipped.low & ~correction.masked,
+        high=clipped.high & ~correction.masked,
+        masked=correction.masked,
+        truncated=correction.truncated,
+    )
+
+
+def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor) -> Correction:
+    """The configured correction of trained tokens, all [T]."""
+    match algorithm.correction:
+        case "none":
+            return corrections.uncorrected(old, behavior)
+        case "tis":
+            return corrections.truncated(old, behavior, cap=algorithm.tis_cap)
+        case "decoupled":
+            return corrections.decoupled(old, behavior)
+        case "masked_is":
+            return corrections.masked_tokens(old, behavior, low=algorithm.mask_low, high=algorithm.mask_high)
+        case "masked_is_sequence":
+            return corrections.masked_sequences(old, behavior, row, cap=algorithm.sequence_cap)
+
+
+def _users_loss(spec: str) -> Callable[[Trained, float], TokenLoss]:
+    key = "trainer.algorithm.loss"
+    function = load_object(spec, key)
+
+    def checked(at: Trained, _: float) -> TokenLoss:
+        found = function(at.logprobs, at.old, at.behavior, at.advantages, at.row)
+        given = torch.stack([at.old.to(torch.float64).sum(), at.behavior.to(torch.float64).sum()])
+        loss = _checked(key, spec, found, at.logprobs.shape, bool(given.isfinite().all()))
+        if not loss.requires_grad and at.logprobs.requires_grad:
+            raise ConfigError(key, spec, "what it returns has no gradient; it must be computed from logprobs")
+        return losses.plain(loss)
+
+    return checked
+
+
+def _checked(key: str, spec: str, found: Any, shape: torch.Size, finite: bool) -> Tensor:
+    """A user's tensor, or ``ConfigError``; ``finite``: what it was given was, so its result has to be."""
+    if not isinstance(found, Tensor):
+        raise ConfigError(
+            key, spec, f"it must return a tensor of shape {list(shape)}, it returned {type(found).__name__}"
+        )
+    if found.shape != shape:
+        raise ConfigError(key, spec, f"it must return shape {list(shape)}, it returned {list(found.shape)}")
+    if finite and not bool(found.detach().isfinite().all()):
+        raise ConfigError(key, spec, "it returned a value that is not finite")
+    return found

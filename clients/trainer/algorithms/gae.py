@@ -1,0 +1,62 @@
+# pyright: basic, reportMissingImports=false
+"""Per-token rewards and returns: generalised advantage estimation with a critic, and divergence as a cost.
+
+All completion tokens of a rank, flat [T], trajectory after trajectory; ``lengths`` [N] integer adds up to T. Tokens
+that are not trained are steps of the trajectory all the same: what follows them still reaches what came before.
+"""
+
+import torch
+from torch import Tensor
+
+
+def token_rewards(rewards: Tensor, lengths: Tensor, costs: Tensor | None = None) -> Tensor:
+    """The trajectory's reward at its last token, minus each token's own cost; [N], [N] and [T] -> [T] float32::
+
+        r_t = [t is last] * R - cost_t
+
+    A trajectory without tokens has no place for its reward. With ``costs = kl_coef * (behaviour - reference)`` this is
+    the reward of RLHF: Ouyang et al., InstructGPT (arXiv 2203.02155), equation 2, per token.
+    """
+    made = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=rewards.device)
+    some = lengths > 0
+    made[lengths.cumsum(0)[some] - 1] = rewards.to(torch.float32)[some]
+    return made if costs is None else made - costs
+
+
+def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimation, trajectory by trajectory, back from its end; [T] float32.
+
+    ``rewards`` [T], ``values`` [T]: the critic's estimate *before* the token, of the state in which it was chosen. The
+    end of a trajectory is the end of the episode, also where it ran into the length limit::
+
+        delta_t = r_t + gamma * V_{t+1} - V_t,   V after the last token = 0
+        A_t     = delta_t + gamma * lambda * A_{t+1}
+
+    lambda 1 is the return minus V_t (no bias, most variance), lambda 0 the one-step error. A value's target is A_t +
+    V_t.
+
+    Source: Schulman et al., GAE (arXiv 1506.02438), equations 11 to 16.
+    """
+    rows, width = len(lengths), int(lengths.max()) if lengths.numel() else 0
+    inside = torch.arange(width, device=rewards.device) < lengths.unsqueeze(1)
+    reward = torch.zeros(rows, width + 1, dtype=torch.float64, device=rewards.device)
+    value = torch.zeros_like(reward)
+    reward[:, :-1][inside] = rewards.to(torch.float64)
+    value[:, :-1][inside] = values.to(torch.float64)
+    advantage = torch.zeros_like(reward)
+    for place in reversed(range(width)):
+        delta = reward[:, place] + gamma * value[:, place + 1] - value[:, place]
+        # past the end everything is 0 already, since reward and value are
+        advantage[:, place] = delta + gamma * gae_lambda * advantage[:, place + 1]
+    return advantage[:, :-1][inside].to(torch.float32)
+
+
+def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """What a trajectory still earns from each token on; [T] -> [T] float32::
+
+        G_t = sum_{i >= t} r_i
+
+    Source: Hu et al., REINFORCE++ (arXiv 2501.03262), equation of the advantage before normalisation.
+    """
+    zeros = torch.zeros_like(rewards)
+    return gae(rewards, zeros, lengths, gamma=1.0, gae_lambda=1.0)

@@ -1,0 +1,37 @@
+# pyright: basic, reportMissingImports=false
+"""Where M2PO cuts: the largest squared log-ratio that a batch may keep, found with sums over ranks only."""
+
+import torch
+from torch import Tensor
+
+from staleflow.clients.trainer.algorithms.advantages import Reduction
+
+_BITS = 63
+
+
+def largest_kept(squares: Tensor, threshold: float, reduce: Reduction) -> float:
+    """The largest ``c`` among the numbers for which the mean of ``squares <= c`` is at most ``threshold``.
+
+    ``squares`` [T] float64, not negative, of this rank; the answer is that of all ranks together. Tokens leave from the
+    largest down until the rest's second moment is small enough, equal ones together; the mean of the smallest c grows
+    with c, so bisection finds the place. It runs over the bits of a float64, which order as the numbers do: 63 sums
+    over the ranks, exact.
+
+    Source: Zheng et al., M2PO (arXiv 2510.01161), section 4: mean(M2) <= threshold over the tokens kept.
+    """
+    low, high = 0, 0x7FEF_FFFF_FFFF_FFFF  # bits of 0.0 and of the largest finite float64
+    for _ in range(_BITS):
+        if low >= high:
+            break
+        middle = (low + high + 1) // 2
+        kept = squares[squares <= _number(middle)]
+        count, total = reduce.sum(torch.stack([torch.ones_like(kept).sum(), kept.sum()])).tolist()
+        if total <= threshold * count:
+            low = middle
+        else:
+            high = middle - 1
+    return _number(low)
+
+
+def _number(bits: int) -> float:
+    return float(torch.tensor(bits, dtype=torch.int64).view(torch.float64))

@@ -1,0 +1,76 @@
+"""Keys of ``trainer.algorithm`` that must agree: a key that means nothing with the rest is left at its default.
+
+Shipped names are told from import paths by their lack of a colon.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Algorithm
+
+ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "reinforce_pp", "rloo")
+LOSSES: Final = ("aipo", "cispo", "gspo", "m2po", "opsm", "ppo_clip")
+PER_TOKEN: Final = ("gae", "reinforce_pp")
+"""Advantages that come token by token: divergence can be a part of their reward."""
+
+
+def import_paths(algorithm: Algorithm) -> dict[str, str]:
+    """The user's own functions, by key."""
+    found = {"advantage": algorithm.advantage, "loss": algorithm.loss}
+    return {f"trainer.algorithm.{key}": spec for key, spec in found.items() if ":" in spec}
+
+
+def check_algorithm(algorithm: Algorithm) -> None:
+    """``ConfigError`` for the first key of ``trainer.algorithm`` that does not go with the others."""
+    for key, value, names in (("advantage", algorithm.advantage, ADVANTAGES), ("loss", algorithm.loss, LOSSES)):
+        if value not in names and ":" not in value:
+            named = ", ".join(f'"{name}"' for name in names)
+            raise ConfigError(_key(key), value, f"it must be one of {named}, or module:function or file.py:function")
+    if 0 < algorithm.dual_clip <= 1:
+        raise ConfigError(_key("dual_clip"), algorithm.dual_clip, "it must be above 1, or 0 to switch it off")
+    if algorithm.mask_low >= algorithm.mask_high:
+        allowed = f"it must be below trainer.algorithm.mask_high = {algorithm.mask_high:g}"
+        raise ConfigError(_key("mask_low"), algorithm.mask_low, allowed)
+    if not algorithm.kl_coef and algorithm.kl_in_reward:
+        raise ConfigError(_key("kl_in_reward"), True, "it needs trainer.algorithm.kl_coef above 0")
+    for meaningful, keys, allowed in _conditions(algorithm):
+        for key in () if meaningful else keys:
+            if (value := getattr(algorithm, key)) != _default(key):
+                raise ConfigError(_key(key), value, f"{allowed}; leave it at {_default(key)!r}")
+
+
+def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    """(do they mean anything, keys, when they do)."""
+    loss, to_old = algorithm.loss, algorithm.loss == "ppo_clip" and algorithm.ratio_to == "old"
+    clips = ("clip_low", "clip_high", "dual_clip")
+    yield loss in ("ppo_clip", "opsm"), clips, 'it is a bound of the losses "ppo_clip" and "opsm"'
+    yield loss == "ppo_clip", ("ratio_to",), 'the loss "ppo_clip" alone has the choice'
+    yield to_old, ("correction",), 'it corrects "ppo_clip" with ratio_to "old"; the others are corrections themselves'
+    for correction, keys in (
+        ("tis", ("tis_cap",)),
+        ("masked_is", ("mask_low", "mask_high")),
+        ("masked_is_sequence", ("sequence_cap",)),
+    ):
+        yield to_old and algorithm.correction == correction, keys, f'it is a bound of the correction "{correction}"'
+    for name, keys in (
+        ("gspo", ("gspo_low", "gspo_high")),
+        ("cispo", ("cispo_low", "cispo_high")),
+        ("aipo", ("aipo_cap",)),
+        ("m2po", ("m2_threshold",)),
+        ("opsm", ("opsm_delta",)),
+    ):
+        yield loss == name, keys, f'it is a bound of the loss "{name}"'
+    yield algorithm.kl_coef > 0 and not algorithm.kl_in_reward, ("kl",), "it is the estimator of a KL term in the loss"
+    yield algorithm.advantage in PER_TOKEN, ("kl_in_reward",), 'it is for the advantages "gae" and "reinforce_pp"'
+    yield algorithm.advantage == "gae", ("gamma", "gae_lambda"), 'it is a key of the advantage "gae"'
+
+
+def _default(key: str) -> object:
+    return getattr(msgspec.convert({}, Algorithm), key)
+
+
+def _key(name: str) -> str:
+    return f"trainer.algorithm.{name}"

@@ -1,0 +1,223 @@
+"""The algorithms once more, as loops over trajectories and tokens: plain numbers, nothing shared with the product.
+
+``step`` gives a batch's loss, its derivative by every log-probability, and the metrics.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from staleflow.configs.schema import Algorithm
+
+
+@dataclass(slots=True)
+class Token:
+    logprob: float
+    behavior: float
+    trained: bool
+    reference: float = 0.0
+    value: float = 0.0
+
+
+@dataclass(slots=True)
+class Written:
+    """A trajectory."""
+
+    reward: float
+    group: int
+    tokens: list[Token]
+
+    @property
+    def trained(self) -> list[Token]:
+        return [token for token in self.tokens if token.trained]
+
+
+@dataclass(slots=True)
+class Step:
+    loss: float = 0.0
+    gradients: dict[int, float] = field(default_factory=dict[int, float])
+    """By ``id`` of the token."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def algorithm(**keys: Any) -> Algorithm:
+    return msgspec.convert(keys, Algorithm)
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return max(low, min(value, high))
+
+
+def advantages(how: Algorithm, batch: list[Written]) -> dict[int, float]:
+    """Of every token, by ``id``."""
+    found: dict[int, float] = {}
+    for one in batch:
+        peers = [other.reward for other in batch if other.group == one.group]
+        mean = sum(peers) / len(peers)
+        match how.advantage:
+            case "grpo":
+                spread = math.sqrt(sum((r - mean) ** 2 for r in peers) / max(1, len(peers) - 1))
+                each = (one.reward - mean) / (spread + 1e-6)
+            case "dr_grpo":
+                each = one.reward - mean
+            case "rloo":
+                others = (sum(peers) - one.reward) / (len(peers) - 1) if len(peers) > 1 else one.reward
+                each = one.reward - others
+            case _:
+                each = math.nan
+        for place, token in enumerate(one.tokens):
+            found[id(token)] = each
+            if how.advantage == "reinforce_pp":
+                found[id(token)] = sum(earned(how, one, later) for later in range(place, len(one.tokens)))
+            if how.advantage == "gae":
+                found[id(token)] = gae(how, one, place)
+    if how.advantage == "reinforce_pp":
+        counted = [found[id(token)] for one in batch for token in one.trained]
+        mean = sum(counted) / max(1, len(counted))
+        spread = math.sqrt(sum((a - mean) ** 2 for a in counted) / max(1, len(counted)))
+        found = {key: (a - mean) / (spread + 1e-6) for key, a in found.items()}
+    return found
+
+
+def earned(how: Algorithm, one: Written, place: int) -> float:
+    token = one.tokens[place]
+    cost = how.kl_coef * (token.behavior - token.reference) if how.kl_in_reward and token.trained else 0.0
+    return (one.reward if place == len(one.tokens) - 1 else 0.0) - cost
+
+
+def gae(how: Algorithm, one: Written, place: int) -> float:
+    """The definition as a sum over what follows, not as a recursion."""
+    total = 0.0
+    for later in range(place, len(one.tokens)):
+        after = one.tokens[later + 1].value if later + 1 < len(one.tokens) else 0.0
+        delta = earned(how, one, later) + how.gamma * after - one.tokens[later].value
+        total += (how.gamma * how.gae_lambda) ** (later - place) * delta
+    return total
+
+
+def ppo(ratio: float, advantage: float, low: float, high: float, dual: float = 0.0) -> tuple[float, float, str]:
+    """Loss, its derivative by the logarithm of the ratio, and which clip acted."""
+    if advantage < 0 and dual > 0 and ratio > dual:
+        return -dual * advantage, 0.0, "high"
+    if advantage < 0 and ratio < 1 - low:
+        return -(1 - low) * advantage, 0.0, "low"
+    if advantage > 0 and ratio > 1 + high:
+        return -(1 + high) * advantage, 0.0, "high"
+    return -ratio * advantage, -ratio * advantage, ""
+
+
+def m2_limit(batch: list[Written], threshold: float) -> float:
+    """The largest square that stays when the largest leave one after the other until the mean is small enough."""
+    squares = sorted((t.logprob - t.behavior) ** 2 for one in batch for t in one.trained)
+    while squares and sum(squares) / len(squares) > threshold:
+        squares.pop()
+    return squares[-1] if squares else -1.0
+
+
+def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: float) -> tuple[float, float, str]:
+    """Loss, derivative and fate ("", low, high, masked, cut) of one trained token; derivative through itself."""
+    mine = [math.exp(t.logprob - t.behavior) for t in one.trained]
+    ratio = math.exp(at.logprob - at.behavior)
+    mean = sum(t.logprob - t.behavior for t in one.trained) / len(one.trained)
+    match how.loss:
+        case "ppo_clip" if how.ratio_to == "behavior":
+            return ppo(ratio, advantage, how.clip_low, how.clip_high, how.dual_clip)
+        case "ppo_clip":
+            weight, fate = correction(how, ratio, math.prod(mine))
+            return -weight * advantage, -weight * advantage, fate
+        case "gspo":
+            return ppo(math.exp(mean), advantage, how.gspo_low, how.gspo_high)
+        case "cispo":
+            weight = clip(ratio, 1 - how.cispo_low, 1 + how.cispo_high)
+            return -weight * advantage * at.logprob, -weight * advantage, "cut" if weight != ratio else ""
+        case "aipo":
+            weight = min(ratio, how.aipo_cap)
+            return -weight * advantage * at.logprob, -weight * advantage, "cut" if weight != ratio else ""
+        case "m2po":
+            if (at.logprob - at.behavior) ** 2 > limit:
+                return 0.0, 0.0, "masked"
+            return -ratio * advantage, -ratio * advantage, ""
+        case "opsm":
+            if advantage < 0 and -mean > how.opsm_delta:
+                return 0.0, 0.0, "masked"
+            return ppo(ratio, advantage, how.clip_low, how.clip_high, how.dual_clip)
+        case _:
+            raise AssertionError
+
+
+def correction(how: Algorithm, ratio: float, product: float) -> tuple[float, str]:
+    match how.correction:
+        case "none":
+            return 1.0, ""
+        case "tis":
+            return (how.tis_cap, "cut") if ratio > how.tis_cap else (ratio, "")
+        case "decoupled":
+            return ratio, ""
+        case "masked_is":
+            return (ratio, "") if how.mask_low <= ratio <= how.mask_high else (0.0, "masked")
+        case "masked_is_sequence":
+            return (product, "") if product <= how.sequence_cap else (0.0, "masked")
+
+
+def divergence(kind: str, distance: float) -> tuple[float, float]:
+    """Value and derivative by the log-probability."""
+    match kind:
+        case "k1":
+            return distance, distance
+        case "k2":
+            return distance * distance / 2, distance
+        case _:
+            return math.exp(-distance) - 1 + distance, 1 - math.exp(-distance)
+
+
+def share(how: Algorithm, batch: list[Written], one: Written, longest: int) -> float:
+    """What one of its tokens counts for."""
+    if how.loss in ("gspo", "opsm"):
+        return 1 / (sum(bool(other.trained) for other in batch) * len(one.trained))
+    if how.advantage == "dr_grpo":
+        return 1 / (len(batch) * longest)
+    return 1 / sum(len(other.trained) for other in batch)
+
+
+def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
+    found, fates, silent = Step(), list[str](), 0
+    gained, limit = advantages(how, batch), m2_limit(batch, how.m2_threshold)
+    ratios: list[float] = []
+    apart = 0.0
+    for one in batch:
+        mine: list[str] = []
+        for at in one.trained:
+            each = share(how, batch, one, longest)
+            loss, derivative, fate = token(how, one, at, gained[id(at)], limit)
+            found.loss += each * loss
+            if how.loss == "gspo":  # every token of it moves the one ratio, by its share
+                derivative = sum(token(how, one, t, gained[id(t)], limit)[1] for t in one.trained) / len(one.trained)
+            found.gradients[id(at)] = each * derivative
+            if how.kl_coef:
+                value, slope = divergence(how.kl, at.logprob - at.reference)
+                apart += value
+                if not how.kl_in_reward:
+                    found.loss += how.kl_coef * each * value
+                    found.gradients[id(at)] += how.kl_coef * each * slope
+            ratios.append(math.exp(at.logprob - at.behavior))
+            mine.append(fate)
+        silent += bool(mine) and all(fate == "masked" for fate in mine)
+        fates += mine
+    total, some = max(1, len(ratios)), ratios or [1.0]
+    found.metrics = {
+        "loss": found.loss,
+        "clip/low": fates.count("low") / total,
+        "clip/high": fates.count("high") / total,
+        "masked/token": fates.count("masked") / total,
+        "masked/sequence": silent / max(1, sum(bool(one.trained) for one in batch)),
+        "mismatch_kl": sum(r - 1 - math.log(r) for r in some) / len(some),
+        "is_weight/mean": sum(some) / len(some),
+        "is_weight/max": max(some),
+        "is_weight/ess": sum(some) ** 2 / (len(some) * sum(r * r for r in some)),
+        "is_weight/truncated": fates.count("cut") / total,
+    }
+    if how.kl_coef:
+        found.metrics["kl/reference"] = apart / total
+    return found
