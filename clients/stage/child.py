@@ -1,5 +1,7 @@
 """The process in which a reward function runs: ``python -m staleflow.clients.stage.child``, started by the runner.
 
+What any process of user code needs is here too; ``rollout.environment_child`` serves environments with it.
+
 User code may print, hang, raise, leak or crash here; nothing of that reaches the worker but an answer or the end of
 the pipe. The process ends when its parent does: a thread of its own waits for the end of the pipe.
 """
@@ -12,7 +14,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, BinaryIO
 
 from staleflow.clients.stage import pipe
@@ -21,13 +24,15 @@ from staleflow.configs.imports import load_object
 
 LARGEST = 3.4028234e38
 """Rewards travel as float32."""
+NOUN = "the reward"
+"""What messages to the operator call the function."""
 LOOK_S = 0.1
 """How often the loop of an ``async def`` is asked whether it still turns."""
 
 
 def main() -> int:
     """Serve calls until the parent closes the pipe."""
-    incoming, outgoing = _take_over_pipes()
+    incoming, outgoing = take_over_pipes()
     load = pipe.to_child.decode(pipe.read(incoming) or b"")
     if not isinstance(load, pipe.Load):
         return 2
@@ -39,13 +44,14 @@ def main() -> int:
     concurrent = inspect.iscoroutinefunction(function)
     outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
     if concurrent:
-        asyncio.run(_serve_concurrently(function, load.timeout_s, incoming, outgoing))
+        judge = partial(_judge, function)
+        asyncio.run(serve_concurrently(judge, load.timeout_s, incoming, outgoing, noun=NOUN))
     else:
         _serve_in_turn(function, incoming, outgoing)
     return 0
 
 
-def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Keep the pipes for ourselves: what user code prints goes to stderr, what it reads is empty."""
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -55,10 +61,10 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     return incoming, outgoing
 
 
-def _read_calls(incoming: BinaryIO, hand_over: Callable[[pipe.Call], Any]) -> None:
+def _read_calls(incoming: BinaryIO, hand_over: Callable[[Any], Any]) -> None:
     while (data := pipe.read(incoming)) is not None:
         call = pipe.to_child.decode(data)
-        if isinstance(call, pipe.Call):
+        if not isinstance(call, pipe.Load):
             hand_over(call)
     os._exit(0)  # the parent is gone, and a call that hangs must not keep us
 
@@ -75,33 +81,58 @@ def _serve_in_turn(function: Callable[..., Any], incoming: BinaryIO, outgoing: B
         outgoing.write(pipe.frame(answer))
 
 
-async def _serve_concurrently(
-    function: Callable[..., Any], timeout_s: float, incoming: BinaryIO, outgoing: BinaryIO
-) -> None:
-    loop = asyncio.get_running_loop()
-    calls: asyncio.Queue[pipe.Call] = asyncio.Queue()
-    tasks: set[asyncio.Task[None]] = set()
+async def _judge(function: Callable[..., Awaitable[object]], call: pipe.Call) -> pipe.Answer:
+    return judged(call.id, await function(call.prompt, call.completion, **call.columns))
 
-    def hand_over(call: pipe.Call) -> None:
+
+async def serve_concurrently(
+    serve: Callable[[Any], Awaitable[pipe.Answer]],
+    timeout_s: float,
+    incoming: BinaryIO,
+    outgoing: BinaryIO,
+    *,
+    noun: str,
+) -> None:
+    """Answer calls side by side, each within ``timeout_s``, until the parent closes the pipe."""
+    loop = asyncio.get_running_loop()
+    calls: asyncio.Queue[pipe.Call | pipe.Episode | pipe.Cancel] = asyncio.Queue()
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    def hand_over(call: pipe.Call | pipe.Episode | pipe.Cancel) -> None:
         loop.call_soon_threadsafe(calls.put_nowait, call)
+
+    def ended(number: int, task: "asyncio.Task[None]") -> None:
+        del tasks[number]
+        if task.cancelled():
+            outgoing.write(pipe.frame(pipe.Answer(id=number, error=f"{noun} was cancelled")))
 
     threading.Thread(target=_read_calls, args=(incoming, hand_over), daemon=True).start()
     threading.Thread(target=_watch, args=(loop, timeout_s, outgoing), daemon=True).start()
     while True:
         call = await calls.get()
-        task = loop.create_task(_answer(function, call, timeout_s, outgoing), name=str(call.id))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        if isinstance(call, pipe.Cancel):
+            if call.id in tasks:
+                tasks[call.id].cancel()
+            continue
+        task = loop.create_task(_answer(serve, call, timeout_s, outgoing, noun), name=str(call.id))
+        tasks[call.id] = task
+        task.add_done_callback(partial(ended, call.id))
 
 
-async def _answer(function: Callable[..., Any], call: pipe.Call, timeout_s: float, outgoing: BinaryIO) -> None:
+async def _answer(
+    serve: Callable[[Any], Awaitable[pipe.Answer]],
+    call: pipe.Call | pipe.Episode,
+    timeout_s: float,
+    outgoing: BinaryIO,
+    noun: str,
+) -> None:
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            result = judged(call.id, await function(call.prompt, call.completion, **call.columns))
+            result = await serve(call)
     except (Exception, SystemExit) as error:
         late = isinstance(error, TimeoutError) and limit.expired()
-        result = pipe.Answer(id=call.id, error=took_too_long(timeout_s) if late else reason(error))
+        result = pipe.Answer(id=call.id, error=took_too_long(timeout_s, noun) if late else reason(error, noun))
     outgoing.write(pipe.frame(result))
 
 
@@ -128,14 +159,14 @@ def judged(call: int, value: object) -> pipe.Answer:
     return pipe.Answer(id=call, value=number)
 
 
-def reason(error: BaseException) -> str:
+def reason(error: BaseException, noun: str = NOUN) -> str:
     """One line for a call that raised."""
-    return f"the reward raised {type(error).__name__}: {error!s:.500}"
+    return f"{noun} raised {type(error).__name__}: {error!s:.500}"
 
 
-def took_too_long(timeout_s: float) -> str:
+def took_too_long(timeout_s: float, noun: str = NOUN) -> str:
     """One line for a call that hung."""
-    return f"the reward took longer than {timeout_s:g} s"
+    return f"{noun} took longer than {timeout_s:g} s"
 
 
 if __name__ == "__main__":

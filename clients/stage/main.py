@@ -1,17 +1,24 @@
-"""The reward worker process: starts the reward's child, joins the run, scores groups until it is asked to end."""
+"""The process of a stage worker: opens what makes its columns, joins the run, works until it is asked to end."""
 
 import asyncio
 import logging
 import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from staleflow.clients.attachment import attach as attach_to_run
+from staleflow.clients.stage.model_stage import Judge, ModelStage
+from staleflow.clients.stage.reward import RewardStage
 from staleflow.clients.stage.runner import RewardRunner
 from staleflow.clients.stage.texts import Decode, ids_as_text, tokenizer_decoder
-from staleflow.clients.stage.worker import RewardWorker
+from staleflow.clients.stage.worker import Stage, StageWorker
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import batch_of, stages
 from staleflow.protocols.wire.messages import Attach, Detach, Done
+from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 from staleflow.runtime import daemon
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.errors import Refused, Unavailable
@@ -21,17 +28,22 @@ log = logging.getLogger(__name__)
 FAREWELL_S = 1.0
 
 
-def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
-    """Serve the reward stage; returns the exit code. What a worker leaves unscored goes to another one."""
+def attach(config: Config, run_dir: Path, name: str, scheduler: str, stage: str = REWARD) -> int:
+    """Serve one stage; returns the exit code. What a worker leaves undone goes to another one.
+
+    ``ConfigError`` when the run has no such stage.
+    """
+    if stage not in stages(config):
+        raise ConfigError("stage", stage, f"this run has no such stage; it has {', '.join(stages(config))}")
 
     async def main(stop: daemon.Stop) -> None:
-        await _main(config, run_dir, name, scheduler, stop)
+        await _main(config, run_dir, name, scheduler, stage, stop)
 
     return daemon.run(main, name, run_dir)
 
 
-async def _main(config: Config, run_dir: Path, name: str, address: str, stop: daemon.Stop) -> None:
-    working = asyncio.create_task(_work(config, run_dir, name, address))
+async def _main(config: Config, run_dir: Path, name: str, address: str, stage: str, stop: daemon.Stop) -> None:
+    working = asyncio.create_task(_work(config, run_dir, name, address, stage))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -43,23 +55,22 @@ async def _main(config: Config, run_dir: Path, name: str, address: str, stop: da
         working.result()
 
 
-async def _work(config: Config, run_dir: Path, name: str, address: str) -> None:
+async def _work(config: Config, run_dir: Path, name: str, address: str, stage: str) -> None:
     worker = worker_id(name)
-    decode = decoder(config, run_dir)
-    runner = RewardRunner(config.reward.run, timeout_s=config.reward.timeout_s, retries=config.reward.retries)
     scheduler = Client(address, worker=worker)
     shards: list[Client] = []
     attached = False
     try:
-        await runner.start()
-        request = Attach(worker=worker, name=name, role="stage", config_sha=config_sha(config), pid=os.getpid())
-        answer = await attach_to_run(scheduler, request)
-        attached = True
-        shards += [Client(endpoint, worker=worker) for endpoint in answer.shards]
-        rewards = RewardWorker(worker=worker, runner=runner, decode=decode, max_groups=config.reward.batch)
-        await rewards.serve(shards)
+        async with _opened(config, run_dir, stage) as opened:
+            request = Attach(
+                worker=worker, name=name, role="stage", stage=stage, config_sha=config_sha(config), pid=os.getpid()
+            )
+            answer = await attach_to_run(scheduler, request)
+            attached = True
+            shards += [Client(endpoint, worker=worker) for endpoint in answer.shards]
+            working = StageWorker(worker=worker, name=stage, stage=opened, max_groups=batch_of(config, stage))
+            await working.serve(shards)
     finally:
-        await runner.close()
         if attached:
             await _say_goodbye(scheduler, Detach(worker=worker, why="asked to end"))
         for client in (scheduler, *shards):
@@ -71,6 +82,55 @@ async def _say_goodbye(scheduler: Client, detach: Detach) -> None:
         await scheduler.ask(detach, Done, timeout_s=FAREWELL_S)
     except (Refused, Unavailable) as error:
         log.info("the scheduler did not hear the farewell: %s", error)
+
+
+@asynccontextmanager
+async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[Stage]:
+    """What makes the columns of a stage; it holds nothing any more afterwards. ``ConfigError`` when it cannot start."""
+    if stage == REWARD:
+        async with _reward(config, run_dir) as reward:
+            yield reward
+        return
+    made = ModelStage(lambda: open_judge(config, run_dir, stage))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def _reward(config: Config, run_dir: Path) -> AsyncGenerator[RewardStage]:
+    decode, settings = decoder(config, run_dir), config.reward
+    if not settings.run:
+        yield RewardStage(None, decode)
+        return
+    runner = RewardRunner(settings.run, timeout_s=settings.timeout_s, retries=settings.retries)
+    try:
+        await runner.start()
+        yield RewardStage(runner, decode)
+    finally:
+        await runner.close()
+
+
+def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
+    """The model behind a stage. ``ConfigError`` when it cannot be loaded."""
+    initial, trainer = model_dir(config, run_dir), config.trainer
+    if stage == REFERENCE:
+        from staleflow.clients.stage.reference import Reference
+
+        return Reference(
+            Path(config.reference.path) if config.reference.path else initial,
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            micro_tokens=trainer.micro_tokens,
+            threads=config.reference.threads,
+        )
+    assert stage == CRITIC
+    from staleflow.clients.stage.critic import Critic
+
+    directory = Path(config.critic.path) if config.critic.path else initial
+    return Critic(config, directory, run_dir / "critic")
 
 
 def decoder(config: Config, run_dir: Path) -> Decode:

@@ -1,4 +1,4 @@
-"""What a reward runner and its child process say to each other: msgpack structs, each behind its length.
+"""What a worker and a process of user code say to each other: msgpack structs, each behind its length.
 
 The pipe is private to one parent and one child on one host; messages are small, so a frame beyond ``MAX_FRAME`` means
 that somebody else wrote to it.
@@ -15,10 +15,13 @@ LENGTH = struct.Struct("<I")
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """To the child, once: import this function. -> Loaded or NotLoaded"""
+    """To the child, once: import this function, or make this class with ``options``. -> Loaded or NotLoaded"""
 
     run: str
     timeout_s: float
+    options: dict[str, Any] = {}
+    memory_mb: int = 0
+    """Most private memory of the process, in MiB; 0 sets no limit."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -28,6 +31,21 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     prompt: str
     completion: str
     columns: dict[str, Any]
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """To the child: let the environment play one row, with a client of this address and key. -> Answer"""
+
+    id: int
+    base_url: str
+    api_key: str
+    row: dict[str, Any]
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """To the child: nobody wants the answer to this call any more; end it and say so. -> Answer"""
+
+    id: int
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -43,11 +61,12 @@ class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """From the child: a finite number, or the reason why there is none."""
+    """From the child: a finite number (of an environment: some, by name), or the reason why there is none."""
 
     id: int
     value: float = 0.0
     error: str = ""
+    columns: dict[str, float] = {}
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -56,7 +75,7 @@ class Hung(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     id: int
 
 
-ToChild = Load | Call
+ToChild = Load | Call | Episode | Cancel
 FromChild = Loaded | NotLoaded | Answer | Hung
 
 to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)

@@ -1,23 +1,21 @@
-"""The reward stage: takes pushed groups from the trajectory servers, scores them, hands the columns back.
+"""A stage worker: takes groups from the trajectory servers, has its stage make their columns, hands the columns back.
 
-Consumes: ``StageWork`` of each shard, as soon as it has some. Produces: one ``StageResult`` a group, a float32 column
-``reward`` or the reason why there is none. A worker that dies owes nothing: the shard gives its groups to another one,
+Consumes: ``StageWork`` of each shard, as soon as it has some. Produces: one ``StageResult`` a group, the columns of the
+stage or the reason why there are none. A worker that dies owes nothing: the shard gives its groups to another one,
 and the ticket fences what it may still say.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.stage.runner import RewardFailed, RewardRunner, Sample
-from staleflow.clients.stage.texts import Decode
-from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FinishStage, Results, StageItem, StageResult, StageWork, TakeStage
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
@@ -26,29 +24,59 @@ from staleflow.runtime.client import Client
 
 log = logging.getLogger(__name__)
 
-STAGE = "reward"
-COLUMN = "reward"
 TAKE_WAIT_MS = 2000
 AT_ONCE_S = 0.2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageGroup:
+    """One group as a stage gets it; ``payload.stages`` has the columns of the stages before."""
+
+    group: GroupId
+    row: dict[str, Any]
+    payload: GroupPayload
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The stage has nothing for a group, and never will: it is released. One sentence that says why."""
+
+    why: str
+
+
+Made = dict[str, NDArray[np.float32]] | Failed
+"""The columns that a stage made of a group, by their own names."""
+
+
+class Stage(Protocol):
+    """What a worker does to groups."""
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        """The columns of each group, in order. An exception ends the worker; its groups go to another one."""
+        ...
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None:
+        """The columns of these groups are durable; nobody waits for them any more."""
+        ...
+
+
 @dataclass(slots=True)
-class Scored:
+class Worked:
     """What a worker did so far."""
 
     groups: int = 0
     failed: int = 0
 
 
-class RewardWorker:
-    """Serves one stage at every shard; the runner is shared, so shards wait for each other only inside it."""
+class StageWorker:
+    """Serves one stage at every shard; the stage is shared, so shards wait for each other only inside it."""
 
-    def __init__(self, *, worker: WorkerId, runner: RewardRunner, decode: Decode, max_groups: int) -> None:
+    def __init__(self, *, worker: WorkerId, name: str, stage: Stage, max_groups: int) -> None:
         self._worker = worker
-        self._runner = runner
-        self._decode = decode
+        self._name = name
+        self._stage = stage
         self._max_groups = max_groups
-        self.scored = Scored()
+        self.worked = Worked()
 
     async def serve(self, shards: Sequence[Client]) -> None:
         """Work until cancelled."""
@@ -57,59 +85,61 @@ class RewardWorker:
                 tasks.create_task(self._serve_shard(shard))
 
     async def _serve_shard(self, shard: Client) -> None:
-        take = TakeStage(stage=STAGE, worker=self._worker, max_groups=self._max_groups, wait_ms=TAKE_WAIT_MS)
+        take = TakeStage(stage=self._name, worker=self._worker, max_groups=self._max_groups, wait_ms=TAKE_WAIT_MS)
         while True:
             asked = time.monotonic()
             work, frames = await shard.call(take, timeout_s=None)
             if isinstance(work, StageWork) and work.items:
-                await self._finish(shard, work.items, frames)
+                await self._work(shard, work.items, frames)
             elif time.monotonic() - asked < AT_ONCE_S:  # a shard that drains has nothing and does not wait either
                 await asyncio.sleep(AT_ONCE_S)
 
-    async def _finish(self, shard: Client, items: Sequence[StageItem], frames: Sequence[memoryview]) -> None:
-        """Score the groups side by side and hand them back together."""
-        start, scoring = 0, list[asyncio.Task[tuple[StageResult, list[memoryview]]]]()
-        async with asyncio.TaskGroup() as tasks:
-            for item in items:
-                end = start + len(item.frames)
-                scoring.append(tasks.create_task(self._score(item, frames[start:end])))
-                start = end
-        done = [task.result() for task in scoring]
-        finish = FinishStage(stage=STAGE, worker=self._worker, results=[result for result, _ in done])
-        answer = await shard.ask(finish, Results, [f for _, columns in done for f in columns], timeout_s=None)
-        self._count(finish.results, answer)
+    async def _work(self, shard: Client, items: Sequence[StageItem], frames: Sequence[memoryview]) -> None:
+        """Make the columns of the groups and hand them back together."""
+        groups = _groups(items, frames)
+        found = [group for group in groups if isinstance(group, StageGroup)]
+        made = dict(zip([group.group for group in found], await self._stage.make(found), strict=True))
+        made |= {item.group: group for item, group in zip(items, groups, strict=True) if isinstance(group, Failed)}
+        results: list[StageResult] = []
+        out: list[memoryview] = []
+        for item in items:
+            result, more = self._result(item, made[item.group])
+            results.append(result)
+            out += more
+        finish = FinishStage(stage=self._name, worker=self._worker, results=results)
+        answer = await shard.ask(finish, Results, out, timeout_s=None)
+        good = self._count(finish, answer)
+        await self._stage.accepted([group for group in found if group.group in good])
 
-    async def _score(self, item: StageItem, frames: Sequence[memoryview]) -> tuple[StageResult, list[memoryview]]:
-        error, columns = "", dict[str, NDArray[np.float32]]()
-        try:
-            payload = GroupPayload.from_arrays(arrays(item.frames, frames))
-            rewards = await self._runner.score(samples(item.row, self._decode(completions(payload))))
-            columns[COLUMN] = np.asarray(rewards, np.float32)
-        except (RewardFailed, ProtocolError) as failed:
-            error = str(failed)
-            log.error("group %d has no reward: %s", item.group, error)
-        specs, out = specs_and_frames(columns)
-        return (
-            StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs, error=error),
-            out,
-        )
+    def _result(self, item: StageItem, made: Made) -> tuple[StageResult, list[memoryview]]:
+        error, columns = (made.why, {}) if isinstance(made, Failed) else ("", made)
+        if error:
+            log.error("group %d has no %s: %s", item.group, self._name, error)
+        specs, frames = specs_and_frames(columns)
+        result = StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs, error=error)
+        return result, frames
 
-    def _count(self, results: Iterable[StageResult], answer: Results) -> None:
-        for result, outcome in zip(results, answer.results, strict=True):
-            self.scored.groups += 1
-            self.scored.failed += bool(result.error)
+    def _count(self, finish: FinishStage, answer: Results) -> set[GroupId]:
+        """The groups whose columns the shard has taken."""
+        good: set[GroupId] = set()
+        for result, outcome in zip(finish.results, answer.results, strict=True):
+            self.worked.groups += 1
+            self.worked.failed += bool(result.error)
             if outcome.code is not None:
                 log.info("group %d: %s %s", result.group, outcome.code, outcome.detail)
+            elif not result.error:
+                good.add(result.group)
+        return good
 
 
-def completions(payload: GroupPayload) -> list[NDArray[np.int32]]:
-    """The completion tokens of each sample (views)."""
-    return np.split(payload.token_ids, np.cumsum(payload.lengths)[:-1])
-
-
-def samples(row: dict[str, Any], texts: Sequence[str]) -> list[Sample]:
-    """What the reward is called with: the row's prompt, one completion, and the row's other columns."""
-    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
-    prompt = row.get("prompt", "")
-    prompt = prompt if isinstance(prompt, str) else str(prompt)
-    return [Sample(prompt=prompt, completion=text, columns=columns) for text in texts]
+def _groups(items: Sequence[StageItem], frames: Sequence[memoryview]) -> list[StageGroup | Failed]:
+    start, groups = 0, list[StageGroup | Failed]()
+    for item in items:
+        end = start + len(item.frames)
+        try:
+            payload = GroupPayload.from_arrays(arrays(item.frames, frames[start:end]))
+            groups.append(StageGroup(group=item.group, row=item.row, payload=payload))
+        except ProtocolError as error:
+            groups.append(Failed(str(error)))
+        start = end
+    return groups

@@ -4,6 +4,7 @@ Columnar and ragged: ``n`` samples of one prompt, their completions one after an
 believed before ``check`` has passed; ``from_arrays`` calls it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -15,13 +16,8 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version
 from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.stages import COLUMNS, LOGPROB_TOLERANCE, STAGE, STAGES, UNDECLARED, Kind
 from staleflow.protocols.wire.tensors import Array
-
-STAGE: Final = "stage/"
-"""Columns of stages are named ``stage/<stage>/<column>``: float32, one value a sample."""
-
-LOGPROB_TOLERANCE: Final = 1e-3
-"""A log-probability may exceed 0 by this much, from rounding in the engine."""
 
 
 class Finish(IntEnum):
@@ -63,7 +59,7 @@ class GroupPayload:
     finish: Array
     """uint8 [n]: ``Finish`` of each sample."""
     stages: dict[str, Array] = field(default_factory=dict[str, Array])
-    """float32 [n] each, by full name: ``stage/reward/reward``."""
+    """By full name, float32: ``stage/reward/reward`` [n], ``stage/reference/logprobs`` [T] (``wire.stages``)."""
 
     @property
     def num_samples(self) -> int:
@@ -98,18 +94,32 @@ class GroupPayload:
         self._check_values()
         _check_segments(self.segments, self.lengths)
         for name, column in self.stages.items():
-            _check_stage(name, column, self.num_samples)
+            check_column(name, column, samples=self.num_samples, tokens=self.num_tokens)
 
     def segment_summary(self) -> list[Segment]:
-        """Tokens by (lineage, version), all samples together, ascending."""
+        """Tokens that the policy wrote by (lineage, version), all samples together, ascending.
+
+        What an environment wrote between them belongs to segments too, but is nobody's to train: the ledger, its bound
+        and its counts know sampled tokens only.
+        """
         totals: dict[tuple[int, int], int] = {}
-        for _, lineage, version, tokens in self.segments.tolist():
-            totals[lineage, version] = totals.get((lineage, version), 0) + tokens
+        written = self._sampled_before(np.cumsum(self.segments[:, 3]))
+        for (_, lineage, version, _), tokens in zip(self.segments.tolist(), np.diff(written, prepend=0), strict=True):
+            if tokens:
+                totals[lineage, version] = totals.get((lineage, version), 0) + int(tokens)
         return [Segment(Lineage(key[0]), Version(key[1]), totals[key]) for key in sorted(totals)]
 
     def token_versions(self) -> Array:
         """int64 [T]: the version that wrote each token."""
         return np.repeat(self.segments[:, 2], self.segments[:, 3])
+
+    def sampled_lengths(self) -> Array:
+        """int64 [n]: tokens of each sample that the policy wrote."""
+        return np.diff(self._sampled_before(np.cumsum(self.lengths)), prepend=0)
+
+    def _sampled_before(self, places: Array) -> Array:
+        """int64, one for each place of ``token_ids``: sampled tokens before it."""
+        return np.concatenate(([0], np.cumsum(self.loss_mask, dtype=np.int64)))[places]
 
     def _check_sizes(self) -> None:
         samples, tokens = self.num_samples, int(self.lengths.sum(dtype=np.int64))
@@ -133,6 +143,36 @@ class GroupPayload:
             raise _malformed(f"loss_mask holds {int(self.loss_mask.max())}; it is 0 or 1")
         if int(self.finish.max()) > max(Finish):
             raise _malformed(f"finish holds {int(self.finish.max())}; it is one of {[int(value) for value in Finish]}")
+
+
+def made_columns(stage: str, named: Mapping[str, Array], *, samples: int, tokens: int) -> dict[str, Array]:
+    """What ``stage`` made, by full name; ``ProtocolError`` names the first column that is missing or wrong.
+
+    Columns may come under their own name or their full one.
+    """
+    prefix = f"{STAGE}{stage}/"
+    found = {name if name.startswith(prefix) else prefix + name: array for name, array in named.items()}
+    for name in STAGES.get(stage, {}):
+        if prefix + name not in found:
+            raise _malformed(f"the stage must make {prefix}{name}")
+    for name, array in found.items():
+        check_column(name, array, samples=samples, tokens=tokens)
+    return found
+
+
+def check_column(name: str, array: Array, *, samples: int, tokens: int) -> None:
+    """``ProtocolError`` unless this may be the column ``name`` of a group of so many samples and completion tokens."""
+    if len(parts := name.split("/")) != 3 or parts[0] != "stage" or not all(parts):
+        raise _malformed(f"{name!r} is no column; its name must be stage/<stage>/<column>")
+    column = COLUMNS.get(name, UNDECLARED)
+    wanted = tokens if column.kind is Kind.TOKEN else samples
+    if array.dtype != np.dtype("float32") or array.shape != (wanted,):
+        detail = f"{name} is {array.dtype}{list(array.shape)}; it must be float32[{wanted}], one value a {column.kind}"
+        raise _malformed(detail)
+    if not np.isfinite(array).all():
+        raise _malformed(f"{name} holds a value that is not finite")
+    if float(array.max(initial=-math.inf)) > column.most:
+        raise _malformed(f"{name} holds {float(array.max())}; a log-probability is at most 0")
 
 
 def shard_of(group: GroupId, shards: int) -> int:
@@ -172,16 +212,6 @@ def _check_segments(segments: Array, lengths: Array) -> None:
         raise _malformed(
             f"the segments of sample {sample} add up to {written[sample]} tokens, it has {lengths[sample]}"
         )
-
-
-def _check_stage(name: str, column: Array, samples: int) -> None:
-    if len(parts := name.split("/")) != 3 or parts[0] != "stage" or not all(parts):
-        raise _malformed(f"{name!r} is no column; its name must be stage/<stage>/<column>")
-    _check_type(name, column, "float32", 1)
-    if len(column) != samples:
-        raise _malformed(f"{name} holds {len(column)} values; the group has {samples} samples")
-    if not np.isfinite(column).all():
-        raise _malformed(f"{name} holds a value that is not finite")
 
 
 def _malformed(detail: str) -> ProtocolError:

@@ -6,10 +6,12 @@ silent keeps them until they expire.
 
 from staleflow.configs.load import to_json
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done
+from staleflow.protocols.wire.stages import CRITIC, REWARD
 from staleflow.runtime import trace_events
 from staleflow.runtime.clock import now_ms
 from staleflow.runtime.endpoint import Call
@@ -82,6 +84,16 @@ class Attachments:
             return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
         if body.role == "trajectories":
             return self._shard_objection(body)
+        return self._stage_objection(body) if body.role == "stage" else None
+
+    def _stage_objection(self, body: Attach) -> tuple[Code, str] | None:
+        stage, known = body.stage or REWARD, stages(self._config)
+        if stage not in known:
+            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {", ".join(known)}'
+        others = [p for p in self._registry.processes() if p.alive and p.name != body.name]
+        critic = next((other for other in others if other.role == "stage" and other.attach.stage == CRITIC), None)
+        if stage == CRITIC and critic is not None:
+            return Code.CONFLICT, f"{critic.name} is this run's critic; there is only one, since two would learn apart"
         return None
 
     def _shard_objection(self, body: Attach) -> tuple[Code, str] | None:

@@ -1,8 +1,10 @@
 """One plain sentence that says what the run waits for, for ``status`` and for a trainer that waits too long."""
 
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.stages import REWARD
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.phase import Phase
@@ -75,9 +77,11 @@ class Why:
 
     def _hint(self, counts: dict[str, int]) -> str:
         """What keeps groups from coming, where that is plain."""
-        roles = [process.role for process in self._registry.processes() if process.alive]
-        if counts["pushed"] and "stage" not in roles:
-            return "; no stage worker is attached"
+        alive = [process for process in self._registry.processes() if process.alive and process.role == "stage"]
+        served = {process.attach.stage or REWARD for process in alive}
+        missing = [stage for stage in stages(self._config) if stage not in served]
+        if counts["pushed"] and missing:
+            return f"; no {' and no '.join(missing)} worker is attached"
         if not counts["leased"] and not counts["pushed"] and not self._interpreter.deck.left():
             return "; the prompts are used up"
         if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):

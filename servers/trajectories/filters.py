@@ -1,16 +1,13 @@
-"""Which groups are worth training on, once every stage is done."""
+"""Which groups are worth training on, judged by the columns of the first stage: later stages cost a model's time."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from staleflow.protocols.wire.stages import REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array
-from staleflow.protocols.wire.trajectory import STAGE
-
-REWARD: Final = f"{STAGE}reward/reward"
-"""The column that every group has after the reward stage."""
 
 Filter = Callable[[Mapping[str, Array]], bool]
-"""Stage columns by full name -> True to keep the group."""
+"""Columns of the reward stage by full name -> True to keep the group."""
 
 
 def none(columns: Mapping[str, Array]) -> bool:
@@ -20,7 +17,7 @@ def none(columns: Mapping[str, Array]) -> bool:
 
 def zero_spread(columns: Mapping[str, Array]) -> bool:
     """Keeps groups whose samples differ in reward: equal rewards give no advantage, and so nothing to learn."""
-    rewards = columns[REWARD]
+    rewards = columns[REWARD_COLUMN]
     return bool(rewards.max() > rewards.min())
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.servers.trajectories.records import Key, Record
@@ -22,6 +23,15 @@ class Phase(Enum):
     """It waits for the trainer, or for ``Retention`` to let it go."""
 
 
+class Verdict(NamedTuple):
+    """What the reward stage made of a group."""
+
+    mean: float
+    std: float
+    keep: bool
+    """False: the filter does not want it."""
+
+
 @dataclass(slots=True)
 class Held:
     """One stored payload."""
@@ -29,10 +39,10 @@ class Held:
     key: Key
     record: Record
     phase: Phase = Phase.REGISTERING
-    done: list[str] = field(default_factory=list[str])
-    """Stages that are done, in order."""
-    ticket: int = -1
-    """The ticket that finished the last of them."""
+    done: dict[str, int] = field(default_factory=dict[str, int])
+    """Stages that are done, in order, each with the ticket that finished it; -1 when an earlier process did."""
+    verdict: Verdict | None = None
+    """None before the reward stage is done."""
     waiting: list[Then] = field(default_factory=list[Then])
     """Told once the push is registered."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import seconds_a_group, stages
 from staleflow.protocols.wire.messages import Attach
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
@@ -19,8 +20,6 @@ from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_calls import StageCalls
 from staleflow.servers.trajectories.store import TrajectoryStore
 
-STAGES = ("reward",)
-"""In order; every group goes through all of them."""
 STAGE_SLACK_S = 10.0
 """A stage worker may take this much longer for a group than its calls may take together."""
 
@@ -79,12 +78,12 @@ def make_service(
 ) -> TrajectoryService:
     """The parts of a shard, put together."""
     registrar = Registrar(scheduler)
-    held = Shard(store, registrar, shard=shard, stages=STAGES, keep=FILTERS[config.rollout.filter])
-    reward, group_size = config.reward, config.rollout.group_size
+    held = Shard(store, registrar, shard=shard, stages=stages(config), keep=FILTERS[config.rollout.filter])
     calls = StageCalls(
         held,
         tasks,
         row=lambda group: prompts[group % len(prompts)],
-        seconds_a_group=reward.timeout_s * (reward.retries + 1) * group_size + STAGE_SLACK_S,
+        seconds_a_group={stage: seconds + STAGE_SLACK_S for stage, seconds in seconds_a_group(config).items()},
     )
-    return TrajectoryService(held, calls, prompts, registrar, scheduler, tasks, group_size=group_size)
+    size = config.rollout.group_size
+    return TrajectoryService(held, calls, prompts, registrar, scheduler, tasks, group_size=size)

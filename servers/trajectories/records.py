@@ -11,6 +11,7 @@ from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import PushItem, RegisterPush
+from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.tensors import arrays, pack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -32,7 +33,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool
     segments: list[Segment]
     samples: list[int]
-    """Tokens of each sample."""
+    """Sampled tokens of each sample."""
 
 
 class Pushed(NamedTuple):
@@ -47,8 +48,8 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int) -> Pushed
     """The payload of a push, checked. ``ProtocolError`` names the first thing that is wrong."""
     named = arrays(item.frames, frames)
     payload = GroupPayload.from_arrays(named)
-    if payload.stages:
-        raise ProtocolError(Code.MALFORMED, f"a push has no stage columns; it has {', '.join(payload.stages)}")
+    if made := [name for name in payload.stages if not name.startswith(ENVIRONMENT)]:
+        raise ProtocolError(Code.MALFORMED, f"a push has no stage columns; it has {', '.join(made)}")
     if payload.num_samples != samples:
         raise ProtocolError(Code.MALFORMED, f"a group has {samples} samples; {payload.num_samples} came")
     blob = pack(named)
@@ -58,7 +59,7 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int) -> Pushed
         nbytes=len(blob),
         truncated=item.truncated,
         segments=payload.segment_summary(),
-        samples=payload.lengths.tolist(),
+        samples=payload.sampled_lengths().tolist(),
     )
     return Pushed(Key(item.group, item.lease), record, blob)
 

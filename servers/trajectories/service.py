@@ -33,7 +33,7 @@ from staleflow.protocols.wire.messages import (
     TakeStage,
 )
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
-from staleflow.protocols.wire.trajectory import STAGE
+from staleflow.protocols.wire.trajectory import made_columns
 from staleflow.runtime.client import Client
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
@@ -178,8 +178,11 @@ class TrajectoryService:
         if result.error:
             then(self._shard.fail(key, stage, result.ticket, result.error))
             return
+        held = self._shard.holdings.find(key)
+        tokens = 0 if held is None else sum(held.record.samples)
         try:
-            columns = stage_columns(stage, arrays(result.frames, frames), self._group_size)
+            named = arrays(result.frames, frames)
+            columns = made_columns(stage, named, samples=self._group_size, tokens=tokens)
         except ProtocolError as error:
             failed = self._shard.fail(key, stage, result.ticket, error.detail)
             then(failed if failed.code is not None else Result(code=error.code, detail=error.detail))
@@ -255,23 +258,6 @@ class TrajectoryService:
         except Refused:  # the run is over: nothing is deleted any more
             return
         self._shard.retain(asked, set(answer.keep))
-
-
-def stage_columns(stage: str, named: dict[str, Array], samples: int) -> dict[str, Array]:
-    """Columns of a stage by full name, checked: float32, one finite value a sample."""
-    prefix = f"{STAGE}{stage}/"
-    found: dict[str, Array] = {}
-    for name, array in named.items():
-        full = name if name.startswith(prefix) else prefix + name
-        if array.dtype.name != "float32" or array.shape != (samples,):
-            detail = f"{full} is {array.dtype}{list(array.shape)}; it must be float32[{samples}]"
-            raise ProtocolError(Code.MALFORMED, detail)
-        if not abs(array).max() < float("inf"):
-            raise ProtocolError(Code.MALFORMED, f"{full} holds a value that is not finite")
-        found[full] = array
-    if stage == "reward" and f"{prefix}reward" not in found:
-        raise ProtocolError(Code.MALFORMED, f"the stage must make {prefix}reward")
-    return found
 
 
 def _checked(wanted: Sequence[Held], stored: Sequence[tuple[bytes, dict[str, Array]]]) -> list[dict[str, Array]]:

@@ -3,6 +3,7 @@
 - Nothing is said to the scheduler, and nothing answered to a worker, of bytes that are not durable.
 - A push that the scheduler refuses is forgotten at once; anything else goes when ``Retention`` says so, or when a newer
   lease of its group was pushed.
+- The filter judges a group as soon as its rewards are durable: what it does not want goes through no later stage.
 - After a restart the same steps are taken again from what is stored: every one of them is idempotent.
 
 Owns the store and the stage queues. No sockets here: callers hand in callbacks and get plain values.
@@ -20,10 +21,11 @@ from typing import Any
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Op, RegisterOccupy, RegisterQuarantine, RegisterRelease, Result
+from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
 from staleflow.runtime.lmdb_store import FULL_SHARE, StoreFull
-from staleflow.servers.trajectories.filters import REWARD, Filter
-from staleflow.servers.trajectories.holdings import Held, Holdings, Phase
+from staleflow.servers.trajectories.filters import Filter
+from staleflow.servers.trajectories.holdings import Held, Holdings, Phase, Verdict
 from staleflow.servers.trajectories.records import Key, Pushed, register_push
 from staleflow.servers.trajectories.registrar import Registrar, Then
 from staleflow.servers.trajectories.stage_queue import StageQueue
@@ -44,7 +46,7 @@ class Incoming:
 
 
 class Shard:
-    """Everything that one trajectory server holds."""
+    """Everything that one trajectory server holds. The first of its ``stages`` is the reward."""
 
     def __init__(
         self, store: TrajectoryStore, registrar: Registrar, *, shard: int, stages: Sequence[str], keep: Filter
@@ -132,7 +134,7 @@ class Shard:
             waiting, held.waiting = held.waiting, []
             if result.code is None:
                 self._forget_older(held.key)
-                self._next_stage(held)
+                self._advance(held)
             else:
                 self.forget(held.key)
             _tell(waiting, result)
@@ -158,7 +160,7 @@ class Shard:
         """A stage is done with a group; ``then`` is told once its columns are durable, or that the ticket is over."""
         key, stage = columns.key, columns.stage
         held = self.holdings.find(key)
-        if held is not None and held.ticket == ticket and held.done[-1:] == [stage]:
+        if held is not None and held.done.get(stage) == ticket:
             then(Result())
         elif held is None or not self.queues[stage].finish(key, ticket):
             then(_ticket_is_over(key))
@@ -191,9 +193,10 @@ class Shard:
             return
         for columns, ticket, then in finished:
             if (held := self.holdings.find(columns.key)) is not None:
-                held.done.append(columns.stage)
-                held.ticket = ticket
-                self._advance(held, columns.arrays)
+                held.done[columns.stage] = ticket
+                if columns.stage == REWARD:
+                    held.verdict = self._verdict(columns.arrays)
+                self._advance(held)
             then(Result())
 
     def _put_back(self, finished: Sequence[tuple[Columns, int, Then]]) -> None:
@@ -203,21 +206,23 @@ class Shard:
                 self._next_stage(held)
             then(Result(code=Code.BUSY, detail="the trajectory server's map is full"))
 
-    def _advance(self, held: Held, columns: dict[str, Array]) -> None:
-        """The next stage, or what the filter says of the columns of the last one."""
-        if len(held.done) < len(self._stages):
-            self._next_stage(held)
-        elif not self._keep(columns):
+    def _verdict(self, columns: dict[str, Array]) -> Verdict:
+        rewards = columns[REWARD_COLUMN]
+        mean, std = float(rewards.mean(dtype="float64")), float(rewards.std(dtype="float64"))
+        return Verdict(mean=mean, std=std, keep=self._keep(columns))
+
+    def _advance(self, held: Held) -> None:
+        """Out, if the filter has seen it and does not want it; else to the next stage; after the last one, occupied."""
+        verdict = held.verdict
+        if verdict is not None and not verdict.keep:
             self._release(held, ReleaseWhy.FILTERED, "")
+        elif verdict is None or len(held.done) < len(self._stages):
+            self._next_stage(held)
         else:
-            rewards = columns[REWARD]
-            occupy = RegisterOccupy(
-                group=held.key.group,
-                lease=held.key.lease,
-                reward_mean=float(rewards.mean(dtype="float64")),
-                reward_std=float(rewards.std(dtype="float64")),
+            group, lease = held.key
+            self._close(
+                held, RegisterOccupy(group=group, lease=lease, reward_mean=verdict.mean, reward_std=verdict.std)
             )
-            self._close(held, occupy)
 
     def _release(self, held: Held, why: ReleaseWhy, detail: str) -> None:
         release = RegisterRelease(group=held.key.group, lease=held.key.lease, why=why, detail=detail)
@@ -322,12 +327,13 @@ class Shard:
                 self._give_up_damaged(key, "its record is damaged", partial(self._deletes.append, key))
             if held is None:
                 continue
-            held.done = [stage for stage in self._stages if stage in loaded.columns]
+            held.done = {stage: -1 for stage in self._stages if stage in loaded.columns}
+            if REWARD in held.done:
+                held.verdict = self._verdict(unpack(loaded.columns[REWARD]))
             if len(held.done) == len(self._stages):
                 waiting, held.waiting = held.waiting, []
                 _tell(waiting, Result())  # the stages had it, so its push was registered
-                columns = [unpack(loaded.columns[stage]) for stage in held.done]
-                self._advance(held, {name: array for part in columns for name, array in part.items()})
+                self._advance(held)
             else:
                 self._register(held)
         if recovered:

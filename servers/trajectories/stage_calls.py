@@ -5,7 +5,7 @@ A call that is sent again because its answer was lost gets the same groups again
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from staleflow.protocols.consistency.effects import Code
@@ -29,10 +29,15 @@ MOST_BYTES = 64 << 20
 
 
 class StageCalls:
-    """The calls of all stages. ``seconds_a_group`` bounds how long a worker may take for each group it has."""
+    """The calls of all stages. ``seconds_a_group`` bounds, by stage, how long a worker may take for each group."""
 
     def __init__(
-        self, shard: Shard, tasks: Tasks, *, row: Callable[[GroupId], dict[str, Any]], seconds_a_group: float
+        self,
+        shard: Shard,
+        tasks: Tasks,
+        *,
+        row: Callable[[GroupId], dict[str, Any]],
+        seconds_a_group: Mapping[str, float],
     ) -> None:
         self._shard = shard
         self._tasks = tasks
@@ -115,7 +120,8 @@ class StageCalls:
             if call.done or not isinstance(body, TakeStage):
                 continue
             now_s = asyncio.get_running_loop().time()
-            tickets = queue.take(body.worker, body.max_groups, now_s=now_s, seconds_each=self._seconds_a_group)
+            seconds = self._seconds_a_group[stage]
+            tickets = queue.take(body.worker, body.max_groups, now_s=now_s, seconds_each=seconds)
             self._remember(body.worker, call.id, tickets)
             self._answer(call, queue.give_back, tickets)
 

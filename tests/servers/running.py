@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from staleflow.clients.parameters import Publisher, Puller
+from staleflow.clients.parameters import NamedTensors, Publisher, Puller
 from staleflow.configs.load import addresses, from_json, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
@@ -216,7 +216,7 @@ class Trainer:
         self.joined = await self.scheduler.ask(join, Joined)
         return self.joined
 
-    async def publish(self, version: int, weights: dict[str, Array], batch: BatchId | None = None) -> Registered:
+    async def publish(self, version: int, weights: NamedTensors, batch: BatchId | None = None) -> Registered:
         return await self.publisher.publish(
             weights,
             trainer_term=self.joined.trainer_term,
@@ -298,31 +298,36 @@ def payload(version: int, *, seed: int = 0, tokens: int = 5, samples: int = GROU
 
 
 class StageWorker:
-    """Takes groups of the reward stage and finishes them."""
+    """Takes groups of a stage, the reward if nothing else is said, and finishes them."""
 
-    def __init__(self, run: Run, name: str = "reward-0", shard: int = 0) -> None:
+    def __init__(self, run: Run, name: str = "reward-0", shard: int = 0, stage: str = "reward") -> None:
         self.worker = worker_id(name)
+        self.stage = stage
         self.client = run.shard(self.worker, shard)
 
     async def take(self, most: int = 16, wait_ms: int = 5000) -> tuple[list[StageItem], list[memoryview]]:
-        take = TakeStage(stage="reward", worker=self.worker, max_groups=most, wait_ms=wait_ms)
+        take = TakeStage(stage=self.stage, worker=self.worker, max_groups=most, wait_ms=wait_ms)
         work, frames = await self.client.call(take)
         assert isinstance(work, StageWork)
         return work.items, frames
 
     async def finish(self, items: Sequence[StageItem], rewards: Sequence[float] = (0.0, 1.0)) -> list[Result]:
+        return await self.give(items, {"reward": np.asarray(rewards, np.float32)})
+
+    async def give(self, items: Sequence[StageItem], columns: dict[str, Array]) -> list[Result]:
+        """Finish each group with the same columns."""
         results: list[StageResult] = []
         frames: list[memoryview] = []
         for item in items:
-            specs, more = specs_and_frames({"reward": np.asarray(rewards, np.float32)})
+            specs, more = specs_and_frames(columns)
             frames += more
             results.append(StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs))
-        finish = FinishStage(stage="reward", worker=self.worker, results=results)
+        finish = FinishStage(stage=self.stage, worker=self.worker, results=results)
         return (await self.client.ask(finish, Results, frames)).results
 
     async def fail(self, item: StageItem, why: str) -> list[Result]:
         result = StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=[], error=why)
-        finish = FinishStage(stage="reward", worker=self.worker, results=[result])
+        finish = FinishStage(stage=self.stage, worker=self.worker, results=[result])
         return (await self.client.ask(finish, Results)).results
 
 

@@ -42,15 +42,16 @@ def test_segments_are_summed_over_samples() -> None:
     payload = GroupPayload.from_arrays(columns())
     assert payload.segment_summary() == [
         Segment(Lineage(0), Version(4), 1),
-        Segment(Lineage(0), Version(5), 4),
+        Segment(Lineage(0), Version(5), 3),  # the token that the policy did not write is no part of it
     ]
+    assert payload.sampled_lengths().tolist() == [2, 2]
     assert payload.token_versions().tolist() == [4, 5, 5, 5, 5]
 
 
 def test_a_later_lineage_may_write_an_earlier_version() -> None:
     segments = np.array([[0, 0, 5, 1], [0, 1, 3, 2], [1, 1, 3, 2]], np.int64)
     payload = GroupPayload.from_arrays(columns(segments=segments))
-    assert payload.segment_summary() == [Segment(Lineage(0), Version(5), 1), Segment(Lineage(1), Version(3), 4)]
+    assert payload.segment_summary() == [Segment(Lineage(0), Version(5), 1), Segment(Lineage(1), Version(3), 3)]
 
 
 def test_a_sample_may_be_interrupted_before_its_first_token() -> None:
@@ -99,9 +100,21 @@ NAN, INF = np.array([0, 0, np.nan, 0, 0], np.float32), np.array([0, 0, -np.inf, 
         ({"segments": np.array([[0, 0, 4, 2**62], [0, 0, 4, 2**62]])}, "the longest sample has 3"),
         ({"extra": np.zeros(2, np.float32)}, "unknown columns: extra"),
         ({"stage/reward": np.zeros(2, np.float32)}, "its name must be stage/<stage>/<column>"),
-        ({"stage/reward/reward": np.zeros(3, np.float32)}, "stage/reward/reward holds 3 values"),
+        (
+            {"stage/reward/reward": np.zeros(3, np.float32)},
+            r"stage/reward/reward is float32\[3\]; it must be float32\[2\], one value a sample",
+        ),
         ({"stage/reward/reward": np.zeros(2, np.int32)}, "stage/reward/reward is int32"),
         ({"stage/reward/reward": np.array([0, np.nan], np.float32)}, "not finite"),
+        (
+            {"stage/critic/values": np.zeros(2, np.float32)},
+            r"values is float32\[2\]; it must be float32\[5\], one value a",
+        ),
+        ({"stage/critic/values": np.zeros((5, 1), np.float32)}, r"values is float32\[5, 1\]; it must be float32\[5\]"),
+        ({"stage/reference/logprobs": np.zeros(5, np.float64)}, r"logprobs is float64\[5\]; it must be float32\[5\]"),
+        ({"stage/reference/logprobs": INF}, "stage/reference/logprobs holds a value that is not finite"),
+        ({"stage/reference/logprobs": np.full(5, 0.5, np.float32)}, "holds 0.5; a log-probability is at most 0"),
+        ({"stage/user/other": np.zeros(5, np.float32)}, r"other is float32\[5\]; it must be float32\[2\], one value a"),
     ],
 )
 def test_what_is_no_group_is_refused_by_name(changes: dict[str, Array], message: str) -> None:

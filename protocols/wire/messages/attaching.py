@@ -24,6 +24,8 @@ class Attach(Message, frozen=True, kw_only=True):
     capacity: int = 0
     """Rollout workers: groups that may be in flight at once."""
     pid: int = 0
+    stage: str = ""
+    """Stage workers: which stage; empty for the reward."""
 
 
 class Attached(Message, frozen=True, kw_only=True):

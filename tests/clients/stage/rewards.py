@@ -80,3 +80,7 @@ def process(prompt: str, completion: str) -> float:
 
 def reads_stdin(prompt: str, completion: str) -> float:
     return float(len(sys.stdin.read()))
+
+
+def told(prompt: str, completion: str, *, other: float) -> float:
+    return other

@@ -252,7 +252,7 @@ async def test_the_scheduler_says_whom_it_waits_for(world: World) -> None:
     await cast.instance.attach()
     assigns = await cast.instance.until_held(4)
     await cast.shard.operate(*(cast.shard.push(assign, cast.instance.worker) for assign in assigns[:2]))
-    assert (await world.status())["why"].endswith("2 are in stages; no stage worker is attached")
+    assert (await world.status())["why"].endswith("2 are in stages; no reward worker is attached")
 
 
 async def test_one_line_of_metrics_a_step(world: World) -> None:

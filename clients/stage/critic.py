@@ -1,0 +1,156 @@
+# pyright: basic, reportMissingImports=false
+"""The critic stage: a value model that judges groups and learns from what they earned. Adapter to torch.
+
+The value of a token is the estimate of the state in which it was *chosen*: it sees the tokens before it, not itself, so
+that taking it off the return as a baseline leaves the policy's gradient unbiased. Learning comes after the values are
+durable; the run does not wait for it unless more groups are there.
+
+There is one critic in a run, since two would learn apart. It is no part of a lineage: a rollback of the trainer leaves
+it as it is. Killed, it goes on from its last checkpoint and has forgotten at most ``trainer.checkpoint_every`` steps.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from staleflow.clients.stage.critic_files import CriticFiles
+from staleflow.clients.stage.model_stage import Ended, Stopping
+from staleflow.clients.stage.reference import finite, on_device, within
+from staleflow.clients.stage.sequences import rows_of
+from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.trainer.algorithms.gae import gae, token_rewards
+from staleflow.clients.trainer.torch_files import load_model
+from staleflow.configs.schema import Algorithm, Config
+from staleflow.protocols.wire.stages import REWARD_COLUMN, STAGE
+from staleflow.protocols.wire.trajectory import GroupPayload
+
+log = logging.getLogger(__name__)
+
+COLUMN = "values"
+GRAD_CLIP = 1.0
+"""Largest L2 norm of the gradient."""
+
+
+class ValueModel(nn.Module):
+    """A language model's backbone with one number a token on top, 0 at first."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """[N, L] -> [N, L] float32: at position t the value before token t; 0 at position 0, before the start."""
+        hidden = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return nn.functional.pad(self.head(hidden[:, :-1]).squeeze(-1), (1, 0))
+
+
+class Critic:
+    """Makes ``values``, float32 [T]; takes one AdamW step for every ``critic.batch`` groups that it has judged.
+
+    Computes in float32 whatever the policy computes in: a small learning rate moves nothing in bfloat16.
+    """
+
+    def __init__(self, config: Config, directory: Path, folder: Path) -> None:
+        torch.manual_seed(config.seed)
+        torch.set_num_threads(config.critic.threads)
+        self._algorithm, self._settings, self._trainer = config.trainer.algorithm, config.critic, config.trainer
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(directory, "float32", self._device)
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._model = ValueModel(model.base_model).to(self._device)
+        self._adam = torch.optim.AdamW(self._model.parameters(), lr=self._settings.lr, weight_decay=0.0)
+        self._seen: list[GroupPayload] = []
+        self._files = CriticFiles(folder)
+        self.steps = self._saved = self._files.load(self._model, self._adam)
+
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
+        known, made = within(groups, self._vocabulary)
+        if known:
+            rows = rows_of([group.payload for group in known])
+            values = np.zeros(rows.input_ids.shape, np.float32)
+            for which, width in rows.passes(self._trainer.micro_tokens):
+                if stopping():
+                    raise Ended
+                with torch.no_grad():
+                    passed = self._model(*on_device(rows, which, width, self._device))
+                values[which, :width] = passed.cpu().numpy()
+            columns = rows.columns(values)
+            made |= {g.group: finite(COLUMN, column) for g, column in zip(known, columns, strict=True)}
+        return [made[group.group] for group in groups]
+
+    def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
+        self._seen += [group.payload for group in groups]
+        size = self._settings.batch
+        while len(self._seen) >= size:
+            batch, self._seen = self._seen[:size], self._seen[size:]
+            self._learn(batch, stopping)
+            if self.steps - self._saved >= self._trainer.checkpoint_every:
+                self._save()
+
+    def close(self) -> None:
+        if self.steps > self._saved:
+            self._save()
+        self._files.close()
+
+    def _save(self) -> None:
+        self._files.save(self._model, self._adam, self.steps)
+        self._saved = self.steps
+
+    def _learn(self, payloads: Sequence[GroupPayload], stopping: Stopping) -> None:
+        """One step on the mean squared error over all completion tokens; one that is not finite changes nothing."""
+        rows = rows_of(payloads)
+        targets = np.zeros(rows.input_ids.shape, np.float32)
+        targets[rows.completions] = np.concatenate([returns(payload, self._algorithm) for payload in payloads])
+        tokens, loss, errors = max(1, int(rows.completions.sum())), 0.0, np.zeros_like(targets)
+        for which, width in rows.passes(self._trainer.micro_tokens):
+            if stopping():
+                self._adam.zero_grad()
+                raise Ended
+            mask = torch.from_numpy(rows.completions[which, :width]).to(self._device)
+            target = torch.from_numpy(targets[which, :width]).to(self._device)
+            error = torch.where(mask, target - self._model(*on_device(rows, which, width, self._device)), 0.0)
+            part = 0.5 * (error**2).sum() / tokens
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += float(part.detach())
+            errors[which, :width] = error.detach().cpu().numpy()
+        norm = float(nn.utils.clip_grad_norm_(self._model.parameters(), GRAD_CLIP))
+        self.steps += 1
+        if np.isfinite(loss) and np.isfinite(norm):
+            self._adam.step()
+            share = explained(errors[rows.completions], targets[rows.completions])
+            line = "critic step %d: loss %.5f, explained variance %.4f, gradient norm %.4f, %d tokens"
+            log.info(line, self.steps, loss, share, norm, tokens)
+        else:
+            log.error("critic step %d is left out: loss %g, gradient norm %g", self.steps, loss, norm)
+        self._adam.zero_grad()
+
+
+def returns(payload: GroupPayload, algorithm: Algorithm) -> np.ndarray:
+    """What each completion token's state really led to, [T]: the discounted sum of the rewards from it on.
+
+    The Monte Carlo return (lambda = 1) whatever lambda the policy's advantages use: targets without the critic's own
+    bias. The reward is the trainer's: at the last token, less the divergence where that is a part of the reward.
+
+    Source: Yuan et al., VC-PPO (arXiv 2503.01491), decoupled GAE.
+    """
+    costs, reference = None, payload.stages.get(f"{STAGE}reference/logprobs")
+    if algorithm.kl_in_reward and reference is not None:
+        distance = algorithm.kl_coef * (payload.logprobs - reference)
+        costs = torch.from_numpy(np.where(payload.loss_mask != 0, distance, 0.0).astype(np.float32))
+    lengths = torch.from_numpy(payload.lengths.astype(np.int64))
+    earned = token_rewards(torch.from_numpy(payload.stages[REWARD_COLUMN].copy()), lengths, costs)
+    return gae(earned, torch.zeros_like(earned), lengths, gamma=algorithm.gamma, gae_lambda=1.0).numpy()
+
+
+def explained(errors: np.ndarray, targets: np.ndarray) -> float:
+    """Share of the returns' variance that the values explain: 1 - Var(error) / Var(return); 0 when nothing varies."""
+    variance = float(np.var(targets)) if targets.size else 0.0
+    return 1.0 - float(np.var(errors)) / variance if variance > 0 else 0.0

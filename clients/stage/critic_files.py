@@ -1,0 +1,97 @@
+# pyright: basic, reportMissingImports=false
+"""The critic's checkpoint: one safetensors file, replaced as a whole, and a lock that keeps a second critic away.
+
+A critic killed at any instant leaves the checkpoint before, or the new one, never half of one.
+"""
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from staleflow.configs.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+FILE = "critic.safetensors"
+STEPS = "steps"
+_MODEL, _ADAM = "model/", "adam/"
+
+
+class CriticFiles:
+    """The critic's files in ``folder``, owned by this process. ``ConfigError`` when another one owns them."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / FILE
+        self._lock = (folder / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            allowed = "another critic of this run works there; there is only one"
+            raise ConfigError("critic", str(folder), allowed) from None
+
+    def save(self, model: nn.Module, adam: torch.optim.Optimizer, steps: int) -> None:
+        """Durable on return."""
+        tensors = {_MODEL + name: value.detach().cpu().contiguous() for name, value in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            for key, value in adam.state.get(parameter, {}).items():
+                tensors[f"{_ADAM}{key}/{name}"] = value.detach().cpu().contiguous()
+        part = self._path.with_suffix(".part")
+        save_file(tensors, part, metadata={STEPS: str(steps)})
+        _sync(part)
+        os.replace(part, self._path)
+        _sync(self._path.parent)
+
+    def load(self, model: nn.Module, adam: torch.optim.Optimizer) -> int:
+        """Puts model and optimizer where the last checkpoint left them; returns its steps, 0 without one.
+
+        A file that is damaged or belongs to another model is named in the log, and the critic begins anew.
+        """
+        if not self._path.exists():
+            return 0
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                steps = int((file.metadata() or {})[STEPS])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            _restore(model, adam, tensors)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            log.error("checkpoint %s is not used, the critic begins anew: %s", self._path, error)
+            return 0
+        log.info("the critic goes on after step %d", steps)
+        return steps
+
+    def close(self) -> None:
+        """Another critic may come."""
+        self._lock.close()
+
+
+def _restore(model: nn.Module, adam: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    saved = {name.removeprefix(_MODEL): value for name, value in tensors.items() if name.startswith(_MODEL)}
+    if {name: value.shape for name, value in saved.items()} != {name: p.shape for name, p in parameters.items()}:
+        raise ValueError("it belongs to another model")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+    for full, value in tensors.items():
+        if not full.startswith(_ADAM):
+            continue
+        key, _, name = full.removeprefix(_ADAM).partition("/")
+        parameter = parameters[name]
+        # Adam keeps its count of steps in main memory, its moments beside the weights
+        adam.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

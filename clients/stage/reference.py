@@ -1,0 +1,82 @@
+# pyright: basic, reportMissingImports=false
+"""The reference stage: a frozen model's log-probability of every completion token. Adapter to torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from staleflow.clients.stage.model_stage import Ended, Stopping
+from staleflow.clients.stage.sequences import Rows, rows_of
+from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
+from staleflow.clients.trainer.torch_files import load_model
+
+COLUMN = "logprobs"
+
+
+class Reference:
+    """Makes ``logprobs``, float32 [T]: at the engine's sampling temperature, as the policy's are. Never learns."""
+
+    def __init__(self, directory: Path, *, dtype: str, temperature: float, micro_tokens: int, threads: int = 1) -> None:
+        torch.set_num_threads(threads)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = load_model(directory, dtype, self._device).requires_grad_(False)
+        self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
+        self._temperature = temperature
+        self._micro_tokens = micro_tokens
+
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
+        known, made = within(groups, self._vocabulary)
+        if known:
+            rows = rows_of([group.payload for group in known])
+            columns = rows.columns(self._logprobs(rows, stopping))
+            made |= {g.group: finite(COLUMN, column) for g, column in zip(known, columns, strict=True)}
+        return [made[group.group] for group in groups]
+
+    def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
+        """A frozen model learns nothing."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _logprobs(self, rows: Rows, stopping: Stopping) -> np.ndarray:
+        """[N, L], 0 on padding."""
+        found = np.zeros(rows.input_ids.shape, np.float32)
+        for which, width in rows.passes(self._micro_tokens):
+            if stopping():
+                raise Ended
+            input_ids, attention = on_device(rows, which, width, self._device)
+            with torch.inference_mode():
+                logits = self._model(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
+                logprobs = token_logprobs(logits, input_ids, self._temperature)
+            found[which, :width] = logprobs.cpu().numpy()
+        return found
+
+
+def on_device(rows: Rows, which: np.ndarray, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input_ids`` and ``attention_mask`` [n, width] of some rows."""
+    attention = (np.arange(width) < rows.ends[which, None]).astype(np.int64)
+    input_ids = np.ascontiguousarray(rows.input_ids[which, :width])
+    return torch.from_numpy(input_ids).to(device), torch.from_numpy(attention).to(device)
+
+
+def within(groups: Sequence[StageGroup], vocabulary: int) -> tuple[list[StageGroup], dict[int, Made]]:
+    """The groups whose tokens the model knows, and the failure of each other one, by group."""
+    known: list[StageGroup] = []
+    failed: dict[int, Made] = {}
+    for group in groups:
+        payload = group.payload
+        largest = max(int(ids.max(initial=0)) for ids in (payload.prompt_ids, payload.token_ids))
+        if largest < vocabulary:
+            known.append(group)
+        else:
+            failed[group.group] = Failed(f"it has token {largest}; the model of this stage knows {vocabulary} tokens")
+    return known, failed
+
+
+def finite(name: str, column: np.ndarray) -> Made:
+    """The column, or what is wrong with it."""
+    good = bool(np.isfinite(column).all())
+    return {name: column} if good else Failed(f"the model's {name} hold a value that is not finite")

@@ -1,0 +1,73 @@
+"""The reward stage: what the environment returned where it returned a reward, else the user's function on every
+completion of a group."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.clients.stage.runner import RewardFailed, RewardRunner, Sample
+from staleflow.clients.stage.texts import Decode
+from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.protocols.wire.stages import ENVIRONMENT, ENVIRONMENT_REWARD
+from staleflow.protocols.wire.trajectory import GroupPayload
+
+COLUMN = "reward"
+
+
+class RewardStage:
+    """Makes ``reward``, float32 [n]. Groups are scored side by side; one sample without a reward fails its group.
+
+    ``runner`` is None where there is no ``reward.run``: then every group must come with its environment's reward.
+    """
+
+    def __init__(self, runner: RewardRunner | None, decode: Decode) -> None:
+        self._runner = runner
+        self._decode = decode
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        async with asyncio.TaskGroup() as tasks:
+            scoring = [tasks.create_task(self._score(group)) for group in groups]
+        return [task.result() for task in scoring]
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None:
+        """Nothing is left to do."""
+
+    async def _score(self, group: StageGroup) -> Made:
+        if (returned := group.payload.stages.get(ENVIRONMENT_REWARD)) is not None:
+            return {COLUMN: returned}
+        if self._runner is None:
+            return Failed("its environment returned no reward, and there is no reward.run")
+        try:
+            texts = self._decode(completions(group.payload))
+            rewards = await self._runner.score(samples(group.row, texts, returned_numbers(group.payload)))
+        except RewardFailed as failed:
+            return Failed(str(failed))
+        return {COLUMN: np.asarray(rewards, np.float32)}
+
+
+def completions(payload: GroupPayload) -> list[NDArray[np.int32]]:
+    """The completion tokens of each sample (views)."""
+    return np.split(payload.token_ids, np.cumsum(payload.lengths)[:-1])
+
+
+def returned_numbers(payload: GroupPayload) -> list[dict[str, float]]:
+    """What an environment returned for each sample, by name."""
+    named = {name: column for name, column in payload.stages.items() if name.startswith(ENVIRONMENT)}
+    return [
+        {name.removeprefix(ENVIRONMENT): float(column[sample]) for name, column in named.items()}
+        for sample in range(payload.num_samples)
+    ]
+
+
+def samples(
+    row: dict[str, Any], texts: Sequence[str], numbers: Sequence[dict[str, float]] | None = None
+) -> list[Sample]:
+    """What the reward is called with: the row's prompt, one completion, the row's other columns and its ``numbers``."""
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
+    prompt = row.get("prompt", "")
+    prompt = prompt if isinstance(prompt, str) else str(prompt)
+    own = [dict[str, float]()] * len(texts) if numbers is None else numbers
+    return [Sample(prompt=prompt, completion=text, columns=columns | its) for text, its in zip(texts, own, strict=True)]

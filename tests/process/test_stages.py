@@ -1,0 +1,60 @@
+"""Whole runs whose groups go through a model after the reward: a reference's for divergence, a critic's for values."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.process.running import Run, audited
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+
+SMALL = (
+    *("model.options.steps=10", "trainer.steps=4", "trainer.eval_every=0", "trainer.eval_prompts=0"),
+    *("rollout.filter=none", "rollout.workers=1"),
+)
+END_S = 120
+
+
+def finished(run_dir: Path, run: Run, output: str, killed: str) -> None:
+    """It trained every step, broke no rule and lost no group."""
+    assert run.process.returncode == 0, output
+    summary = run.summary()
+    assert (summary["steps"], summary["violations"], summary["outcome"]) == (4, 0, "finished")
+    assert (summary["restarts"], summary["groups_lost"]) == ({killed: 1}, {})
+    audited(run_dir, "consume=4", "publish=5", "close=1")
+
+
+def log_of(run_dir: Path, name: str) -> str:
+    return (run_dir / "logs" / f"{name}.log").read_text()
+
+
+def test_a_run_with_divergence_survives_the_death_of_a_reference_worker(run_dir: Path) -> None:
+    overrides = ("trainer.algorithm.kl_coef=0.05", "reference.workers=2")
+    with Run(run_dir, "smoke.toml", *SMALL, *overrides) as run:
+        run.wait_for("consume", 1, END_S)
+        run.kill("attach", "reference-0")
+        output = run.finish(END_S)
+    finished(run_dir, run, output, killed="reference-0")
+    attached = {e["worker"].partition(".")[0] for e in run.events() if e["ev"] == "attach" and e["role"] == "stage"}
+    assert attached == {"reference-0", "reference-1", "reward-0"}
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kl/reference"] >= 0 for line in lines if "loss" in line] == [True] * 4
+
+
+def test_a_run_with_a_critic_that_learns_and_survives_its_death(run_dir: Path) -> None:
+    overrides = ("trainer.algorithm.advantage=gae", "critic.batch=2", "critic.lr=1e-3", "trainer.checkpoint_every=1")
+    with Run(run_dir, "smoke.toml", *SMALL, *overrides) as run:
+        run.wait_for("consume", 1, END_S)
+        run.kill("attach", "critic-0")
+        output = run.finish(END_S)
+    finished(run_dir, run, output, killed="critic-0")
+    steps = [
+        int(step) for step in re.findall(r"critic step (\d+): loss [\d.]+, explained", log_of(run_dir, "critic-0"))
+    ]
+    assert steps[-1] >= 4
+    went_on = [int(step) for step in re.findall(r"the critic goes on after step (\d+)", log_of(run_dir, "critic-0"))]
+    assert len(went_on) == 1
+    assert went_on[0] >= 1
+    assert (run_dir / "critic" / "critic.safetensors").exists()
