@@ -1,0 +1,1 @@
+"""Environments to start from, as user code: each file stands alone, ``environment.run`` names its class."""

@@ -1,0 +1,137 @@
+"""The HTTP server of the episodes, spoken to by plain sockets and by urllib."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from staleflow.clients.rollout.chat_calls import ChatRefused
+from staleflow.clients.rollout.chat_server import ChatServer
+from tests.clients.rollout.waiting import until
+
+
+@asynccontextmanager
+async def serving() -> AsyncGenerator[ChatServer]:
+    server = ChatServer()
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def echo(route: str, body: object) -> dict[str, Any]:
+    if body == {"break": True}:
+        raise RuntimeError("a bug")
+    if body == {"refuse": True}:
+        raise ChatRefused("not so", "because", param="refuse")
+    return {"route": route, "body": body}
+
+
+async def ask(server: ChatServer, path: str, key: str, data: bytes, method: str = "POST") -> tuple[int, dict[str, Any]]:
+    def blocking() -> tuple[int, dict[str, Any]]:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(server.base_url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as reply:
+                return reply.status, json.load(reply)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    return await asyncio.to_thread(blocking)
+
+
+async def test_a_key_finds_its_episode_and_is_unknown_once_that_is_over() -> None:
+    async with serving() as server:
+        key = server.open(echo)
+        assert server.base_url.startswith("http://127.0.0.1:")
+        asked = await ask(server, "/chat/completions", key, b'{"a": "\xc3\xa9"}')
+        assert asked == (200, {"route": "/chat/completions", "body": {"a": "é"}})
+        assert (await ask(server, "/completions?x=1", key, b"[]"))[1] == {"route": "/completions", "body": []}
+        for wrong in ("", "episode-0", key[:-1]):
+            assert (await ask(server, "/completions", wrong, b"{}"))[0] == 401
+        server.end(key)
+        status, body = await ask(server, "/completions", key, b"{}")
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "data", "status", "code"),
+    [
+        ("/models", "POST", b"{}", 404, "not_found"),
+        ("/completions", "PUT", b"{}", 405, "method"),
+        ("/completions", "POST", b"{", 400, "malformed"),
+        ("/completions", "POST", b'{"refuse": true}', 400, "because"),
+        ("/completions", "POST", b'{"break": true}', 500, "internal"),
+        ("/completions", "POST", b" " * (33 << 20), 413, "too_large"),
+    ],
+)
+async def test_what_is_wrong_with_a_call_is_an_error_in_the_shape_of_the_openai_calls(
+    path: str, method: str, data: bytes, status: int, code: str
+) -> None:
+    async with serving() as server:
+        key = server.open(echo)
+        try:
+            found, body = await ask(server, path, key, data, method)
+        except urllib.error.URLError:
+            assert status == 413  # the refusal may come while the client still sends
+        else:
+            assert (found, body["error"]["code"]) == (status, code)
+            assert sorted(body["error"]) == ["code", "message", "param", "type"]
+        assert (await ask(server, "/completions", key, b"{}"))[0] == 200
+
+
+async def test_a_connection_carries_one_call_after_the_other() -> None:
+    async with serving() as server:
+        key = server.open(echo)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0]))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        for number in range(3):
+            body = json.dumps({"number": number})
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            answered = await reader.readuntil(b"}}")
+            assert b"HTTP/1.1 200" in answered
+            assert f'"number": {number}'.encode() in answered
+        writer.close()
+
+
+async def test_what_is_no_http_costs_its_connection_only() -> None:
+    async with serving() as server:
+        port = int(server.base_url.split(":")[2].split("/")[0])
+        for rubbish in (b"\0\1\2\3\r\n\r\n", b"GET", b"x" * 200_000):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(rubbish)
+            writer.write_eof()
+            with suppress(ConnectionError):
+                assert b"200" not in await reader.read()
+            writer.close()
+        assert (await ask(server, "/completions", server.open(echo), b"{}"))[0] == 200
+
+
+async def test_a_client_that_goes_away_ends_its_call() -> None:
+    async with serving() as server:
+        began, ended = asyncio.Event(), asyncio.Event()
+
+        async def wait(route: str, body: object) -> dict[str, Any]:
+            began.set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.set()
+            return {}
+
+        key = server.open(wait)
+        _, writer = await asyncio.open_connection("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0]))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 2\r\n\r\n{{}}"
+        )
+        writer.write(head.encode())
+        await asyncio.wait_for(began.wait(), 10)
+        writer.close()
+        await until(ended.is_set)
