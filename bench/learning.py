@@ -1,0 +1,134 @@
+"""What staleness does to learning, and what each correction does about it.
+
+Three tasks, several seeds, equal samples: synchronous (max_staleness 0) beside each ``max_staleness``, correction and
+bound. Each run is the shipped ledger, engine and train step in one thread (``learning_run``), with a window that is
+always full, so that after the first steps every batch is as old as the bound allows. Finished runs are lines of
+``--rows``; those already there are not run again, so that the whole grid can be stopped and gone on with.
+
+    python bench/learning.py [--tasks reverse,shift,sort] [--seeds 0,1,2] [--etas 1,2,4,8] [--workers 2]
+    python bench/learning.py --report-only          the table and the plots of what there is
+"""
+
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.learning_plot import plots
+from bench.learning_report import CORRECTIONS, Run, table
+
+RUNS = Path(__file__).parent.parent / "runs" / "learning"
+TASKS = ("reverse", "shift", "sort")
+ETAS = (1, 2, 4, 8)
+BOUNDS = ("trajectory", "token")
+GROUPS, SAMPLES, EVERY = 16, 8, 10
+"""Groups a step, trajectories a group, steps between evaluations."""
+DECODE_STEPS = 2
+"""Token bound: tokens that every running trajectory gets between two train steps."""
+
+
+def grid(
+    tasks: Sequence[str], seeds: Sequence[int], etas: Sequence[int], corrections: Sequence[str], bounds: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """What is to be run: the synchronous run of each task and seed first, then all seeds of one choice."""
+    for task, seed in itertools.product(tasks, seeds):
+        yield {"task": task, "seed": seed, "eta": 0, "correction": "none", "bound": "trajectory"}
+    for task, bound, eta, correction, seed in itertools.product(tasks, bounds, etas, corrections, seeds):
+        if eta:
+            yield {"task": task, "seed": seed, "eta": eta, "correction": correction, "bound": bound}
+
+
+def one(key: dict[str, Any], cache: str) -> Run:
+    """One run, from the task's model to its curve. In a process of its own thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from bench.learning_one import train  # torch, which the report does without
+
+    return train(key, Path(cache), every=EVERY, decode_steps=DECODE_STEPS)
+
+
+def read(rows: Path) -> list[Run]:
+    """Finished runs, in the order in which they ended; a last line that was cut off is left out."""
+    found: list[Run] = []
+    for line in rows.read_text().splitlines() if rows.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def run_all(todo: Sequence[dict[str, Any]], rows: Path, cache: Path, workers: int) -> None:
+    """Run what is not in ``rows`` yet; a line each, as soon as it has ended."""
+    done = [run["key"] for run in read(rows)]
+    left = [key for key in todo if key not in done]
+    click.echo(f"{len(todo) - len(left)} of {len(todo)} runs are there", err=True)
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool, rows.open("a") as out:
+        waiting = {pool.submit(one, key, str(cache)): key for key in left}
+        for number, ended in enumerate(as_completed(waiting), 1):
+            run = ended.result()
+            out.write(json.dumps(run) + "\n")
+            out.flush()
+            key = run["key"]
+            name = f"{key['task']} seed {key['seed']} {key['bound']} eta {key['eta']} {key['correction']}"
+            shown = f"{run['reward'][0]:.2f} -> {run['reward'][-1]:.2f}, {run['seconds']:.0f} s"
+            click.echo(f"{time.strftime('%H:%M:%S')} {number}/{len(left)} {name}: {shown}", err=True)
+
+
+def heading() -> str:
+    """Hardware, date and command, as results are written down."""
+    cores, today = os.cpu_count(), time.strftime("%Y-%m-%d")
+    command = " ".join(["python bench/learning.py", *sys.argv[1:]])
+    return f"# Learning under staleness, {cores} cores, Python {platform.python_version()}, {today}\n\n`{command}`\n\n"
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+@click.command()
+@click.option("--tasks", default=",".join(TASKS), show_default=True)
+@click.option("--seeds", default="0,1,2", show_default=True)
+@click.option("--etas", default=",".join(map(str, ETAS)), show_default=True, help="The synchronous runs come anyway.")
+@click.option("--corrections", default=",".join(CORRECTIONS), show_default=True)
+@click.option("--bounds", default=",".join(BOUNDS), show_default=True)
+@click.option("--steps", default=150, show_default=True, type=click.IntRange(min=1))
+@click.option("--lr", default=5e-4, show_default=True)
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(min=1), help="Runs at once, a core each.")
+@click.option("--rows", default=str(RUNS / "rows.jsonl"), show_default=True, type=click.Path(path_type=Path))
+@click.option("--cache", default=str(RUNS / "models"), show_default=True, type=click.Path(path_type=Path))
+@click.option("--report", default="", help="Write the table here (.md) and the plots beside it.")
+@click.option("--report-only", is_flag=True, help="Run nothing.")
+def main(
+    tasks: str, seeds: str, etas: str, corrections: str, bounds: str, steps: int, lr: float, workers: int,
+    rows: Path, cache: Path, report: str, report_only: bool,
+) -> None:  # fmt: skip
+    """Run the grid, or a part of it, and print the table of what there is."""
+    chosen = grid(_list(tasks), [int(s) for s in _list(seeds)], [int(e) for e in _list(etas)],
+                  _list(corrections), _list(bounds))  # fmt: skip
+    todo = [{**key, "steps": steps, "lr": lr, "groups": GROUPS, "samples": SAMPLES} for key in chosen]
+    if not report_only:
+        run_all(todo, rows, cache, workers)
+    runs = [run for run in read(rows) if run["key"] in todo]
+    text = table(runs)
+    click.echo(text)
+    if report:
+        path = Path(report)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures = plots(runs, path.with_suffix(""))
+        path.write_text(
+            heading() + text + "\n" + "".join(f"\n![{picture.stem}]({picture.name})\n" for picture in pictures)
+        )
+
+
+if __name__ == "__main__":
+    main()

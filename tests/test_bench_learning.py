@@ -1,0 +1,63 @@
+"""What the learning benchmark says of finished runs, and its tasks."""
+
+import pytest
+
+from bench.learning import grid
+from bench.learning_report import Run, breaks, final, full_window, seconds, table
+
+
+def run(eta: int, correction: str, reward: list[float], *, seed: int = 0) -> Run:
+    key = {"task": "sort", "seed": seed, "eta": eta, "correction": correction, "bound": "trajectory"}
+    names = ("off_policy/mean", "off_policy/max", "is_weight/ess", "masked", "masked/token")
+    series = {name: [float(step) for step in range(6)] for name in names}
+    times = {"time/write": [1.0] * 6, "time/train": [2.0] * 6}
+    return {"key": key, "reward": reward, "series": series | times, "seconds": 1.0}
+
+
+RUNS = [
+    run(0, "none", [0.2, 0.8, 0.8, 0.8, 0.8]),
+    run(0, "none", [0.2, 0.9, 0.9, 0.9, 0.9], seed=1),
+    run(1, "none", [0.2, 0.75, 0.75, 0.75, 0.75]),
+    run(2, "none", [0.2, 0.5, 0.5, 0.5, 0.5]),
+    run(4, "none", [0.2, 0.9, 0.9, 0.9, 0.9]),
+    run(1, "tis", [0.2, 0.9, 0.9, 0.9, 0.9]),
+    run(4, "tis", [0.2, 0.8, 0.8, 0.8, 0.8]),
+]
+
+
+def test_a_correction_breaks_at_the_first_staleness_that_does_not_reach_the_synchronous_reward() -> None:
+    """0.85 less two deviations of 0.07 is 0.71; what comes after a break does not mend it."""
+    assert breaks(RUNS) == {("sort", "trajectory", "none"): (1, 2), ("sort", "trajectory", "tis"): (4, None)}
+
+
+def test_the_table_has_a_row_a_choice_and_begins_with_the_synchronous_one() -> None:
+    lines = table(RUNS).splitlines()
+    assert lines[2].startswith("| sort | - | 0 | synchronous | 2 | 0.20 | 0.850 ± 0.071 |")
+    assert sum(line.startswith("| sort | trajectory |") for line in lines) == 5 + 2
+
+
+def test_time_is_turns_without_staleness_and_the_slower_one_with_it() -> None:
+    assert seconds(RUNS[0])[-1] == 18.0
+    assert seconds(RUNS[2])[-1] == 12.0
+
+
+def test_a_full_window_begins_after_the_staleness_has_settled() -> None:
+    assert full_window(RUNS[3], "is_weight/ess") == [3.0, 4.0, 5.0]
+    assert full_window(RUNS[4] | {"key": RUNS[4]["key"] | {"eta": 9}}, "masked") == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert final(RUNS[0]) == pytest.approx(0.8)
+
+
+def test_the_grid_runs_the_synchronous_choice_once_a_task_and_seed() -> None:
+    keys = list(grid(["sort"], [0, 1], [1, 2, 4, 8], ["none", "tis"], ["trajectory", "token"]))
+    assert len(keys) == 2 + 2 * 4 * 2 * 2
+    assert [key["eta"] for key in keys].count(0) == 2
+
+
+@pytest.mark.parametrize(("task", "answer"), [("reverse", "4123"), ("sort", "1234"), ("shift", "6547")])
+def test_a_task_has_one_answer(task: str, answer: str) -> None:
+    from bench.learning_task import Row, reward
+    from bench.learning_task import answer as answer_of
+
+    assert answer_of(task, "3214") == answer
+    assert reward(answer, Row(prompt="3214=", answer=answer)) == 1.0
+    assert reward(answer + "0", Row(prompt="3214=", answer=answer)) == 0.0
