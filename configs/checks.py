@@ -4,10 +4,13 @@ import math
 import re
 from urllib.parse import urlsplit
 
+from staleflow.configs import algorithm
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.imports import split
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
+from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
@@ -15,13 +18,16 @@ _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 
 def consistent(config: Config) -> None:
     """``ConfigError`` for the first rule that ``config`` breaks."""
-    for rule in (_name, _model, _prompts, _specs, _bound, _groups, _algorithm, _shards, _binds):
+    for rule in (_name, _model, _prompts, _specs, _environment, _bound, _groups, _algorithm, _ranks, _shards, _binds):
         rule(config)
 
 
 def needs_model(config: Config) -> bool:
-    """True unless engine and trainer are both simulated."""
-    return config.rollout.engine != "simulated" or config.trainer.backend != "simulated"
+    """True unless engine and trainer are both simulated and no stage starts from the policy's model."""
+    if config.rollout.engine != "simulated" or config.trainer.backend != "simulated":
+        return True
+    own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}
+    return any(not own[stage] for stage in stages(config) if stage in own)
 
 
 def _name(config: Config) -> None:
@@ -61,14 +67,28 @@ def import_paths(config: Config) -> dict[str, str]:
         "model.build": config.model.build,
         "prompts.source": config.prompts.source,
         "prompts.eval_source": config.prompts.eval_source,
+        "environment.run": config.environment.run,
         "reward.run": config.reward.run,
+        **algorithm.import_paths(config.trainer.algorithm),
     }
-    return {key: spec for key, spec in found.items() if spec or key == "reward.run"}
+    needed = "" if config.environment.run else "reward.run"
+    return {key: spec for key, spec in found.items() if spec or key == needed}
 
 
 def _specs(config: Config) -> None:
     for key, spec in import_paths(config).items():
         split(spec, key)
+
+
+def _environment(config: Config) -> None:
+    environment, prompts = config.environment, config.prompts
+    if environment.options and not environment.run:
+        allowed = "these are options of environment.run, which is missing"
+        raise ConfigError("environment.options", environment.options, allowed)
+    held_out = prompts.eval_path or prompts.eval_source
+    if environment.run and held_out and config.trainer.eval_prompts:
+        allowed = "evaluation on held-out prompts plays no environment: leave it out, or set trainer.eval_prompts to 0"
+        raise ConfigError("prompts.eval_path" if prompts.eval_path else "prompts.eval_source", held_out, allowed)
 
 
 def _bound(config: Config) -> None:
@@ -90,11 +110,36 @@ def _groups(config: Config) -> None:
     if rollout.filter == "zero_spread" and rollout.group_size == 1:
         allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
         raise ConfigError("rollout.group_size", rollout.group_size, allowed)
+    if rollout.on_update == "recompute" and rollout.engine == "simulated":
+        allowed = 'rollout.engine "simulated" has nothing to read anew: "keep" or "drain"'
+        raise ConfigError("rollout.on_update", "recompute", allowed)
 
 
 def _algorithm(config: Config) -> None:
     if not all(0 <= beta < 1 for beta in config.trainer.betas):
         raise ConfigError("trainer.betas", list(config.trainer.betas), "each must be at least 0 and below 1")
+    algorithm.check_algorithm(config.trainer.algorithm)
+
+
+def check_ranks(config: Config, nproc: int) -> None:
+    """So many ranks can share every batch."""
+    trainer = config.trainer
+    if nproc > 1 and trainer.backend in ("torch", "simulated"):
+        allowed = f'trainer.backend "{trainer.backend}" is one process: 1, or a backend of ddp, fsdp and deepspeed'
+        raise ConfigError("trainer.nproc", nproc, allowed)
+    if nproc > trainer.batch_size:
+        allowed = f"each rank needs a group of every batch: at most trainer.batch_size, {trainer.batch_size}"
+        raise ConfigError("trainer.nproc", nproc, allowed)
+
+
+def _ranks(config: Config) -> None:
+    trainer = config.trainer
+    check_ranks(config, trainer.nproc)
+    if trainer.gpus and len(trainer.gpus) < trainer.nproc:
+        allowed = f"each of the trainer.nproc = {trainer.nproc} ranks needs one of its own, or none be named"
+        raise ConfigError("trainer.gpus", trainer.gpus, allowed)
+    if trainer.backend == "deepspeed" and trainer.zero_stage == 0 and config.model.dtype == "bfloat16":
+        raise ConfigError("trainer.zero_stage", 0, 'with model.dtype "bfloat16" it must be 1, 2 or 3')
 
 
 def check_rows(config: Config, rows: int) -> None:

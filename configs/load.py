@@ -24,8 +24,11 @@ from staleflow.configs.schema import Config
 from staleflow.configs.toml import dumps
 
 RESOLVED = "config.json"
-_PATHS = (("model", "path"), ("prompts", "path"), ("prompts", "eval_path"))
-_SPECS = (("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("reward", "run"))
+_PATHS = (("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path"))
+_SPECS = (
+    *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
+    *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
+)
 _LONGEST_SOCKET = 100
 """Bytes of a Unix socket's path; the kernel's limit is 107."""
 
@@ -65,7 +68,10 @@ def _merged(table: dict[str, Any], given: dict[str, Any], path: tuple[str, ...])
 
 def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
     for section, key in (*_PATHS, *_SPECS):
-        inner = table.get(section)
+        above = section.split(".")
+        inner: Any = table
+        for part in above:
+            inner = cast(dict[str, Any], inner).get(part) if isinstance(inner, dict) else None
         text = cast(dict[str, Any], inner).get(key) if isinstance(inner, dict) else None
         if not isinstance(text, str) or not text:
             continue
@@ -74,7 +80,7 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
         elif is_file(text.rpartition(":")[0]):
             place, _, attribute = text.rpartition(":")
             text = f"{_under(base, place)}:{attribute}"
-        table = dotted.apply(table, [((section, key), text)])
+        table = dotted.apply(table, [((*above, key), text)])
     return table
 
 

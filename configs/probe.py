@@ -76,7 +76,8 @@ def _takes(function: Any, key: str, spec: str, positional: int, names: list[str]
     try:
         signature.bind(*range(positional), **dict.fromkeys(names))
     except TypeError as error:
-        raise ConfigError(key, spec, f"it is called with {', '.join(names)}, but {error}") from error
+        given = ", ".join(names) or f"{positional} values"
+        raise ConfigError(key, spec, f"it is called with {given}, but {error}") from error
 
 
 def main() -> int:

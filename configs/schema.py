@@ -58,7 +58,7 @@ class Reward(Section, frozen=True, kw_only=True):
     """The first stage: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of its own."""
 
     run: str
-    """``module:function`` or ``file.py:function``."""
+    """``module:function`` or ``file.py:function``. May be empty where the environment returns the reward."""
     workers: Positive = 1
     timeout_s: PositiveFloat = 10.0
     """Of one call; a call that takes longer is killed and counts as failed."""
@@ -66,6 +66,58 @@ class Reward(Section, frozen=True, kw_only=True):
     """More tries for a sample whose call raised or hung; then its group is released."""
     batch: Positive = 16
     """Groups that a worker takes at once."""
+
+
+class Environment(Section, frozen=True, kw_only=True):
+    """User code that makes a trajectory of several turns; without it a trajectory is one answer to the prompt.
+
+    A class with ``async def rollout(self, client, row)``, in processes of its own. One call is one sample: it speaks to
+    the policy through ``client`` (the calls of ``openai.AsyncOpenAI``) and returns the reward, several numbers by name
+    (``reward`` among them, or not), or None: then ``reward.run`` scores the text of the whole completion and gets other
+    numbers as keyword arguments. It writes the messages itself: ``prompts.chat_template`` is without effect.
+    """
+
+    run: str = ""
+    """``module:Class`` or ``file.py:Class``; empty: plain prompts."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of the class; one object a process plays all of its episodes."""
+    processes: Positive = 1
+    """A rollout worker's; episodes run side by side in each."""
+    timeout_s: PositiveFloat = 120.0
+    """Of one episode, waiting for the engine included; then its group is released."""
+    max_turns: NonNegative = 0
+    """Calls an episode may make, each of at most ``rollout.max_new_tokens``; 0 sets no limit."""
+    memory_mb: Positive = 4096
+    """Most private memory of one process, in MiB; what asks for more gets a MemoryError."""
+
+
+class Reference(Section, frozen=True, kw_only=True):
+    """The stage of the KL term, when ``trainer.algorithm.kl_coef`` is above 0: a frozen model's log-probabilities."""
+
+    path: str = ""
+    """Model directory, with the policy's tokens. Empty: the model that the run begins with."""
+    workers: Positive = 1
+    batch: Positive = 16
+    """Groups that a worker takes at once; its forward passes have ``trainer.micro_tokens`` padded tokens."""
+    timeout_s: PositiveFloat = 60.0
+    """Of one group; a worker that takes longer loses what it has to another one."""
+    threads: Positive = 1
+    """Torch threads of a worker."""
+
+
+class Critic(Section, frozen=True, kw_only=True):
+    """The stage of ``trainer.algorithm.advantage = "gae"``: a value model that learns from the groups it judges."""
+
+    path: str = ""
+    """Model directory of its backbone, with the policy's tokens. Empty: the model that the run begins with."""
+    lr: PositiveFloat = 1e-5
+    """Of its AdamW."""
+    batch: Positive = 8
+    """Groups that it takes at once, and groups of one step of its own; passes have ``trainer.micro_tokens``."""
+    timeout_s: PositiveFloat = 60.0
+    """Of one group, learning included."""
+    threads: Positive = 1
+    """Torch threads."""
 
 
 class Staleness(Section, frozen=True, kw_only=True):
@@ -109,12 +161,31 @@ class Simulated(Section, frozen=True, kw_only=True):
     """Seconds of overhead a step."""
 
 
+class Vllm(Section, frozen=True, kw_only=True):
+    """The vLLM engine. The KV cache takes what the weights leave of a GPU's share, or ``kv_cache_mb`` on a CPU."""
+
+    max_model_len: NonNegative = 0
+    """Most tokens of prompt and completion together; 0: the model's own context. Fewer leave room for more requests."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory, weights included; less where a trainer shares the GPU."""
+    tensor_parallel: Positive = 1
+    """GPUs that share one instance's model."""
+    kv_cache_mb: Positive = 512
+    """Size of the KV cache in MiB, on a CPU only."""
+    prefix_caching: bool = True
+    """Samples of one prompt read it once. Never shared between versions."""
+    enforce_eager: bool = False
+    """No compilation and no CUDA graphs: a faster start and slower tokens. Always so on a CPU."""
+
+
 class Rollout(Section, frozen=True, kw_only=True):
     """Instances that write trajectories."""
 
-    engine: Literal["transformers", "simulated"] = "transformers"
+    engine: Literal["transformers", "vllm", "simulated"] = "transformers"
     workers: Positive = 1
     """Processes started by ``staleflow run``; more may attach."""
+    gpus: list[NonNegative] = field(default_factory=list[NonNegative])
+    """GPUs of the workers that ``staleflow run`` starts, shared out over them in order; empty: all there are."""
     group_size: Positive = 8
     """Trajectories a prompt."""
     max_inflight: Positive = 64
@@ -123,45 +194,109 @@ class Rollout(Section, frozen=True, kw_only=True):
     temperature: PositiveFloat = 1.0
     routing: Literal["least_loaded", "round_robin"] = "least_loaded"
     """Which instance gets the next group."""
-    on_update: Literal["keep", "drain"] = "keep"
-    """In-flight samples when a new version comes: go on with the new weights (a new segment), or end first."""
+    on_update: Literal["keep", "recompute", "drain"] = "keep"
+    """In-flight samples when a new version comes. ``keep``: go on with the new weights (a new segment) over the KV
+    cache of the old ones. ``recompute``: the same, read in anew by the new weights first. ``drain``: end first."""
     filter: Literal["none", "zero_spread"] = "zero_spread"
-    """Groups released after the stages: those whose samples all have the same reward teach nothing."""
+    """Groups released after the reward: those whose samples all have the same reward teach nothing."""
     threads: Positive = 1
     """Torch threads of an instance."""
     redundancy: Redundancy = field(default_factory=Redundancy)
     simulated: Simulated = field(default_factory=Simulated)
+    vllm: Vllm = field(default_factory=Vllm)
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
-    """From rewards to gradients."""
+    """From rewards to gradients. A key that means nothing with the chosen loss is left at its default."""
 
-    advantage: Literal["grpo"] = "grpo"
-    loss: Literal["ppo_clip"] = "ppo_clip"
+    advantage: str = "grpo"
+    """``grpo``, ``dr_grpo``, ``rloo``: against the group. ``reinforce_pp``: against the batch. ``gae``: against a
+    critic, token by token; starts the critic stage. Or the import path of ``f(rewards [N], group_ids [N]) -> [N]``,
+    tensors."""
+    loss: str = "ppo_clip"
+    """``ppo_clip``, ``gspo``, ``cispo``, ``aipo``, ``m2po``, ``opsm``; all but the first bound the ratio to the engine,
+    so they need no ``correction``. Or the import path of ``f(logprobs, old, behavior, advantages, row) -> loss``,
+    tensors over the trained tokens of some whole trajectories; the mean over the batch's tokens is trained."""
+    ratio_to: Literal["old", "behavior"] = "old"
+    """What PPO's ratio refers to. ``old``: the weights that the step begins with; the clip is idle and ``correction``
+    answers for staleness. ``behavior``: the engine's; the clip answers for it, and stale tokens lose their gradient."""
     clip_low: PositiveFloat = 0.2
     """PPO ratio is clipped below 1 - ``clip_low``."""
     clip_high: PositiveFloat = 0.2
     """PPO ratio is clipped above 1 + ``clip_high``."""
-    tis_cap: Annotated[float, Meta(ge=0)] = 2.0
-    """Truncated importance sampling: the weight trainer/engine of each token is capped here; 0 switches it off."""
+    dual_clip: Annotated[float, Meta(ge=0)] = 0.0
+    """Second clip, for negative advantages: a ratio above it (3, say) pushes no harder. 0 switches it off."""
+    correction: Literal["none", "tis", "decoupled", "masked_is", "masked_is_sequence"] = "tis"
+    """What becomes of the weight k = trainer/engine of each token. ``none``: 1, old data is taken for new. ``tis``: k
+    up to ``tis_cap``. ``decoupled``: k, without bias and without bound. ``masked_is``: k, and tokens outside of
+    ``mask_low`` to ``mask_high`` are left out (IcePop). ``masked_is_sequence``: the product over the trajectory, up to
+    ``sequence_cap``, and trajectories above it are left out."""
+    tis_cap: PositiveFloat = 2.0
+    """Largest weight; lower loses more of what old data says, higher makes gradients noisier."""
+    mask_low: Annotated[float, Meta(ge=0)] = 0.5
+    mask_high: PositiveFloat = 5.0
+    """Weights outside of these two are 0; a narrow band learns from less and from what is nearly its own."""
+    sequence_cap: PositiveFloat = 2.0
+    """Products above it are 0. Products of long trajectories spread widely: expect many."""
+    gspo_low: PositiveFloat = 3e-4
+    gspo_high: PositiveFloat = 4e-4
+    """The length-normalised ratio of a trajectory is clipped below 1 - low and above 1 + high. Staleness moves it by
+    far more than one step's mini-batches do: widen them with ``staleness.max_staleness``."""
+    cispo_low: PositiveFloat = 1.0
+    cispo_high: PositiveFloat = 4.0
+    """The weight is clipped to 1 - low and 1 + high; low = 1 is no bound. A token keeps its gradient in any case."""
+    aipo_cap: PositiveFloat = 4.0
+    """Largest weight; 2 to 10 are usual."""
+    m2_threshold: PositiveFloat = 0.04
+    """Largest mean of the squared log-ratio; the farthest tokens of the batch are left out until it holds. Costs a
+    second forward pass."""
+    opsm_delta: PositiveFloat = 0.01
+    """Bad trajectories that the model has moved away from by more than this, in nats a token, are left out."""
+    kl_coef: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of the divergence from the reference model; starts the reference stage. 0: no such term, no such stage."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Its estimator: ``k2`` has the gradient of KL, ``k1`` the same with an unbiased value, ``k3`` a bounded one."""
+    kl_in_reward: bool = False
+    """Take ``kl_coef`` x (engine - reference) log-probabilities off each token's reward instead (``gae``,
+    ``reinforce_pp``)."""
+    gamma: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Discount a token (``gae``)."""
+    gae_lambda: Share = 1.0
+    """1 trusts what was earned, without bias; 0 trusts the critic, without noise (``gae``)."""
 
 
 class Trainer(Section, frozen=True, kw_only=True):
     """The process that learns."""
 
-    backend: Literal["torch", "simulated"] = "torch"
-    """``simulated`` sleeps ``simulated_step_s`` and publishes a few bytes; for trying the service without torch."""
+    backend: Literal["torch", "ddp", "fsdp", "deepspeed", "simulated"] = "torch"
+    """``torch`` is one process; ``ddp`` has a whole model on each of ``nproc`` ranks, ``fsdp`` (FSDP2) and
+    ``deepspeed`` (ZeRO, an extra) shard it. ``simulated`` sleeps ``simulated_step_s`` and publishes a few bytes; for
+    trying the service without torch."""
+    nproc: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Ranks on this machine, one GPU each where there are any; each trains its share of every batch's groups."""
+    gpus: list[NonNegative] = field(default_factory=list[NonNegative])
+    """GPUs of the trainer that ``staleflow run`` starts, one a rank; empty: all of this machine's."""
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
+    """What DeepSpeed shards: 1 optimizer state, 2 gradients too, 3 weights too; 0 nothing."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: a third more time, far less memory."""
+    packing: bool = False
+    """Trajectories of a pass one behind the other in one row, without padding; ``micro_tokens`` are real ones then."""
     steps: Positive = 100
     """Train steps of the whole run."""
     batch_size: Positive = 8
     """Groups a step."""
     micro_tokens: Positive = 16_384
-    """Padded tokens of one forward and backward pass."""
+    """Padded tokens of one forward and backward pass; the gradients of a step's passes add up."""
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     warmup_steps: NonNegative = 0
     """Steps of linear learning-rate warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: as it is, or down to ``lr_min_share`` of it at the last step."""
+    lr_min_share: Share = 0.0
+    """Share of ``lr`` that the schedule ends at."""
     grad_clip: PositiveFloat = 1.0
     """Largest L2 norm of the gradient."""
     checkpoint_every: Positive = 20
@@ -221,7 +356,10 @@ class Config(Section, frozen=True, kw_only=True):
     """Of the prompt order, the model's build, sampling and the trainer."""
     model: Model = field(default_factory=Model)
     prompts: Prompts
+    environment: Environment = field(default_factory=Environment)
     reward: Reward
+    reference: Reference = field(default_factory=Reference)
+    critic: Critic = field(default_factory=Critic)
     staleness: Staleness = field(default_factory=Staleness)
     rollout: Rollout = field(default_factory=Rollout)
     trainer: Trainer = field(default_factory=Trainer)

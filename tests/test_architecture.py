@@ -21,7 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """From the ground up. Packages of one floor do not import each other."""
 
-OUTSIDE = ("staleflow.quickstart",)
+OUTSIDE = ("staleflow.quickstart", "staleflow.environments")
 """User code that is shipped: reached by import path from a configuration, imported by nobody."""
 
 PURE = frozenset(

@@ -92,6 +92,8 @@ class EngineStats:
     """Share of the KV cache in use, 0 to 1."""
     generated_tokens: int = 0
     """Since the engine was made."""
+    preemptions: int = 0
+    """Since the engine was made: times that a running request gave its KV cache to others and was read in again."""
 
 
 class Engine(Protocol):
@@ -117,7 +119,8 @@ class Engine(Protocol):
         ...
 
     def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
-        """Take these weights. Running requests keep their KV cache and go on with them, in a new segment.
+        """Take these weights. Running requests go on with them in a new segment, over the KV cache that they have
+        (an engine that can recompute may be made to read them in anew instead).
 
         bfloat16 and float16 come as their bits in uint16. ``LoadError`` leaves the old weights as they were.
         """

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.rollout.engine import Engine, EngineError, EngineStats, Request, Trajectory
+from staleflow.clients.rollout.throughput import Throughput
 from staleflow.protocols.consistency.ids import Lineage, Version
 
 log = logging.getLogger(__name__)
 
-RATE_WINDOW_S = 5.0
 CLOSE_S = 2.0
 
 
@@ -49,7 +48,7 @@ class EngineThread:
         self._stats = engine.stats()
         self._busy_s = 0.0
         self._step_began: float | None = None
-        self._rate: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._throughput = Throughput()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -90,8 +89,7 @@ class EngineThread:
 
     def tokens_per_s(self) -> float:
         """Over the last few seconds."""
-        (then, before), now = self._rate[0], time.monotonic()
-        return (self._stats.generated_tokens - before) / (now - then) if now - then > 0.1 else 0.0
+        return self._throughput.per_s(self._stats.generated_tokens)
 
     def stuck_s(self) -> float:
         began = self._step_began
@@ -134,10 +132,7 @@ class EngineThread:
         self._step_began = None
         self._busy_s += now - began
         self._stats = self._engine.stats()
-        if now - self._rate[-1][0] > RATE_WINDOW_S / 20:
-            self._rate.append((now, self._stats.generated_tokens))
-            while len(self._rate) > 2 and now - self._rate[1][0] > RATE_WINDOW_S:
-                self._rate.popleft()
+        self._throughput.record(self._stats.generated_tokens)
         if ended:
             self._tell(self._deliver, ended)
 

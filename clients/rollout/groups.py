@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from staleflow.clients.rollout.engine import AsyncEngine, Request, Sampling, Tra
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import Assign
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
+
+Ended = TypeVar("Ended")
 
 _ids = itertools.count()
 
@@ -54,6 +57,8 @@ class Held:
     assign: Assign
     requests: list[int] = field(default_factory=list[int])
     interrupted: bool = False
+    on_interrupt: Callable[[], None] | None = None
+    """Called once when it is interrupted: whoever has more to end than ``requests``."""
     pushing: bool = False
     """Its samples are done; the lease now belongs to the push."""
     task: "asyncio.Task[None] | None" = None
@@ -63,7 +68,7 @@ async def produce(engine: AsyncEngine, held: Held, prompt_ids: NDArray[np.int32]
     """Start the samples, wait for ``group_size`` of them, abort the others. ``RequestError`` if none can be served."""
     requests = [
         Request(
-            id=next(_ids),
+            id=request_id(),
             prompt_ids=prompt_ids,
             sampling=recipe.sampling,
             seed=recipe.sample_seed(held.assign, sample),
@@ -72,20 +77,40 @@ async def produce(engine: AsyncEngine, held: Held, prompt_ids: NDArray[np.int32]
     ]
     tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
     held.requests = [request.id for request in requests]
-    done: list[Trajectory] = []
-    try:
-        await asyncio.sleep(0)  # each task has said its request by now
+
+    def started() -> None:
         if held.interrupted:
             interrupt(engine, held)
+
+    done = await first_ended(tasks, recipe.group_size, started)
+    return payload(prompt_ids, sorted(done, key=lambda trajectory: trajectory.id))
+
+
+async def first_ended(
+    tasks: Sequence["asyncio.Task[Ended]"], count: int, started: Callable[[], None] = lambda: None
+) -> list[Ended]:
+    """The results of the first ``count`` to end, in that order; the others are cancelled. One that fails fails all.
+
+    ``started`` is called once each task has had its first turn.
+    """
+    done: list[Ended] = []
+    try:
+        await asyncio.sleep(0)
+        started()
         for ended in asyncio.as_completed(tasks):
             done.append(await ended)
-            if len(done) == recipe.group_size:
+            if len(done) == count:
                 break
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return payload(prompt_ids, sorted(done, key=lambda trajectory: trajectory.id))
+    return done
+
+
+def request_id() -> int:
+    """Unique in this worker."""
+    return next(_ids)
 
 
 def interrupt(engine: AsyncEngine, held: Held) -> None:
@@ -93,6 +118,8 @@ def interrupt(engine: AsyncEngine, held: Held) -> None:
     held.interrupted = True
     for request in held.requests:
         engine.interrupt(request)
+    if held.on_interrupt is not None:
+        held.on_interrupt()
 
 
 def payload(prompt_ids: NDArray[np.int32], trajectories: Sequence[Trajectory]) -> GroupPayload:

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from staleflow.clients.attachment import attach as attach_to
 from staleflow.clients.parameters import Puller
-from staleflow.clients.rollout.engine import Engine
+from staleflow.clients.rollout.chat_speech import ByteSpeech
+from staleflow.clients.rollout.engine import AsyncEngine
 from staleflow.clients.rollout.engine_thread import EngineThread
+from staleflow.clients.rollout.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.simulated_engine import SimulatedEngine
 from staleflow.clients.rollout.worker import Encode, Worker
@@ -44,12 +46,14 @@ async def _main(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
 
 
 async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler: str) -> None:
-    engine, encode = await asyncio.to_thread(open_engine, config, run_dir)
+    engine, encode = await open_engine(config, run_dir)
     me, recipe = worker_id(name), Recipe.of(config)
     to_scheduler = Client(scheduler, worker=me)
     closing: list[Client | Puller] = [to_scheduler]
-    runner = EngineThread(engine, drain=config.rollout.on_update == "drain")
+    environments = open_environments(config, run_dir, engine, recipe)
     try:
+        if environments is not None:
+            await environments.start()
         hello = Attach(
             worker=me,
             name=name,
@@ -63,7 +67,7 @@ async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
         shards = [Client(address, worker=me) for address in found.shards]
         puller = Puller(found.parameters, worker=me)
         closing += [*shards, puller]
-        worker = Worker(me, to_scheduler, shards, puller, runner, encode, recipe)
+        worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments)
         why = "failed"
         try:
             await worker.run()
@@ -71,21 +75,41 @@ async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
         finally:
             await worker.leave(stop.why or why)
     finally:
-        await runner.close()
+        if environments is not None:
+            await environments.close()
+        await engine.close()
         for connection in closing:
             connection.close()
 
 
-def open_engine(config: Config, run_dir: Path) -> tuple[Engine, Encode]:
+async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encode]:
     """The configured engine and how prompts become its token ids. ``ConfigError`` when the model cannot be read."""
     rollout = config.rollout
+    drain = rollout.on_update == "drain"
     match rollout.engine:
         case "simulated":
-            return SimulatedEngine(rollout.simulated, slots=rollout.max_inflight, seed=config.seed), text_bytes
+            simulated = SimulatedEngine(rollout.simulated, slots=rollout.max_inflight, seed=config.seed)
+            return EngineThread(simulated, drain=drain), text_bytes
         case "transformers":
             from staleflow.clients.rollout.transformers_model import open_transformers
 
-            return open_transformers(config, model_dir(config, run_dir))
+            stepped, encode = await asyncio.to_thread(open_transformers, config, model_dir(config, run_dir))
+            return EngineThread(stepped, drain=drain), encode
+        case "vllm":
+            from staleflow.clients.rollout.vllm_model import open_vllm
+
+            return await open_vllm(config, model_dir(config, run_dir))
+
+
+def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe: Recipe) -> Environments | None:
+    """The run's environment, to be started; None for plain prompts."""
+    if not config.environment.run:
+        return None
+    if config.rollout.engine == "simulated":
+        return Environments(config, engine, ByteSpeech(), recipe)
+    from staleflow.clients.rollout.chat_tokens import open_speech
+
+    return Environments(config, engine, open_speech(model_dir(config, run_dir)), recipe)
 
 
 def text_bytes(prompt: str) -> NDArray[np.int32]:

@@ -38,6 +38,15 @@ def encoder(tokenizer: Any, *, chat_template: bool) -> Encode:
     return encode
 
 
+def check_vocabulary(tokenizer: Any, model: Any) -> None:
+    """``ConfigError`` for a tokenizer that makes tokens of which the model has no embedding."""
+    ids, rows = max(tokenizer.get_vocab().values(), default=0) + 1, model.config.get_text_config().vocab_size
+    if ids > rows:
+        raise ConfigError(
+            "tokenizer", f"{ids} tokens", f"the model's vocabulary has {rows}: they do not belong together"
+        )
+
+
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a completion: the tokenizer's end of sequence and those of the model's generation config."""
     found = {tokenizer.eos_token_id}

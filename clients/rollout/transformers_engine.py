@@ -3,12 +3,14 @@
 
 A step is one forward pass of one token for every running trajectory; requests that wait join before it, by a pass over
 their prompts (each distinct prompt once, whatever the number of its samples). Weights change between two steps only.
-Trajectories that were running go on over the keys and values that older weights left: that is what their segments say.
+Trajectories that were running go on over the keys and values that older weights left: that is what their segments say
+(with ``recompute`` they are read in anew by the new weights first).
 Log-probabilities are those of the distribution sampled from, ``log_softmax(logits / temperature)``, in float32.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ class TransformersEngine:
         *,
         slots: int = 64,
         context: int = 0,
+        recompute: bool = False,
         lineage: int = 0,
         version: int = -1,
     ) -> None:
@@ -53,6 +56,7 @@ class TransformersEngine:
         self.vocabulary = config.vocab_size
         self.lineage, self.version = Lineage(lineage), Version(version)
         self.joining = True
+        self._recompute = recompute
         self._stop_ids = np.array(sorted(set(stop_ids)), np.int64)
         self._rows = Rows(slots)
         self._waiting: deque[Request] = deque()
@@ -109,6 +113,8 @@ class TransformersEngine:
     def load(self, tensors: Mapping[str, np.ndarray], lineage: Lineage, version: Version) -> None:
         copy_weights(self.model, tensors)
         self.relabel(lineage, version)
+        if self._recompute:
+            self._read_anew()
 
     def relabel(self, lineage: Lineage, version: Version) -> None:
         """The caller changed the model's weights in place: what is written from now on is this version's."""
@@ -124,6 +130,17 @@ class TransformersEngine:
             kv_used=min(1.0, held / max(1, rows.slots * min(self.context, self._cache.plan.capacity))),
             generated_tokens=self._generated,
         )
+
+    def _read_anew(self) -> None:
+        """Send what runs back to the head of the queue, its tokens as the prefix: joining reads them again."""
+        rows = self._rows
+        for row in reversed(range(rows.size)):
+            request, count = rows.requests[row], int(rows.count[row])
+            written = rows.marks[row].cut(rows.token_ids[row, :count], rows.logprobs[row, :count])
+            self._waiting.appendleft(replace(request, prefix=written))
+            if rows.interrupted[row]:
+                self._cut.add(request.id)
+        self._free(np.arange(rows.size))
 
     def _worth_joining(self) -> bool:
         """Whether enough rows are free. A pass over prompts costs the others a step, so a free row waits for more."""

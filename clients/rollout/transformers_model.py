@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from staleflow.clients.rollout.tokens import Encode, encoder, open_tokenizer, stop_ids
+from staleflow.clients.rollout.tokens import Encode, check_vocabulary, encoder, open_tokenizer, stop_ids
 from staleflow.clients.rollout.transformers_engine import TransformersEngine
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.presence import check_model_dir
@@ -30,5 +30,11 @@ def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngi
     tokenizer = open_tokenizer(directory)
     encode = encoder(tokenizer, chat_template=config.prompts.chat_template)
     model = open_model(directory, config.model.dtype, config.rollout.threads)
-    engine = TransformersEngine(model, stop_ids(model, tokenizer), slots=config.rollout.max_inflight)
+    check_vocabulary(tokenizer, model)
+    engine = TransformersEngine(
+        model,
+        stop_ids(model, tokenizer),
+        slots=config.rollout.max_inflight,
+        recompute=config.rollout.on_update == "recompute",
+    )
     return engine, encode

@@ -11,12 +11,21 @@ from staleflow.clients.rollout.engine import LoadError
 
 
 def copy_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Copy ``tensors`` over the model's own, matched by name as in ``state_dict``.
+    """Copy ``tensors`` over the model's own, as ``check_weights`` accepts them; after its error nothing was copied."""
+    check_weights(model, tensors)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, array in tensors.items():
+            _copy(own[name], array)
+
+
+def check_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Whether these are all the model's weights, matched by name as in ``state_dict``; the model may be on ``meta``.
 
     Tied weights may be there once or under each name. bfloat16 and float16 come as their bits in uint16. ``LoadError``
-    names the first tensor that is missing, unknown or of another shape or dtype; then nothing was copied.
+    names the first tensor that is missing, unknown or of another shape or dtype.
     """
-    own = model.state_dict()
+    own = model.state_dict(keep_vars=True)  # tied weights are one object under two names
     filled: set[int] = set()
     for name, array in tensors.items():
         if name not in own:
@@ -26,13 +35,18 @@ def copy_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> Non
             raise LoadError(
                 f"tensor {name} is {array.dtype} {list(array.shape)}; the model has {target.dtype} {list(target.shape)}"
             )
-        filled.add(target.data_ptr())
+        filled.add(id(target))
     for name, target in own.items():
-        if target.data_ptr() not in filled:
+        if id(target) not in filled:
             raise LoadError(f"tensor {name} is missing")
-    with torch.no_grad():
-        for name, array in tensors.items():
-            _copy(own[name], array)
+
+
+def one_name_each(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Checked ``tensors`` in the model's order, tied weights once, under the first of their names."""
+    names: dict[int, list[str]] = {}
+    for name, target in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(target), []).append(name)
+    return {tied[0]: next(tensors[name] for name in tied if name in tensors) for tied in names.values()}
 
 
 def _bits(dtype: torch.dtype) -> list[np.dtype[Any]]:

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from staleflow.clients.parameters import Puller
 from staleflow.clients.rollout.engine import AsyncEngine, EngineError, RequestError
+from staleflow.clients.rollout.environment import Environments
+from staleflow.clients.rollout.environment_runner import EpisodeFailed
 from staleflow.clients.rollout.groups import Held, Recipe, interrupt, produce
 from staleflow.clients.rollout.pulls import Pulls
 from staleflow.clients.rollout.pushes import Pusher
@@ -76,6 +78,7 @@ class Worker:
         engine: AsyncEngine,
         encode: Encode,
         recipe: Recipe,
+        environments: Environments | None = None,
     ) -> None:
         self._me = me
         self._scheduler = scheduler
@@ -83,6 +86,7 @@ class Worker:
         self._engine = engine
         self._encode = encode
         self._recipe = recipe
+        self._environments = environments
         self._pulls = Pulls(me, scheduler, puller, engine, self._loaded)
         self._pushers = [Pusher(shard, me, self._settled) for shard in shards]
         self._held: dict[LeaseId, Held] = {}
@@ -214,9 +218,15 @@ class Worker:
         try:
             if not await self._pulls.reached(assign.lineage, assign.version):
                 raise RowError(f"version {assign.version} is not loaded here")
-            group = await produce(self._engine, held, self._prompt_ids(row), self._recipe)
+            if self._environments is None:
+                group = await produce(self._engine, held, self._prompt_ids(row), self._recipe)
+            else:
+                group = await self._environments.produce(held, row)
         except (RowError, RequestError) as error:
             self._give_up(held, str(error))
+            return
+        except EpisodeFailed as error:
+            self._give_up(held, f"at {self._me}, {error}")
             return
         held.pushing = True
         self._pushers[assign.shard].put(assign, group)

@@ -8,11 +8,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.clients.parameters import NamedTensors
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.protocols.consistency.ids import Step, Version
 
-Weights = Mapping[str, NDArray[Any]]
+Array = NDArray[Any]
+
+Weights = Mapping[str, Array]
 """Tensors by name, as ``state_dict`` names them; bfloat16 as its bits in uint16, as on the wire."""
+
+Published = NamedTensors
+"""What a backend gives to be published: ``Weights``, or the same gathered while somebody goes through them."""
 
 Stopping = Callable[[], bool]
 """True once the process was asked to end."""
@@ -20,6 +26,10 @@ Stopping = Callable[[], bool]
 
 class Stopped(Exception):
     """The process was asked to end, and what was under way is undone: weights and optimizer are as before it."""
+
+
+class OutOfMemory(Exception):
+    """A step does not fit this device; the text says which, and what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,7 @@ class Backend(Protocol):
         """Put everything that ``load`` needs for bit-identical steps into an empty directory."""
         ...
 
-    def weights(self) -> Weights:
+    def weights(self) -> Published:
         """What the engines are to load; valid until the next step."""
         ...
 
@@ -63,19 +73,26 @@ def mean_std(values: NDArray[Any]) -> tuple[float, float]:
     return (float(values.mean()), float(values.std())) if values.size else (0.0, 0.0)
 
 
-def batch_values(batch: TrainBatch) -> dict[str, float]:
-    """Metrics that every backend reports alike."""
-    lengths = batch.completion_lengths
+def _alone(values: NDArray[Any]) -> NDArray[Any]:
+    return values
+
+
+def batch_values(batch: TrainBatch, gather: Callable[[NDArray[Any]], NDArray[Any]] = _alone) -> dict[str, float]:
+    """Metrics that every backend reports alike. ``gather``: one column of every rank's rows, as one array."""
+    lengths = gather(batch.sampled_lengths)
     sampled = int(lengths.sum())
-    reward, spread = mean_std(batch.rewards.astype(np.float64))
-    mean_age, max_age = batch.off_policy()
+    reward, spread = mean_std(gather(batch.rewards).astype(np.float64))
+    age = int(batch.step) - batch.token_versions[batch.loss_mask]
+    sums = gather(np.array([[age.sum(), age.size, batch.masked_tokens, age.max(initial=0)]], np.int64))
+    ages, trained, masked, _ = sums.sum(axis=0).tolist()
     return {
         "reward/mean": reward,
         "reward/std": spread,
         "length/mean": mean_std(lengths)[0],
         "length/p99": float(np.percentile(lengths, 99)) if lengths.size else 0.0,
-        "off_policy/mean": mean_age,
-        "off_policy/max": float(max_age),
-        "staleness/masked_token_ratio": batch.masked_tokens / max(1, sampled),
-        "trainer/tokens": float(batch.trained_tokens),
+        "off_policy/mean": ages / max(1, trained),
+        "off_policy/max": float(sums[:, 3].max()),
+        "staleness/masked_token_ratio": masked / max(1, sampled),
+        "trainer/tokens": float(trained),
+        "trainer/sampled_tokens": float(sampled),
     }

@@ -5,7 +5,7 @@ the same batch gives the same arrays whenever and wherever it is fetched.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step
 from staleflow.protocols.wire.messages import Batch
+from staleflow.protocols.wire.stages import REWARD_COLUMN, STAGE, is_per_token
 from staleflow.protocols.wire.trajectory import GroupPayload
 
-REWARD_COLUMN = "stage/reward/reward"
 NO_VERSION = -1
-"""In ``token_versions``: nobody sampled this token (prompt, padding)."""
+"""In ``token_versions``: nobody sampled this token (prompt, padding, what an environment wrote)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,13 @@ class TrainBatch:
     group_ids: NDArray[np.int64]
     """[N]"""
     completion_lengths: NDArray[np.int64]
-    """[N]: sampled tokens, trained or not."""
+    """[N]: tokens behind the prompt: sampled ones, trained or not, and what an environment wrote between them."""
     masked_tokens: int
     """Tokens that the token bound took out of ``loss_mask``."""
     rows: tuple[dict[str, Any], ...]
     """[N]: the columns of each trajectory's prompt row."""
+    token_stages: dict[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+    """[N, L] each, by ``stage/column``: per-token columns of stages, 0 where there is none."""
 
     @property
     def trained_tokens(self) -> int:
@@ -60,6 +62,18 @@ class TrainBatch:
     def sequence_lengths(self) -> NDArray[np.int64]:
         """[N]: prompt and completion."""
         return np.asarray(self.attention_mask.sum(axis=1), np.int64)
+
+    @property
+    def sampled_lengths(self) -> NDArray[np.int64]:
+        """[N]: tokens that the policy wrote, trained or not."""
+        return np.asarray((self.token_versions != NO_VERSION).sum(axis=1), np.int64)
+
+    @property
+    def completions(self) -> NDArray[np.bool_]:
+        """[N, L]: tokens behind the prompt."""
+        place: NDArray[np.int64] = np.arange(self.input_ids.shape[1])
+        end = self.sequence_lengths[:, None]
+        return (place >= end - self.completion_lengths[:, None]) & (place < end)
 
     def off_policy(self) -> tuple[float, int]:
         """Mean and maximum of (step - version) over the trained tokens; 0 without any."""
@@ -104,6 +118,7 @@ def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
         completion_lengths=columns.completion_lengths,
         masked_tokens=masked,
         rows=tuple(columns.rows),
+        token_stages=columns.token_stages,
     )
 
 
@@ -120,10 +135,12 @@ class _Columns:
         self.group_ids = np.zeros(size, np.int64)
         self.completion_lengths = np.zeros(size, np.int64)
         self.rows: list[dict[str, Any]] = []
+        self.token_stages: dict[str, NDArray[np.float32]] = {}
 
     def add(self, item: FetchedGroup) -> None:
         payload, first = item.payload, len(self.rows)
         prompt, versions = len(payload.prompt_ids), payload.token_versions()
+        stages = [(self._token_stage(name), made) for name, made in payload.stages.items() if is_per_token(name)]
         token = 0
         for sample, length in enumerate(payload.lengths.tolist()):
             here, there = (first + sample, slice(prompt, prompt + length)), slice(token, token + length)
@@ -132,13 +149,21 @@ class _Columns:
             self.attention_mask[first + sample, : prompt + length] = 1
             self.loss_mask[here] = payload.loss_mask[there] != 0
             self.behavior_logprobs[here] = payload.logprobs[there]
-            self.token_versions[here] = versions[there]
+            self.token_versions[here] = np.where(payload.loss_mask[there] != 0, versions[there], NO_VERSION)
+            for column, made in stages:
+                column[here] = made[there]
             token += length
         samples = slice(first, first + payload.num_samples)
         self.completion_lengths[samples] = payload.lengths
         self.group_ids[samples] = item.group
         self.rewards[samples] = payload.stages[REWARD_COLUMN]
         self.rows.extend([item.row] * payload.num_samples)
+
+    def _token_stage(self, name: str) -> NDArray[np.float32]:
+        short = name.removeprefix(STAGE)
+        if short not in self.token_stages:
+            self.token_stages[short] = np.zeros(self.input_ids.shape, np.float32)
+        return self.token_stages[short]
 
 
 def micro_batches(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:

@@ -18,13 +18,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import uvloop
 
 from staleflow.clients.attachment import attach
 from staleflow.clients.parameters import Publisher
-from staleflow.clients.trainer.backend import Stopped, Weights
+from staleflow.clients.trainer.backend import Published, Stopped
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.stream import BatchStream
 from staleflow.protocols.consistency.effects import Code
@@ -69,8 +69,13 @@ class BadVersion(Exception):
 class TrainerClient:
     """One trainer of one run. Not safe for threads, but for ``interrupt``."""
 
-    def __init__(self, scheduler: str, *, name: str = "trainer", config_sha: str = "") -> None:
+    def __init__(
+        self, scheduler: str, *, name: str = "trainer", config_sha: str = "", rank: int = 0, world: int = 1
+    ) -> None:
         self.worker = worker_id(name)
+        self._place = (rank, world)
+        self.same: Callable[[TrainBatch], bool] = _always
+        """Whether the other ranks have the same batch; if not, it is fetched again."""
         self._name = name
         self._config_sha = config_sha
         self._thread = _LoopThread()
@@ -121,7 +126,7 @@ class TrainerClient:
         self.version = version
         return self._joined
 
-    def publish_initial(self, weights: Mapping[str, Any]) -> None:
+    def publish_initial(self, weights: Mapping[str, Any] | Published) -> None:
         """Publish version 0; rollout begins."""
         self._publish(weights, Version(0), None)
 
@@ -130,13 +135,15 @@ class TrainerClient:
 
         Ends early after ``interrupt``. Leaving a batch uncommitted keeps it: whoever joins next is served it again.
         """
-        stream = BatchStream(self._scheduler, self._shards, self._term)
+        stream = self._stream(self._term)
         feeding = self._thread.start(stream.feed(Step(self.version), steps))
         try:
             while self.version < steps:
                 started = time.monotonic()
                 try:
                     batch = self._wait(stream.get())
+                    while not self.same(batch):
+                        batch = self._wait(stream.fetch(batch.step))
                 except Stopped:
                     return
                 self.waited_s = time.monotonic() - started
@@ -146,14 +153,28 @@ class TrainerClient:
         finally:
             feeding.cancel()
 
+    def _stream(self, term: TrainerTerm) -> BatchStream:
+        rank, world = self._place
+        return BatchStream(self._scheduler, self._shards, term, rank=rank, world=world)
+
+    def follow(self, term: TrainerTerm, version: Version, steps: int) -> tuple[BatchStream, Callable[[], object]]:
+        """For a rank above 0: batches of a term that rank 0 has joined, and what ends their coming."""
+        stream = self._stream(term)
+        return stream, self._thread.start(stream.feed(Step(version), steps)).cancel
+
+    def wait(self, call: Coroutine[Any, Any, T]) -> T:
+        """Its result. ``Stopped`` after ``interrupt``, ``Fenced`` when another trainer has joined."""
+        return self._wait(call)
+
     def _check_committed(self, batch: TrainBatch) -> None:
         if self._current is batch:
             raise RuntimeError(f"batch {batch.batch} of step {batch.step} was not committed")
 
-    def commit(self, weights: Mapping[str, Any]) -> Version:
+    def commit(self, weights: Mapping[str, Any] | Published) -> Version:
         """Publish what the current batch made of the weights; its data is spent and the new version is returned.
 
-        ``weights``: a ``state_dict``, or NumPy arrays with bfloat16 as its bits in uint16.
+        ``weights``: a ``state_dict``, or NumPy arrays with bfloat16 as its bits in uint16; also one that gathers them
+        while it is gone through.
         """
         batch = self._current
         if batch is None:
@@ -200,12 +221,17 @@ class TrainerClient:
         self._thread.close(self._close_sockets)
 
     @property
+    def joined(self) -> tuple[TrainerTerm, Version]:
+        """The term, and the version that it began with."""
+        return self._term, self.version
+
+    @property
     def _term(self) -> TrainerTerm:
         if self._joined is None:
             raise RuntimeError("join first")
         return self._joined.trainer_term
 
-    def _publish(self, weights: Mapping[str, Any], version: Version, batch: BatchId | None) -> None:
+    def _publish(self, weights: Mapping[str, Any] | Published, version: Version, batch: BatchId | None) -> None:
         assert self._joined is not None
         assert self._publisher is not None
         publish = self._publisher.publish(
@@ -245,13 +271,47 @@ class TrainerClient:
             self._publisher.close()
 
 
-def as_weights(weights: Mapping[str, Any]) -> Weights:
+class Followed:
+    """What a rank above 0 trains on, one batch fetched ahead."""
+
+    def __init__(self, client: TrainerClient, steps: int) -> None:
+        self._client = client
+        self._steps = steps
+        self._stream: BatchStream | None = None
+        self._end: Callable[[], object] = lambda: None
+        self._step = -1
+
+    def follow(self, term: TrainerTerm, version: Version) -> None:
+        """Batches from this version on, for this term."""
+        self._end()
+        self._stream, self._end = self._client.follow(term, version, self._steps)
+        self._step = -1
+
+    def batch(self, step: Step) -> TrainBatch | None:
+        """That of the next step, or anew that of the same one; None once this process was asked to end."""
+        assert self._stream is not None
+        coming = self._stream.get() if step != self._step else self._stream.fetch(step)
+        self._step = int(step)
+        try:
+            return self._client.wait(coming)
+        except Stopped:
+            return None
+
+
+def _always(_: TrainBatch) -> bool:
+    return True
+
+
+def as_weights(weights: Mapping[str, Any] | Published) -> Published:
     """Arrays as they are; torch tensors as arrays."""
-    if any(hasattr(value, "detach") for value in weights.values()):
+    if not isinstance(weights, Mapping):
+        return weights
+    given = cast(Mapping[str, Any], weights)
+    if any(hasattr(value, "detach") for value in given.values()):
         from staleflow.clients.trainer.tensors import to_arrays
 
-        return to_arrays(weights)
-    return weights
+        return to_arrays(given)
+    return given
 
 
 class _LoopThread:

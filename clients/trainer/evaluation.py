@@ -17,9 +17,9 @@ import numpy as np
 from staleflow.clients.rollout.engine import Request, Sampling
 from staleflow.clients.rollout.tokens import encoder, open_tokenizer, stop_ids
 from staleflow.clients.rollout.transformers_engine import TransformersEngine
+from staleflow.clients.stage.reward import samples
 from staleflow.clients.stage.runner import RewardFailed, RewardRunner, Sample
 from staleflow.clients.stage.texts import tokenizer_decoder
-from staleflow.clients.stage.worker import samples
 from staleflow.clients.trainer.backend import Stopped, Stopping
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Version
@@ -44,7 +44,10 @@ class Evaluation:
 
     def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
         """``reward/eval`` and what belongs to it. ``Stopped`` when asked to end."""
-        completions = self._complete(model, stopping)
+        return self.score(self.complete(model, stopping), version, stopping)
+
+    def score(self, completions: list[np.ndarray], version: Version, stopping: Stopping) -> dict[str, float]:
+        """The second half of ``run``."""
         texts = self._decode(completions)
         calls = [samples(row, [text])[0] for row, text in zip(self._rows, texts, strict=True)]
         rewards = asyncio.run(self._score(calls, stopping))
@@ -57,7 +60,8 @@ class Evaluation:
         log.info("version %d: reward/eval %.3f over %d prompts", version, values["reward/eval"], len(rewards))
         return values
 
-    def _complete(self, model: Any, stopping: Stopping) -> list[np.ndarray]:
+    def complete(self, model: Any, stopping: Stopping) -> list[np.ndarray]:
+        """The first half of ``run``. Ranks that hold a model together do it at once; all of them stop, or none."""
         rollout = self._config.rollout
         engine = TransformersEngine(model, stop_ids(model, self._tokenizer), slots=rollout.max_inflight)
         sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)

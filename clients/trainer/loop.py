@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.clients.trainer.backend import Backend, Stopped, batch_values
+from staleflow.clients.trainer.backend import Backend, OutOfMemory, Stopped, batch_values
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
@@ -85,6 +85,9 @@ class TrainingLoop:
         except Stopped:
             log.info("asked to end at version %d", self._state.version)
             self._save()
+        except OutOfMemory as error:
+            self._client.finished(str(error))
+            raise GaveUp(str(error)) from error
         except GaveUp as error:
             self._save()
             self._client.finished(str(error))
@@ -120,13 +123,13 @@ class TrainingLoop:
         started = time.monotonic()
         result = self._backend.train(batch, batch.step, self._stop.is_set)
         times.train = time.monotonic() - started
-        state = self._after(batch, result.bad)
+        values = batch_values(batch) | result.values
+        state = self._after(batch, result.bad, int(values["trainer/tokens"]))
         started = time.monotonic()
         self._client.commit(self._backend.weights())
         times.publish = time.monotonic() - started
         self._state = state
-        sampled = int(batch.completion_lengths.sum())
-        values = batch_values(batch) | result.values | times.values(sampled)
+        values |= times.values(int(values["trainer/sampled_tokens"]))
         values["trainer/bad_steps"] = float(state.bad_steps)
         if self._checkpoint_is_due():
             values["time/checkpoint"] = self._save()
@@ -135,7 +138,7 @@ class TrainingLoop:
         finally:
             self._client.metrics(batch.step, finite(values))
 
-    def _after(self, batch: TrainBatch, bad: str) -> TrainerState:
+    def _after(self, batch: TrainBatch, bad: str, tokens: int) -> TrainerState:
         """The state that the commit of this batch leads to. ``GaveUp`` when there must be none."""
         state = self._state
         if bad:
@@ -148,7 +151,7 @@ class TrainingLoop:
             version=Version(batch.step + 1),
             last_batch=batch.batch,
             last_digest=batch.digest,
-            tokens_trained=state.tokens_trained + (0 if bad else batch.trained_tokens),
+            tokens_trained=state.tokens_trained + (0 if bad else tokens),
             bad_steps=state.bad_steps + bool(bad),
             bad_in_a_row=state.bad_in_a_row + 1 if bad else 0,
         )

@@ -4,14 +4,21 @@ import asyncio
 import logging
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from staleflow.clients.trainer.backend import Backend, Stopped
 from staleflow.clients.trainer.checkpoint import Checkpoints
-from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.clients.trainer.client import Fenced, Followed, TrainerClient
+from staleflow.clients.trainer.lockstep import Leader, follow
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.configs.load import config_sha, model_dir
+from staleflow.configs.ranks import place
 from staleflow.configs.schema import Config
 from staleflow.runtime import daemon
+
+if TYPE_CHECKING:
+    from staleflow.clients.trainer.ranks import ManyRanks, OneRank
+    from staleflow.clients.trainer.torch_trainer import TorchTrainer
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +26,11 @@ log = logging.getLogger(__name__)
 def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
     """Serve as the run's trainer; returns the exit code: 0 done or asked to end, 1 given up or fenced, 2 misconfigured.
 
-    SIGTERM ends it with a checkpoint of the last whole step.
+    SIGTERM ends it with a checkpoint of the last whole step. In a process that a launcher started as one of several
+    ranks: as that rank.
     """
-    gave_up = False
+    where, gave_up = place(), False
+    name = name if where.leads else f"{name}-rank-{where.rank}"
 
     async def main(stop: daemon.Stop) -> None:
         nonlocal gave_up
@@ -36,8 +45,9 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
 
 async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: daemon.Stop) -> None:
     """Signals arrive on this loop; training blocks, so it has a thread of its own."""
-    stopping = threading.Event()
-    client = TrainerClient(scheduler, name=name, config_sha=config_sha(config))
+    stopping, where = threading.Event(), place()
+    sha = config_sha(config)
+    client = TrainerClient(scheduler, name=name, config_sha=sha, rank=where.rank, world=where.world)
 
     async def pass_on() -> None:
         await stop.wait()
@@ -46,14 +56,14 @@ async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: 
 
     passing = asyncio.create_task(pass_on())
     try:
-        await asyncio.to_thread(_train, config, run_dir, client, stopping)
+        await asyncio.to_thread(_train if where.leads else _follow, config, run_dir, client, stopping)
     finally:
         passing.cancel()
         await asyncio.to_thread(client.close)
 
 
 def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threading.Event) -> None:
-    backend = make_backend(config, run_dir)
+    backend = _open(config, run_dir, client)
     try:
         client.attach()
         checkpoints = Checkpoints(run_dir / "checkpoints", run=client.run, keep=config.trainer.keep_checkpoints)
@@ -65,16 +75,38 @@ def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threa
         backend.close()
 
 
-def make_backend(config: Config, run_dir: Path) -> Backend:
-    """The configured backend. ``ConfigError`` when its model or its held-out prompts cannot be read."""
-    match config.trainer.backend:
-        case "simulated":
-            from staleflow.clients.trainer.simulated_trainer import SimulatedTrainer
+def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
+    """What the loop drives: the configured backend, or that of every rank at once."""
+    if config.trainer.backend == "simulated":
+        from staleflow.clients.trainer.simulated_trainer import SimulatedTrainer
 
-            return SimulatedTrainer(config.trainer.simulated_step_s)
-        case "torch":
-            from staleflow.clients.trainer.evaluation import open_evaluation
-            from staleflow.clients.trainer.torch_trainer import TorchTrainer
+        return SimulatedTrainer(config.trainer.simulated_step_s)
+    from staleflow.clients.trainer.ranks import OneRank, open_ranks
 
-            directory = model_dir(config, run_dir)
-            return TorchTrainer(config, directory, open_evaluation(config, directory))
+    ranks = open_ranks(config.trainer.backend)
+    backend = _torch_backend(config, run_dir, ranks)
+    if isinstance(ranks, OneRank):
+        return backend
+    leader = Leader(backend, ranks, lambda: client.joined)
+    client.same = leader.same
+    return leader
+
+
+def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: threading.Event) -> None:
+    """A rank above 0: its own backend and its own way to the batches; what to do when comes from rank 0."""
+    from staleflow.clients.trainer.ranks import ManyRanks, open_ranks
+
+    ranks = open_ranks(config.trainer.backend)
+    assert isinstance(ranks, ManyRanks)
+    backend = _torch_backend(config, run_dir, ranks)
+    client.attach()
+    follow(backend, ranks, Followed(client, config.trainer.steps), stopping.is_set)
+
+
+def _torch_backend(config: Config, run_dir: Path, ranks: "OneRank | ManyRanks") -> "TorchTrainer":
+    """``ConfigError`` when the model or the held-out prompts cannot be read, or the backend is not installed."""
+    from staleflow.clients.trainer.evaluation import open_evaluation
+    from staleflow.clients.trainer.torch_trainer import TorchTrainer
+
+    directory = model_dir(config, run_dir)
+    return TorchTrainer(config, directory, open_evaluation(config, directory), ranks)

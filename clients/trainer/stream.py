@@ -1,8 +1,8 @@
 """Sealed batches, one ahead: while a step computes, the next batch is awaited, fetched and laid out.
 
-Consumes: ``Batch`` of the scheduler, then its members from all shards at once. Produces: ``TrainBatch``, in order of
-steps. Waits for the seal, which the ledger allows at most one step ahead. A batch that changes under our hands (a
-corrupt member is quarantined, the batch is sealed anew) is asked for again.
+Consumes: ``Batch`` of the scheduler, then this rank's members from all shards at once. Produces: ``TrainBatch``, in
+order of steps. Waits for the seal, which the ledger allows at most one step ahead. A batch that changes under our hands
+(a corrupt member is quarantined, the batch is sealed anew) is asked for again.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.shares import shares
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, Step, TrainerTerm
 from staleflow.protocols.wire.codec import ProtocolError
@@ -31,10 +32,20 @@ FETCH_TOKENS = 4 << 20
 class BatchStream:
     """Feeds one trainer term. ``get`` is for one reader."""
 
-    def __init__(self, scheduler: Client, shards: Sequence[Client], trainer_term: TrainerTerm) -> None:
+    def __init__(
+        self,
+        scheduler: Client,
+        shards: Sequence[Client],
+        trainer_term: TrainerTerm,
+        *,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
         self._scheduler = scheduler
         self._shards = shards
         self._trainer_term = trainer_term
+        self._rank = rank
+        self._world = world
         self._ready: asyncio.Queue[TrainBatch | Exception] = asyncio.Queue(maxsize=1)
 
     async def feed(self, first: Step, end: int) -> None:
@@ -53,13 +64,13 @@ class BatchStream:
         return item
 
     async def fetch(self, step: Step) -> TrainBatch:
-        """The batch of ``step``, complete."""
-        ask = NextBatch(trainer_term=self._trainer_term, step=step)
+        """This rank's part of the batch of ``step``: all of it for the only rank."""
+        ask = NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank)
         backoff, attempt = Backoff(0.05, 1.0), 0
         while True:
             batch = await self._scheduler.ask(ask, Batch, timeout_s=None)
             try:
-                groups = await self._members(batch)
+                groups = await self._members(self._mine(batch.members))
             except Refused as refused:
                 if refused.code is Code.FENCED:
                     raise
@@ -69,16 +80,23 @@ class BatchStream:
                 continue
             return await asyncio.to_thread(assemble, batch, groups)
 
-    async def _members(self, batch: Batch) -> list[FetchedGroup]:
-        """Every member, in the order of the batch; all shards at once."""
-        calls = [asyncio.create_task(self._fetch(shard, part)) for shard, part in requests(batch.members)]
+    def _mine(self, members: Sequence[MemberRef]) -> Sequence[MemberRef]:
+        """Whole groups, about equally many tokens a rank; every rank works out the same."""
+        if len(members) < self._world:
+            raise ProtocolError(Code.MALFORMED, f"{len(members)} groups are too few for {self._world} ranks")
+        places = shares([member.tokens for member in members], self._world)[self._rank]
+        return [members[place] for place in places]
+
+    async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
+        """Every one of them, in that order; all shards at once."""
+        calls = [asyncio.create_task(self._fetch(shard, part)) for shard, part in requests(members)]
         try:
             parts = await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
         found = {item.group: item for part in parts for item in part}
-        return [found[member.group] for member in batch.members]
+        return [found[member.group] for member in members]
 
     async def _fetch(self, shard: int, members: Sequence[MemberRef]) -> list[FetchedGroup]:
         ask = FetchGroups(groups=[member.group for member in members], shas=[member.sha for member in members])

@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """Between torch tensors and what travels: NumPy arrays, bfloat16 as its bits in uint16."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,27 @@ def to_arrays(tensors: Mapping[str, Any]) -> Weights:
             seen.add(place)
             arrays[name] = to_array(tensor)
     return arrays
+
+
+def named(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own tensors by the names of its ``state_dict``, sharded as they are; tied ones by their first."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+class Streamed:
+    """Weights that are gathered tensor by tensor, each time somebody goes through them."""
+
+    def __init__(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        self._tensors = tensors
+
+    def items(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """One tensor in memory at a time; the same names and bytes each time, until the next step."""
+        for name, tensor in self._tensors():
+            yield name, to_array(tensor)
 
 
 def rows(array: NDArray[Any], which: NDArray[np.int64], width: int, device: torch.device) -> Tensor:

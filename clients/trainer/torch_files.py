@@ -1,8 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """The torch files of a checkpoint: safetensors and JSON, never pickle."""
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +14,148 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.ranks import Place
 
 STATE = "trainer.safetensors"
-_RANDOM = "random/cpu"
-_RANDOM_CUDA = "random/cuda"
+FILE_BYTES = 2 << 30
+"""Of one file of a streamed model, a little more with a large tensor."""
+_INDEX = "model.safetensors.index.json"
+_CPU, _CUDA = "cpu", "cuda"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
-    """The model of a directory, to be trained: gradients on, dropout off (the ratio compares like with like)."""
+    """The model of a directory, to be trained: gradients on, dropout off (the ratio compares like with like).
+
+    ``ConfigError`` when its files are no causal language model, or hold other tensors than its configuration says.
+    """
     quiet: Any = disable_progress_bar
     quiet()  # standard error is a log here
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), local_files_only=True)
+        model: Any
+        info: Any
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, info = load(
+            directory,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             "model directory", str(directory), f"it must hold a causal language model ({error})"
         ) from error
+    for what in ("mismatched", "missing", "unexpected"):
+        if names := sorted(str(name) for name in info[f"{what}_keys"]):
+            raise ConfigError(
+                "model directory", str(directory), f"its weights must fit its config.json: {what} {', '.join(names)}"
+            )
     return model.to(device).eval().requires_grad_(True)
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Compute activations again in the backward pass instead of keeping them. It needs train mode: dropout goes."""
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "Dropout":
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
 
 
 def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
     """``save_pretrained``, and the small files of the initial directory (tokenizer, template) that it did not write."""
     model.save_pretrained(directory)
+    _copy_small(directory, tokenizer_of)
+
+
+def save_streamed(
+    model: Any, tensors: Iterable[tuple[str, Tensor]], directory: Path, *, dtype: str, tokenizer_of: Path
+) -> None:
+    """The same from tensors that come one by one: never more than a file of them in memory."""
+    files: list[list[str]] = []
+    part: dict[str, Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        if part:
+            save_file(part, directory / f"part-{len(files)}", metadata={"format": "pt"})
+            files.append(list(part))
+            part.clear()
+
+    for name, tensor in tensors:
+        part[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        total += part[name].nbytes
+        if sum(value.nbytes for value in part.values()) >= FILE_BYTES:
+            flush()
+    flush()
+    places: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (directory / f"part-{number}").rename(directory / file)
+        places |= dict.fromkeys(names, file)
+    (directory / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.dtype = getattr(torch, dtype)
+    config.architectures = model.config.architectures
+    config.save_pretrained(directory)
+    _copy_small(directory, tokenizer_of)
+
+
+def _copy_small(directory: Path, tokenizer_of: Path) -> None:
     for path in sorted(tokenizer_of.iterdir()):
         if path.is_file() and not path.name.endswith(WEIGHTS) and not (directory / path.name).exists():
             shutil.copyfile(path, directory / path.name)
 
 
-def save_state(optimizer: Mapping[str, Tensor], directory: Path) -> None:
-    """Optimizer tensors and the random state of every generator that a step may draw from."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}
-    tensors[_RANDOM] = torch.get_rng_state()
+def save_state(optimizer: Mapping[str, Tensor], path: Path) -> None:
+    """Optimizer tensors."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, path)
+
+
+def load_state(directory: Path, name: str) -> dict[str, Tensor]:
+    """What ``save_state`` left. ``ConfigError`` when another backend left it."""
+    if not (directory / name).is_file():
+        raise _written_by_others(directory)
+    return load_file(directory / name)
+
+
+def shard_file(backend: str, where: Place, *, inside: Path | None = None) -> Path:
+    """The file of a rank's shards. ``inside``: in this checkpoint, ``ConfigError`` when others wrote it."""
+    name = Path(f"{backend}-{where.rank}-of-{where.world}.safetensors")
+    if inside is None or (inside / name).is_file():
+        return name if inside is None else inside / name
+    raise _written_by_others(inside)
+
+
+def _written_by_others(directory: Path) -> ConfigError:
+    """Says who wrote a checkpoint."""
+    found = "torch or ddp" if (directory / STATE).is_file() else "nobody that is known here"
+    for file in directory.glob("*-0-of-*.safetensors"):
+        backend, _, ranks = file.stem.partition("-0-of-")
+        if not backend.startswith("model"):
+            found = f"{backend} on {ranks} ranks"
+    allowed = f"it was written by {found}: go on with the same trainer.backend, trainer.zero_stage and trainer.nproc"
+    return ConfigError("checkpoint", str(directory), allowed)
+
+
+def save_random(directory: Path, rank: int) -> None:
+    """The random state of every generator that a step of this rank may draw from."""
+    tensors = {_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors[_RANDOM_CUDA] = torch.cuda.get_rng_state()
-    save_file(tensors, directory / STATE)
+        tensors[_CUDA] = torch.cuda.get_rng_state()
+    save_file(tensors, directory / f"random-{rank}.safetensors")
 
 
-def load_state(directory: Path, device: torch.device) -> dict[str, Tensor]:
-    """The optimizer's tensors; the random state is set on the way."""
-    tensors = load_file(directory / STATE)
-    torch.set_rng_state(tensors.pop(_RANDOM))
-    cuda = tensors.pop(_RANDOM_CUDA, None)
-    if cuda is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(cuda)
-    return tensors
+def load_random(directory: Path, rank: int, device: torch.device) -> None:
+    """Set it again; a rank that the checkpoint does not know keeps its own."""
+    path = directory / f"random-{rank}.safetensors"
+    if not path.is_file():
+        return
+    tensors = load_file(path)
+    torch.set_rng_state(tensors[_CPU])
+    if _CUDA in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[_CUDA])

@@ -5,11 +5,13 @@ A learning rate of 1e-6 moves a weight by less than bfloat16 can show; summed in
 model the master weights *are* the model's, and nothing is copied.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from staleflow.clients.trainer.schedule import learning_rate
 from staleflow.configs.schema import Trainer
 
 
@@ -23,10 +25,8 @@ class MasterAdamW:
             name: p if p.dtype == torch.float32 else p.detach().to(torch.float32).requires_grad_()
             for name, p in self._model.items()
         }
-        decayed = [p for p in self._master.values() if p.ndim >= 2]
-        plain = [p for p in self._master.values() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
+        self._of = {id(p): self._master[name] for name, p in self._model.items()}
+        self._adam = torch.optim.AdamW(groups(self._master.values(), config), lr=config.lr, betas=config.betas)
 
     def collect(self) -> None:
         """Add the model's gradients to the masters' and clear them; nothing to do for a float32 model."""
@@ -38,9 +38,20 @@ class MasterAdamW:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    def collected(self) -> None:
+        """Clear the model's gradients: the masters' hold them already."""
+        for name, parameter in self._model.items():
+            if self._master[name] is not parameter:
+                parameter.grad = None
+
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """What the optimizer moves for a parameter of the model."""
+        return self._of[id(parameter)]
+
     def clip(self) -> float:
         """Cut the gradient to ``grad_clip`` and return its L2 norm from before; not finite if any part of it is."""
-        return float(nn.utils.clip_grad_norm_(self._master.values(), self._config.grad_clip))
+        norm: Any = nn.utils.clip_grad_norm_(self._master.values(), self._config.grad_clip)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self, number: int) -> float:
         """Move the weights, as train step ``number`` of the run; returns the learning rate."""
@@ -92,6 +103,9 @@ class MasterAdamW:
             }
 
 
-def learning_rate(config: Trainer, number: int) -> float:
-    """Of train step ``number``, from 0: linear warm-up over ``warmup_steps``, then constant."""
-    return config.lr * min(1.0, (number + 1) / max(1, config.warmup_steps))
+def groups(parameters: Iterable[Tensor], config: Trainer) -> list[dict[str, Any]]:
+    """For AdamW: matrices decay, vectors (norms, biases) do not."""
+    every = list(parameters)
+    decayed, plain = [p for p in every if p.ndim >= 2], [p for p in every if p.ndim < 2]
+    both = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in both if group["params"]]

@@ -1,136 +1,222 @@
 # pyright: basic, reportMissingImports=false
-"""The plain torch backend: one process, one device, any causal language model of ``transformers``.
+"""The train step of every torch backend: any causal language model of ``transformers``, on one rank or many.
 
 One optimizer step a batch. The policy that the ratio refers to (old) is the one the step begins with, so its
-log-probabilities are those of the forward pass that is trained, detached: one pass, no second copy of the weights. What
-lies between that policy and the engine's is corrected by truncated importance weights (``algorithms.losses``).
+log-probabilities are those of the forward pass that is trained, detached: one pass, no second copy of the weights.
+What is minimised and measured is the ``objective``'s; how weights are held and moved is the ``learner``'s. Each rank
+works on its own rows. Ranks with fewer passes than others wait at the beginning, so that the last passes of all come
+together; where weights are sharded they wait in a pass that teaches nothing.
 """
 
 import logging
 import math
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from staleflow.clients.trainer.algorithms.advantages import grpo
-from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
-from staleflow.clients.trainer.algorithms.losses import ppo_clip, tis_weights, token_mean
-from staleflow.clients.trainer.algorithms.mismatch import importance_weights, mismatch_kl
-from staleflow.clients.trainer.backend import StepResult, Stopped, Stopping, Weights
+from staleflow.clients.trainer.backend import OutOfMemory, Published, StepResult, Stopped, Stopping, batch_values
 from staleflow.clients.trainer.batches import TrainBatch, micro_batches
 from staleflow.clients.trainer.evaluation import Evaluation
-from staleflow.clients.trainer.tensors import rows, to_arrays
-from staleflow.clients.trainer.torch_files import load_model, load_state, save_model, save_state
-from staleflow.clients.trainer.torch_optimizer import MasterAdamW
+from staleflow.clients.trainer.learner import Learner, make_learner
+from staleflow.clients.trainer.objective import Objective, tokens_of
+from staleflow.clients.trainer.packing import packs
+from staleflow.clients.trainer.passes import completion_logprobs
+from staleflow.clients.trainer.ranks import ManyRanks, OneRank
+from staleflow.clients.trainer.schedule import learning_rate
+from staleflow.clients.trainer.speed import Speed
+from staleflow.clients.trainer.tensors import Streamed, to_arrays
+from staleflow.clients.trainer.torch_files import checkpoint_gradients, load_model, save_model, save_streamed
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Sums:
-    """What the micro-batches of a step add up to."""
-
-    loss: float = 0.0
-    clipped_low: int = 0
-    clipped_high: int = 0
-    old: list[Tensor] = field(default_factory=list[Tensor])
-    behavior: list[Tensor] = field(default_factory=list[Tensor])
-
-
 class TorchTrainer:
     """The model of ``directory``, its optimizer, and steps on batches. Deterministic on a CPU."""
 
-    def __init__(self, config: Config, directory: Path, evaluation: Evaluation | None = None) -> None:
+    learner: Learner
+
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        evaluation: Evaluation | None = None,
+        ranks: OneRank | ManyRanks | None = None,
+    ) -> None:
         torch.set_num_threads(config.trainer.threads)
         torch.manual_seed(config.seed)
         self._config = config
         self._directory = directory
         self._evaluation = evaluation
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._ranks = ranks or OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self._objective = Objective(config, self._ranks.device, self._ranks)
+        self._initial = False
         self.load(None)
 
+    @property
+    def model(self) -> Any:
+        """Without what a backend wraps round it."""
+        return self.learner.model
+
     def load(self, directory: Path | None) -> None:
-        """The state of a checkpoint, or of the initial model (None)."""
-        self.model = load_model(directory or self._directory, self._config.model.dtype, self._device)
-        self._optimizer = MasterAdamW(self.model, self._config.trainer)
+        """The state of a checkpoint, or of the initial model (None). Every rank does."""
+        if directory is None and self._initial:
+            return
+        sharded = self._config.trainer.backend == "fsdp"  # its shards are the float32 masters, each moved by itself
+        dtype, device = ("float32", torch.device("cpu")) if sharded else (self._config.model.dtype, self._ranks.device)
+        model = load_model(directory or self._directory, dtype, device)
+        if self._config.trainer.gradient_checkpointing:
+            checkpoint_gradients(model)
+        self._speed = Speed(model, self._ranks, self._config.model.dtype)
+        self.learner = make_learner(self._config, model, self._ranks)
+        self._initial = directory is None
         if directory is not None:
-            self._optimizer.load(load_state(directory, self._device))
+            self.learner.load(directory)
 
     def save(self, directory: Path) -> None:
-        """Model and tokenizer as ``from_pretrained`` opens them; optimizer and random state beside them."""
-        save_model(self.model, directory, tokenizer_of=self._directory)
-        save_state(self._optimizer.tensors(), directory)
+        """Model and tokenizer as ``from_pretrained`` opens them; optimizer and random state beside them. Every rank
+        puts its part there."""
+        learner, leads = self.learner, self._ranks.place.leads
+        if not learner.whole:
+            tensors = learner.tensors()
+            if leads:
+                dtype = self._config.model.dtype
+                save_streamed(learner.model, tensors, directory, dtype=dtype, tokenizer_of=self._directory)
+            for _ in tensors:
+                pass  # the others take part in gathering
+        elif leads:
+            save_model(learner.model, directory, tokenizer_of=self._directory)
+        learner.save(directory)
 
-    def weights(self) -> Weights:
-        """Views on the model's tensors (on a CPU); tied ones once."""
-        return to_arrays(self.model.state_dict())
+    def weights(self) -> Published:
+        """Views on the model's tensors (on a CPU), or gathered one by one with the other ranks; tied ones once."""
+        if self.learner.whole:
+            return to_arrays(self.learner.model.state_dict())
+        return Streamed(self.learner.tensors)
+
+    def gather(self) -> None:
+        """This rank's part in a pass over ``weights`` on rank 0."""
+        for _ in self.learner.tensors():
+            pass
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        """One optimizer step over all micro-batches; a loss or gradient that is not finite leaves all as it was."""
-        algorithm = self._config.trainer.algorithm
-        rewards = torch.from_numpy(batch.rewards)
-        advantages = grpo(rewards, torch.from_numpy(batch.group_ids)).to(self._device)
-        sums = _Sums()
-        for which in micro_batches(batch.sequence_lengths, self._config.trainer.micro_tokens):
-            if stopping():
-                self._optimizer.clear()
-                raise Stopped
-            self._forward_backward(batch, which, advantages, sums)
-        norm = self._optimizer.clip()
-        old, behavior = torch.cat(sums.old), torch.cat(sums.behavior)
-        weights = importance_weights(old, behavior, algorithm.tis_cap)
-        tokens = max(1, batch.trained_tokens)
-        values = {
-            "loss": sums.loss,
-            "grad_norm": norm,
-            "mismatch_kl": mismatch_kl(old, behavior),
-            "is_weight/mean": weights.mean,
-            "is_weight/max": weights.max,
-            "is_weight/ess": weights.ess,
-            "is_weight/truncated": weights.truncated,
-            "clip/low": sums.clipped_low / tokens,
-            "clip/high": sums.clipped_high / tokens,
-        }
-        if bad := not_finite(loss=sums.loss, gradient_norm=norm):
-            self._optimizer.clear()
-            return StepResult(values=values, bad=bad)
-        values["lr"] = self._optimizer.step(step)
-        return StepResult(values=values)
+        """One optimizer step over all passes of all ranks; a loss or gradient that is not finite leaves all as it was.
+
+        The values are those of the whole batch. ``OutOfMemory`` when a pass does not fit.
+        """
+        self._initial = False
+        try:
+            return self._train(batch, step, stopping)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
+                raise OutOfMemory(self._too_large(batch, step, error)) from error
+            raise
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
-        """Mean reward on the held-out prompts, with this model."""
-        return {} if self._evaluation is None else self._evaluation.run(self.model, version, stopping)
+        """Mean reward on the held-out prompts, with this model; a sharded one needs every rank to do it."""
+        if self._evaluation is None:
+            return {}
+        if self.learner.whole:
+            return self._evaluation.run(self.model, version, stopping)
+        completions = self._evaluation.complete(_Outside(self.model), lambda: self._ranks.any(stopping()))
+        return self._evaluation.score(completions, version, stopping) if self._ranks.place.leads else {}
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _forward_backward(self, batch: TrainBatch, which: np.ndarray, advantages: Tensor, sums: _Sums) -> None:
-        """Add the gradient of some rows to the step's, and their numbers to its sums."""
-        algorithm, width = self._config.trainer.algorithm, int(batch.sequence_lengths[which].max())
-        input_ids = rows(batch.input_ids, which, width, self._device)
-        mask = rows(batch.loss_mask, which, width, self._device)
-        behavior = rows(batch.behavior_logprobs, which, width, self._device)
-        attention = rows(batch.attention_mask, which, width, self._device)
-        logits = self.model(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
-        logprobs = token_logprobs(logits, input_ids, self._config.rollout.temperature)
-        old = logprobs.detach()
-        behavior = torch.where(mask, behavior, old)  # elsewhere it may be anything; 0 * NaN would reach the gradient
-        chosen = advantages[torch.from_numpy(which).to(self._device)]
-        clipped = ppo_clip(logprobs, old, chosen, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
-        weights = tis_weights(old, behavior, algorithm.tis_cap)
-        loss = token_mean(clipped.loss * weights, mask, batch.trained_tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.collect()
-        sums.loss += float(loss.detach())
-        sums.clipped_low += int((clipped.low & mask).sum())
-        sums.clipped_high += int((clipped.high & mask).sum())
-        sums.old.append(old[mask])
-        sums.behavior.append(behavior[mask])
+    @property
+    def together(self) -> bool:
+        """True when weights and evaluation need every rank."""
+        return not self.learner.whole
+
+    def _train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        objective, cuts, began = self._objective, self._passes(batch), time.monotonic()
+        objective.begin(batch)
+        if objective.surveys:
+            self._survey(batch, cuts, stopping)
+        for number, which in enumerate(cuts):
+            self._go_on(stopping)
+            last = number == len(cuts) - 1
+            if which is not None:
+                logprobs = self._logprobs(batch, which, last=last)
+                self.learner.backward(objective.loss(logprobs, tokens_of(batch, which, self._ranks.device)), last=last)
+            elif self.learner.even:
+                self.learner.backward(self._idle(batch), last=last)
+        values = batch_values(batch, self._ranks.gather) | objective.values()
+        norm = self.learner.step(step, take=math.isfinite(values["loss"]))
+        values["grad_norm"] = norm
+        values |= self._speed.values(batch, time.monotonic() - began)
+        if bad := not_finite(loss=values["loss"], gradient_norm=norm):
+            return StepResult(values=values, bad=bad)
+        values["lr"] = learning_rate(self._config.trainer, step)
+        return StepResult(values=values)
+
+    def _passes(self, batch: TrainBatch) -> list[NDArray[np.int64] | None]:
+        """Rows of each pass; None, at the beginning, where another rank has more."""
+        trainer, lengths = self._config.trainer, batch.sequence_lengths
+        cuts = (packs if trainer.packing else micro_batches)(lengths, trainer.micro_tokens)
+        most = int(self._ranks.max(torch.tensor([len(cuts)]))[0])
+        return [*[None] * (most - len(cuts)), *cuts]
+
+    def _go_on(self, stopping: Stopping) -> None:
+        if self._ranks.any(stopping()):
+            self.learner.clear()
+            raise Stopped
+
+    def _survey(self, batch: TrainBatch, cuts: list[NDArray[np.int64] | None], stopping: Stopping) -> None:
+        """Show the objective every log-probability before the first loss."""
+        with torch.no_grad():
+            for which in cuts:
+                self._go_on(stopping)
+                if which is not None:
+                    logprobs = self._logprobs(batch, which, last=False)
+                    self._objective.survey(logprobs, tokens_of(batch, which, self._ranks.device))
+                elif self.learner.even:
+                    self._idle(batch)
+        self._objective.surveyed()
+
+    def _logprobs(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor:
+        """float32 [T]: of the completion tokens of some rows, in the order of ``tokens_of``."""
+        trainer, temperature = self._config.trainer, self._config.rollout.temperature
+
+        def forward(**inputs: Tensor) -> Tensor:
+            logits: Tensor = self.learner.forward(last=last, use_cache=False, **inputs).logits
+            return logits
+
+        return completion_logprobs(forward, batch, which, self._ranks.device, temperature, packing=trainer.packing)
+
+    def _idle(self, batch: TrainBatch) -> Tensor:
+        """A pass over the shortest row: the model's collectives, and a gradient of zero."""
+        shortest = np.argsort(batch.sequence_lengths, kind="stable")[:1]
+        return self._logprobs(batch, shortest, last=False).sum() * 0.0
+
+    def _too_large(self, batch: TrainBatch, step: Step, error: Exception) -> str:
+        micro, (reason, *_) = self._config.trainer.micro_tokens, str(error).splitlines() or [""]
+        where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
+        return (
+            f"step {step}: out of memory{where}; batch {batch.batch} of {len(batch.rewards)} trajectories is kept. "
+            f"Lower trainer.micro_tokens ({micro}) or set trainer.gradient_checkpointing ({reason})"
+        )
+
+
+class _Outside:
+    """A model whose passes leave inference mode: sharded weights are gathered into tensors that training uses again."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return self._model(*arguments, **more)
 
 
 def not_finite(**numbers: float) -> str:

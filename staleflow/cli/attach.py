@@ -1,6 +1,7 @@
 """``staleflow attach``: one worker in this terminal."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
 @options.connect
 @options.run_dir
 @options.config_file
+@click.option(
+    "--stage",
+    type=click.Choice(["reward", "reference", "critic"]),
+    default="reward",
+    show_default=True,
+    help="Which stage a stage worker serves.",
+)
+@click.option(
+    "--nproc",
+    type=click.IntRange(1, 64),
+    help="Ranks of the trainer on this machine. Default: trainer.nproc. torchrun works as well.",
+)
 @click.option("--name", metavar="NAME", help="Default: made up. A known name replaces the process that has it.")
 def command(
     role: str,
@@ -26,17 +39,19 @@ def command(
     connect: str | None,
     run_dir: Path | None,
     config_file: Path | None,
+    stage: str,
+    nproc: int | None,
     name: str | None,
 ) -> int:
-    """Attach a worker to a run: a rollout engine, a reward worker, or the trainer.
+    """Attach a worker to a run: a rollout engine, a stage worker (reward, reference or critic), or the trainer.
 
     --run-dir is enough on the machine of the run; --connect asks the scheduler for everything.
     """
     from staleflow.configs.load import addresses
     from staleflow.supervisor import lifeline
 
-    lifeline.hold()
-    name = name or _made_up(role)
+    watched = lifeline.hold()
+    name = name or _made_up(stage if role == "stage" else role)
     if run_dir is not None:
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
@@ -45,10 +60,31 @@ def command(
         scheduler = connect
     else:
         raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")
-    return _attach(role, config, run_dir, name, scheduler)
+    if role == "train" and (ranks := _ranks(config, nproc)) > 1:
+        return _launch(config, run_dir, name, scheduler, ranks, watched=watched)
+    return _attach(role, config, run_dir, name, scheduler, stage)
 
 
-def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: str) -> int:
+def _ranks(config: "Config", asked: int | None) -> int:
+    """How many this process must start; 1 in a process that is a rank itself."""
+    from staleflow.configs.checks import check_ranks
+    from staleflow.configs.ranks import launched, place
+
+    nproc = place().world if launched() else asked or config.trainer.nproc
+    check_ranks(config, nproc)
+    return 1 if launched() else nproc
+
+
+def _launch(config: "Config", run_dir: Path, name: str, scheduler: str, nproc: int, *, watched: bool) -> int:
+    from staleflow.supervisor.launch import launch
+    from staleflow.supervisor.model import ensure
+
+    ensure(config, run_dir)  # once, not by every rank
+    command = (sys.executable, "-m", "staleflow.cli", "attach", "train", "--run-dir", str(run_dir))
+    return launch((*command, "--connect", scheduler, "--name", name), nproc, watched=watched)
+
+
+def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: str, stage: str) -> int:
     from staleflow.supervisor.model import ensure
 
     ensure(config, run_dir)
@@ -58,9 +94,9 @@ def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: st
 
             return rollout.attach(config, run_dir, name, scheduler)
         case "stage":
-            from staleflow.clients.stage import main as stage
+            from staleflow.clients.stage import main as stages
 
-            return stage.attach(config, run_dir, name, scheduler)
+            return stages.attach(config, run_dir, name, scheduler, stage)
         case _:
             from staleflow.clients.trainer import main as trainer
 
@@ -87,4 +123,4 @@ def _asked(address: str, file: Path | None, overrides: tuple[str, ...]) -> tuple
 
 
 def _made_up(role: str) -> str:
-    return "trainer" if role == "train" else f"{'reward' if role == 'stage' else role}-{os.urandom(2).hex()}"
+    return "trainer" if role == "train" else f"{role}-{os.urandom(2).hex()}"

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from staleflow.protocols.wire.stages import STAGES
 from staleflow.supervisor.view import ProcessState, Snapshot
 
 SILENT_S = 3.0
@@ -200,7 +201,7 @@ def _attached(name: str, status: Mapping[str, Any]) -> bool:
 def role_of(name: str) -> str:
     """The role behind a name that the supervisor gave."""
     stem = name.partition("-")[0]
-    return "stage" if stem == "reward" else stem
+    return "stage" if stem in STAGES else stem
 
 
 def _doing(name: str, role: str, status: Mapping[str, Any]) -> str:

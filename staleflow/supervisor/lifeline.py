@@ -26,14 +26,15 @@ class Lifeline:
         os.close(self.read_fd)
 
 
-def hold() -> None:
-    """Called first thing by a role: watch for the supervisor's end, if there is one."""
+def hold() -> bool:
+    """Called first thing by a role: watch for the supervisor's end. False if there is none."""
     number = os.environ.pop(VARIABLE, "")
     if not number:
-        return
+        return False
     descriptor = int(number)
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_watch, args=(descriptor,), name="lifeline", daemon=True).start()
+    return True
 
 
 def _watch(descriptor: int) -> None:

@@ -1,11 +1,13 @@
 """Which processes a run has and how each is started. Pure."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
+from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 
 class Kind(StrEnum):
@@ -27,6 +29,8 @@ class Role:
     command: tuple[str, ...]
     threads: int = 1
     """Threads of its numeric libraries."""
+    gpus: tuple[int, ...] = ()
+    """Of those that this run may see; empty: all of them."""
 
 
 def servers(config: Config, run_dir: Path) -> list[Role]:
@@ -45,11 +49,37 @@ def servers(config: Config, run_dir: Path) -> list[Role]:
 def workers(config: Config, run_dir: Path) -> list[Role]:
     """The trainer last: everybody else can get ready while it loads."""
     rollout = [
-        _attach(f"rollout-{number}", Kind.WORKER, run_dir, "rollout", config.rollout.threads)
+        _on(
+            _attach(f"rollout-{number}", Kind.WORKER, run_dir, "rollout", config.rollout.threads),
+            _share(config, number),
+        )
         for number in range(config.rollout.workers)
     ]
+    trainer = _attach("trainer", Kind.TRAINER, run_dir, "train", config.trainer.threads)
     reward = [_attach(f"reward-{number}", Kind.WORKER, run_dir, "stage", 1) for number in range(config.reward.workers)]
-    return [*rollout, *reward, _attach("trainer", Kind.TRAINER, run_dir, "train", config.trainer.threads)]
+    judges = _reference(config, run_dir) + _critic(config, run_dir)
+    return [*rollout, *reward, *judges, _on(trainer, tuple(config.trainer.gpus))]
+
+
+def _share(config: Config, number: int) -> tuple[int, ...]:
+    """The GPUs of a rollout worker: one, or as many as its engine needs, going round."""
+    gpus, rollout = config.rollout.gpus, config.rollout
+    width = rollout.vllm.tensor_parallel if rollout.engine == "vllm" else 1
+    return tuple(gpus[(number * width + place) % len(gpus)] for place in range(width)) if gpus else ()
+
+
+def _on(role: Role, gpus: tuple[int, ...]) -> Role:
+    return replace(role, gpus=gpus)
+
+
+def _reference(config: Config, run_dir: Path) -> list[Role]:
+    count = config.reference.workers if REFERENCE in stages(config) else 0
+    return [_stage(f"{REFERENCE}-{number}", run_dir, REFERENCE, config.reference.threads) for number in range(count)]
+
+
+def _critic(config: Config, run_dir: Path) -> list[Role]:
+    """One: two would learn apart."""
+    return [_stage(f"{CRITIC}-0", run_dir, CRITIC, config.critic.threads)] if CRITIC in stages(config) else []
 
 
 def model_builder(run_dir: Path) -> Role:
@@ -66,3 +96,8 @@ def _serve(name: str, kind: Kind, run_dir: Path, *arguments: str) -> Role:
 def _attach(name: str, kind: Kind, run_dir: Path, verb: str, threads: int) -> Role:
     command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(run_dir), "--name", name)
     return Role(name=name, kind=kind, command=command, threads=threads)
+
+
+def _stage(name: str, run_dir: Path, stage: str, threads: int) -> Role:
+    role = _attach(name, Kind.WORKER, run_dir, "stage", threads)
+    return Role(name=name, kind=role.kind, command=(*role.command, "--stage", stage), threads=threads)

@@ -83,6 +83,15 @@ def test_daemons_and_workers_are_refused_alike(cli: Cli) -> None:
     refused(cli("attach", "rollout", "--connect", "nonsense"), "nonsense")
 
 
+def test_a_stage_that_the_run_does_not_have(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    write_resolved(load(SIMULATED), short_dir / "r")
+    said = cli("attach", "stage", "--stage", "critic", "--run-dir", "r")
+    refused(said, 'stage is "critic"; this run has no such stage; it has reward', ["r"])
+    refused(cli("attach", "stage", "--stage", "judge", "--run-dir", "r"), "'judge' is not one of 'reward'", ["r"])
+
+
 def test_a_shard_that_the_run_does_not_have(cli: Cli) -> None:
     said = cli("serve", "trajectories", "--config", SIMULATED, "--run-dir", "r", "--shard", 1)
     refused(said, "--shard is 1; trajectories.shards is 1", [])

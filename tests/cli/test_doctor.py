@@ -1,6 +1,10 @@
 """Is this machine fit for a run?"""
 
+import importlib.metadata
+import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,11 +37,78 @@ def test_what_is_not_installed_is_missing_not_bad() -> None:
     assert checkup.package("no-such-package") == Finding("no-such-package", "missing", "not installed")
 
 
+def a_package(directory: Path, name: str, code: str) -> None:
+    (directory / name).mkdir()
+    (directory / name / "__init__.py").write_text(code)
+
+
+def test_a_vllm_that_trips_over_the_wrong_torchvision_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a_package(tmp_path, "vllm", "")
+    a_package(tmp_path, "torchvision", "raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = ["staleflow"]
+
+    def entry_points(**_: str) -> list[str]:
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert checkup.vllm() == Finding(
+        "vllm",
+        "bad",
+        "RuntimeError: operator torchvision::nms does not exist; "
+        "torchvision, torchaudio and torchcodec are builds for another torch: pip uninstall them",
+    )
+    found.clear()
+    assert checkup.vllm().found.startswith("it does not know staleflow")
+
+
+def test_deepspeed_needs_a_compiler_and_no_lock_of_an_interrupted_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def package(name: str) -> Finding:
+        return Finding(name, "good", "1.0")
+
+    def absent(name: str) -> Finding:
+        return Finding(name, "missing", "not installed")
+
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(checkup, "package", package)
+    assert (checkup.deepspeed().state, "no g++" in checkup.deepspeed().found) == ("bad", True)
+    (tools / "g++").write_text("")
+    (tools / "g++").chmod(0o755)
+    assert checkup.deepspeed() == Finding("deepspeed", "good", "1.0, with g++")
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (0, 0))
+    assert checkup.deepspeed() == Finding(
+        "deepspeed",
+        "bad",
+        f"1.0, but an interrupted build left {lock}: builds wait for it for ever; a run removes it, or do it yourself",
+    )
+    monkeypatch.setattr(checkup, "package", absent)
+    assert "pip install 'staleflow[deepspeed]'" in checkup.deepspeed().found
+
+
+def test_without_vllm_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(name: str) -> None:
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", nowhere)
+    assert checkup.vllm().state == "missing"
+    assert "pip install 'staleflow[vllm]'" in checkup.vllm().found
+
+
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken() -> Finding:
         raise OSError("no such device")
 
     monkeypatch.setattr(checkup, "shared_memory", broken)
     monkeypatch.setattr(checkup, "torch", lambda: Finding("torch", "missing", "not asked"))
+    monkeypatch.setattr(checkup, "vllm", lambda: Finding("vllm", "missing", "not asked"))
     findings = {finding.what: finding for finding in checkup.examine(None, [], tmp_path)}
     assert findings["shared memory"] == Finding("shared memory", "bad", "OSError: no such device")

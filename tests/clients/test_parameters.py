@@ -1,7 +1,7 @@
 """Weights published and pulled: mapped or in chunks they are the same bytes, or there is an error."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +92,33 @@ async def test_both_ways_of_publishing_give_the_same_file(run: Run, monkeypatch:
         await reader(run).pull(Lineage(0), Version(0))
     await trainer.publish(0, LARGE)
     assert path.read_bytes() == mapped
+
+
+class OneByOne:
+    """Weights of which one tensor is in memory at a time: the one before is overwritten."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def items(self) -> Iterator[tuple[str, Array]]:
+        self.passes += 1
+        for name, array in LARGE.items():
+            lent = array.copy()
+            yield name, lent
+            lent[...] = 0
+
+
+@pytest.mark.parametrize("host", ["this", "another host"])
+async def test_weights_that_are_gathered_one_by_one_are_gone_through_twice_and_never_held(
+    run: Run, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    if host != "this":
+        monkeypatch.setattr(parameters, "boot_id", lambda: host)
+    trainer, weights = await run.trainer(), OneByOne()
+    await trainer.publish(0, weights)
+    assert weights.passes == 2
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, LARGE)
 
 
 async def test_a_version_that_is_not_there_is_refused(run: Run) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 
-from staleflow.configs.checks import check_rows
+from staleflow.configs.checks import check_rows, needs_model
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
+from staleflow.configs.stages import stages
 from tests.configs.conftest import MINIMAL, Write
 
 
@@ -12,16 +13,25 @@ from tests.configs.conftest import MINIMAL, Write
     ("overrides", "line"),
     [
         (["rollout.engine=transformers"], r"model\.path is missing; it must be a model directory, or model\.build"),
+        (["trainer.algorithm.kl_coef=0.1"], r"model\.path is missing; it must be a model directory, or model\.build"),
+        (["trainer.algorithm.advantage=gae", "reference.path=/m"], r"model\.path is missing; it must be a model"),
         (["model.path=/m", "model.build=a:b"], r'model\.path is "/m"; with model\.build "a:b" there must be only one'),
         (["model.options.x=1"], r"model\.options is \{'x': 1\}; these are options of model\.build, which is missing"),
         (["prompts.path=/p.jsonl"], r"prompts\.path is \"/p\.jsonl\"; with prompts\.source there must be only one"),
         (['prompts.source=""'], r"prompts\.path is missing; it must be a \.jsonl or \.parquet file"),
         (['prompts.source=""', "prompts.path=/p.csv"], r'prompts\.path is "/p\.csv"; it must end in \.jsonl or'),
         (["prompts.eval_path=/a.jsonl", "prompts.eval_source=a:b"], r"with prompts\.eval_source only one of the two"),
+        (
+            ["rollout.on_update=recompute"],
+            r'rollout\.on_update is "recompute"; rollout\.engine "simulated" has nothing to',
+        ),
         (["trainer.eval_every=5"], r"trainer\.eval_every is 5; it needs held-out prompts: prompts\.eval_path or"),
         (["reward.run=score"], r'reward\.run is "score"; it must be module:function or file\.py:function'),
         (["reward.run=a:"], r'reward\.run is "a:"; it must be module:function'),
         (['reward.run=""'], r'reward\.run is ""; it must be module:function'),
+        (["environment.options.x=1"], r"environment\.options is \{'x': 1\}; these are options of environment\.run"),
+        (["environment.run=a"], r'environment\.run is "a"; it must be module:function or file\.py:function'),
+        (["environment.run=a:B", "prompts.eval_source=a:b"], r"evaluation on held-out prompts plays no environment"),
         (["staleness.bound=token", "staleness.on_overdue=drop"], r'staleness\.on_overdue is "drop"; with staleness'),
         (["staleness.min_trainable=0.5"], r"staleness\.min_trainable is 0\.5; it means something only with"),
         (["rollout.max_inflight=7"], r"rollout\.max_inflight is 7; a group of 8 samples must fit: at least 8"),
@@ -49,6 +59,16 @@ def test_what_fits_is_left_alone(write: Write) -> None:
     assert load(write(), ["rollout.max_inflight=8"]).rollout.group_size == 8
 
 
+def test_stages_are_those_that_the_algorithm_needs(write: Write) -> None:
+    path, kl, gae = write(), "trainer.algorithm.kl_coef=0.1", "trainer.algorithm.advantage=gae"
+    assert stages(load(path)) == ("reward",)
+    assert stages(load(path, [kl, "reference.path=/m"])) == ("reward", "reference")
+    assert stages(load(path, [gae, "critic.path=/m"])) == ("reward", "critic")
+    assert stages(load(path, [kl, gae, "model.path=/m"])) == ("reward", "reference", "critic")
+    assert not needs_model(load(path, [kl, "reference.path=/m"]))
+    assert needs_model(load(path, [kl, gae, "reference.path=/m", "model.path=/n"]))
+
+
 def test_prompts_that_cannot_fill_every_batch_are_named_with_how_many_passes_would_do(write: Write) -> None:
     config = load(write(MINIMAL), ["prompts.epochs=1", "trainer.steps=10", "trainer.batch_size=4"])
     check_rows(config, 40)
@@ -61,3 +81,8 @@ def test_prompts_that_cannot_fill_every_batch_are_named_with_how_many_passes_wou
     check_rows(load(write(MINIMAL), ["prompts.epochs=0"]), 1)
     with pytest.raises(ConfigError, match="it has no rows"):
         check_rows(config, 0)
+
+
+def test_with_an_environment_the_reward_may_be_left_to_it(write: Write) -> None:
+    config = load(write(), ["environment.run=a:B", 'reward.run=""'])
+    assert (config.environment.run, config.reward.run) == ("a:B", "")

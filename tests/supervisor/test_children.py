@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from staleflow.supervisor.children import Child, Restarts
+from staleflow.supervisor.children import Child, Restarts, visible
 from staleflow.supervisor.drain import drain
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
@@ -149,3 +149,10 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         assert not gone(child)
         supervisor.kill()
     until(lambda: gone(child))
+
+
+def test_gpus_are_counted_among_those_that_the_supervisor_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (visible([1, 2]), visible([])) == ({"CUDA_VISIBLE_DEVICES": "1,2"}, {})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    assert visible([1]) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}

@@ -184,6 +184,29 @@ def test_a_new_version_goes_on_over_the_kept_cache_in_a_new_segment() -> None:
     np.testing.assert_allclose(second.logprobs, over_kept_cache(old, new, prompt, written, second.token_ids), atol=1e-4)
 
 
+def test_recompute_reads_what_runs_anew_and_keeps_its_tokens_as_first_sampled() -> None:
+    old, new = build("qwen3", seed=0), build("qwen3", seed=1)
+    weights = {name: tensor.detach().numpy().copy() for name, tensor in new.state_dict().items()}
+    engine = TransformersEngine(build("qwen3", seed=0), [], slots=4, version=4, recompute=True)
+    for id in range(6):
+        engine.submit(ask(id, [7, 8, 9, id], 12))
+    for _ in range(5):
+        assert engine.step() == []
+    engine.load(weights, Lineage(0), Version(5))
+    engine.interrupt(3)
+    done = run(engine)
+    assert done[3].finish == Finish.INTERRUPTED
+    assert [(s.version, len(s.token_ids)) for s in done[3].segments] == [(4, 6), (5, 1)]
+    for id in (0, 1, 2):
+        first, second = done[id].segments
+        assert (first.version, second.version, len(first.token_ids), len(second.token_ids)) == (4, 5, 6, 6)
+        prompt, token_ids = [7, 8, 9, id], done[id].token_ids.tolist()
+        np.testing.assert_allclose(first.logprobs, forward_logprobs(old, prompt, token_ids[:6]), atol=1e-4)
+        np.testing.assert_allclose(second.logprobs, forward_logprobs(new, prompt, token_ids)[6:], atol=1e-4)
+    assert [[s.version for s in done[id].segments] for id in (4, 5)] == [[5], [5]]
+    engine.load(weights, Lineage(0), Version(6))  # with nothing to read anew
+
+
 def over_kept_cache(old: Any, new: Any, prompt: list[int], written: list[int], token_ids: Any) -> Any:
     """Log-probabilities of ``token_ids`` by the new weights over what the old ones left in the cache."""
     cache = transformers.DynamicCache()

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.shares import shares
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import Batch
@@ -50,9 +51,20 @@ def header(step: int, *, mask_below: int = -1) -> Batch:
     )
 
 
-def batch(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> TrainBatch:
-    """A whole batch of random groups; the same step gives the same batch."""
-    members = [
+def members(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> list[FetchedGroup]:
+    """The groups of a batch; the same step gives the same ones."""
+    return [
         FetchedGroup(group=GroupId(g), row={}, payload=payload(100 * step + g, list(lengths))) for g in range(groups)
     ]
-    return assemble(header(step), members)
+
+
+def share(step: int, rank: int, world: int, *, groups: int = 3) -> TrainBatch:
+    """What one rank trains of ``batch(step)``."""
+    every = members(step, groups=groups)
+    mine = shares([item.payload.num_tokens for item in every], world)[rank]
+    return assemble(header(step), [every[place] for place in mine])
+
+
+def batch(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> TrainBatch:
+    """A whole batch of random groups; the same step gives the same batch."""
+    return assemble(header(step), members(step, groups=groups, lengths=lengths))

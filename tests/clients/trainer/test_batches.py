@@ -33,12 +33,43 @@ def test_a_row_is_prompt_then_completion_then_padding() -> None:
     assert made.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
     assert made.loss_mask.tolist() == [[False, False, True, False, True], [False, False, True, False, False]]
     assert made.behavior_logprobs[0].tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3])
-    assert made.token_versions.tolist() == [[-1, -1, 4, 4, 6], [-1, -1, 6, -1, -1]]
+    assert made.token_versions.tolist() == [[-1, -1, 4, -1, 6], [-1, -1, 6, -1, -1]]  # one is an environment's
     assert made.rewards.tolist() == [1.0, 0.5]
     assert made.group_ids.tolist() == [42, 42]
     assert made.completion_lengths.tolist() == [3, 1]
+    assert made.sampled_lengths.tolist() == [2, 1]
     assert made.rows == ({"answer": "x"}, {"answer": "x"})
     assert (made.trained_tokens, made.masked_tokens) == (3, 0)
+
+
+def test_columns_a_token_stand_where_their_tokens_do_and_are_0_elsewhere() -> None:
+    first, second = two_versions(), payload(1, [2, 0, 1], prompt=1)
+    first.stages["stage/reference/logprobs"] = np.array([-1, -2, -3, -5], np.float32)
+    first.stages["stage/critic/values"] = np.array([0.1, 0.2, 0.3, 0.5], np.float32)
+    second.stages["stage/reference/logprobs"] = np.array([-6, -7, -8], np.float32)
+    made = assemble(
+        header(7), [FetchedGroup(group=GroupId(g), row={}, payload=p) for g, p in ((4, first), (5, second))]
+    )
+    assert made.token_stages["reference/logprobs"].tolist() == [
+        [0, 0, -1, -2, -3],
+        [0, 0, -5, 0, 0],
+        [0, -6, -7, 0, 0],
+        [0, 0, 0, 0, 0],
+        [0, -8, 0, 0, 0],
+    ]
+    assert made.token_stages["critic/values"][:2] == pytest.approx(
+        np.array([[0, 0, 0.1, 0.2, 0.3], [0, 0, 0.5, 0, 0]], np.float32)
+    )
+    assert not made.token_stages["critic/values"][2:].any()
+    assert {column.dtype.name for column in made.token_stages.values()} == {"float32"}
+
+
+def test_as_many_samples_as_tokens_do_not_make_a_column_a_sample_one_a_token() -> None:
+    one = payload(1, [1, 1], prompt=2)
+    one.stages["stage/critic/values"] = np.array([0.5, 0.25], np.float32)
+    made = assemble(header(7), [FetchedGroup(group=GroupId(4), row={}, payload=one)])
+    assert set(made.token_stages) == {"critic/values"}
+    assert made.token_stages["critic/values"].tolist() == [[0, 0, 0.5], [0, 0, 0.25]]
 
 
 def test_off_policy_is_the_age_of_the_trained_tokens() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.trainer.backend import StepResult, Stopped, Stopping, Weights
+from staleflow.clients.trainer.backend import OutOfMemory, StepResult, Stopped, Stopping, Weights
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
@@ -168,6 +168,20 @@ def test_the_third_bad_step_in_a_row_is_not_consumed_and_stops_the_run_with_its_
     with pytest.raises(GaveUp):
         loop(tmp_path, again, Counting(bad=(3,))).run()
     assert again.published == []
+
+
+def test_a_step_that_does_not_fit_the_device_stops_the_run_with_its_batch_kept(tmp_path: Path) -> None:
+    class Small(Counting):
+        def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+            if step == 3:
+                raise OutOfMemory("step 3: out of memory; batch 4 of 2 trajectories is kept")
+            return super().train(batch, step, stopping)
+
+    client = Told()
+    with pytest.raises(GaveUp, match="step 3: out of memory; batch 4"):
+        loop(tmp_path, client, Small()).run()
+    assert client.published[-1] == (3, [3.0])
+    assert client.told[-1] == ("finished", "step 3: out of memory; batch 4 of 2 trajectories is kept")
 
 
 def test_asked_to_end_it_keeps_the_last_whole_step_and_says_nothing_of_finishing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.clients.trainer.backend import Stopped
+from staleflow.clients.trainer import torch_files
+from staleflow.clients.trainer.backend import OutOfMemory, Stopped
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, Step, Version
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -33,6 +36,11 @@ def trained(trainer: TorchTrainer, *steps: int) -> dict[str, float]:
     return values
 
 
+def optimizer(trainer: TorchTrainer) -> Any:
+    learner: Any = trainer.learner
+    return learner.optimizer
+
+
 def copied(trainer: TorchTrainer) -> dict[str, Any]:
     return {name: array.copy() for name, array in trainer.weights().items()}
 
@@ -45,13 +53,13 @@ def test_the_gradient_is_that_of_a_literal_loop_over_sequences_and_tokens(model_
     settings = config(micro_tokens=40, grad_clip=1e9)
     trainer, data = TorchTrainer(settings, model_directory), batch(0)
     gradients: dict[str, Any] = {}
-    step = trainer._optimizer.step
+    step = optimizer(trainer).step
 
     def keep(number: int) -> float:
         gradients.update({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
-        return step(number)
+        return float(step(number))
 
-    trainer._optimizer.step = keep  # type: ignore[method-assign]
+    optimizer(trainer).step = keep
     loss = trained(trainer, 0)["loss"]
 
     model = TorchTrainer(settings, model_directory).model
@@ -78,7 +86,7 @@ def test_the_cut_into_micro_batches_changes_nothing_but_rounding(model_directory
     first, second = trained(whole, 0), trained(cut, 0)
     assert first == pytest.approx(second, rel=1e-4, abs=1e-6)
     for name, array in whole.weights().items():
-        assert np.allclose(array, cut.weights()[name], atol=2e-5), name
+        assert np.allclose(array, copied(cut)[name], atol=2e-5), name
 
 
 def test_tokens_outside_the_loss_mask_change_nothing(model_directory: Path) -> None:
@@ -138,12 +146,12 @@ def test_small_steps_of_a_bfloat16_model_add_up(model_directory: Path) -> None:
         config(lr=2e-6), model=msgspec.convert({"dtype": "bfloat16"}, type(config().model))
     )
     trainer = TorchTrainer(settings, model_directory)
-    master = trainer._optimizer._master["model.norm.weight"]
+    master = optimizer(trainer)._master["model.norm.weight"]
     assert master.dtype == torch.float32
     before = master.detach().clone()
     trained(trainer, *range(16))
     assert 1e-6 < float((master.detach() - before).abs().max()) < 1e-4
-    assert trainer.weights()["model.norm.weight"].dtype == np.uint16
+    assert copied(trainer)["model.norm.weight"].dtype == np.uint16
 
 
 def test_the_learning_rate_warms_up_and_stays(model_directory: Path) -> None:
@@ -155,14 +163,14 @@ def test_the_learning_rate_warms_up_and_stays(model_directory: Path) -> None:
 def test_gradient_clipping_bounds_the_gradient_and_reports_its_norm_from_before(model_directory: Path) -> None:
     trainer = TorchTrainer(config(grad_clip=1e-3), model_directory)
     norms: list[float] = []
-    step = trainer._optimizer.step
+    step = optimizer(trainer).step
 
     def look(number: int) -> float:
         squares = [float((p.grad.double() ** 2).sum()) for p in trainer.model.parameters()]
         norms.append(math.sqrt(sum(squares)))
-        return step(number)
+        return float(step(number))
 
-    trainer._optimizer.step = look  # type: ignore[method-assign]
+    optimizer(trainer).step = look
     assert trained(trainer, 0)["grad_norm"] > 0.01
     assert norms[0] == pytest.approx(1e-3, rel=1e-3)
 
@@ -236,7 +244,7 @@ def test_tied_weights_are_published_once_and_load_into_an_engine(model_directory
 
     trainer, other = TorchTrainer(config(), model_directory), TorchTrainer(config(), model_directory)
     trained(trainer, 0)
-    weights = trainer.weights()
+    weights = copied(trainer)
     assert "model.embed_tokens.weight" in weights
     assert "lm_head.weight" not in weights
     copy_weights(other.model, weights)
@@ -265,3 +273,65 @@ def test_evaluation_draws_the_same_numbers_each_time_and_disturbs_nothing(
     assert trained(trainer, 0) == trained(clean, 0)
     with pytest.raises(Stopped):
         trainer.evaluate(Version(0), lambda: True)
+
+
+def test_running_out_of_memory_names_step_batch_and_what_to_change(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = TorchTrainer(config(), model_directory)
+
+    def too_much(**_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(trainer.learner, "forward", too_much)
+    with pytest.raises(OutOfMemory) as error:
+        trainer.train(batch(3), Step(3), going_on)
+    assert str(error.value) == (
+        "step 3: out of memory; batch 4 of 12 trajectories is kept. Lower trainer.micro_tokens (16384) or set "
+        "trainer.gradient_checkpointing (CUDA out of memory. Tried to allocate 2.00 GiB)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 3}, "missing model.layers.2."),
+        ({"num_hidden_layers": 1}, "unexpected model.layers.1."),
+        ({"intermediate_size": 48}, "mismatched .*model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_the_model_directory_are_refused_by_name(
+    model_directory: Path, tmp_path: Path, change: dict[str, int], message: str
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model_directory, directory)
+    table = json.loads((directory / "config.json").read_bytes()) | change
+    table.pop("layer_types", None)
+    (directory / "config.json").write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=message):
+        TorchTrainer(config(), directory)
+
+
+def test_a_checkpoint_of_another_backend_is_refused_and_its_writer_named(model_directory: Path, tmp_path: Path) -> None:
+    trainer = TorchTrainer(config(), model_directory)
+    trainer.save(tmp_path)
+    (tmp_path / "trainer.safetensors").rename(tmp_path / "fsdp-0-of-4.safetensors")
+    with pytest.raises(ConfigError, match="it was written by fsdp on 4 ranks: go on with the same"):
+        trainer.load(tmp_path)
+
+
+def test_a_model_saved_tensor_by_tensor_is_the_one_saved_at_once(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(torch_files, "FILE_BYTES", 20_000)
+    trainer = TorchTrainer(config(), model_directory)
+    trained(trainer, 0)
+    torch_files.save_streamed(
+        trainer.model, trainer.learner.tensors(), tmp_path, dtype="float32", tokenizer_of=model_directory
+    )
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    again, own = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), trainer.model.state_dict()
+    assert again.keys() == own.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in own.items())

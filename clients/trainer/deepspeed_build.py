@@ -1,0 +1,39 @@
+"""The one operation that DeepSpeed builds for CPUs, made ahead and with a limit: a lock left behind hangs it."""
+
+import logging
+import shutil
+import subprocess
+import sys
+
+from staleflow.configs.errors import ConfigError
+from staleflow.runtime.builds import clear_stale_locks, extensions
+
+log = logging.getLogger(__name__)
+
+BUILD_LIMIT_S = 600.0
+"""It takes seconds on an idle core."""
+_BUILD = """
+import os
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+ShareMemCommBuilder().load(verbose=False)
+"""
+
+
+def build(device: str) -> None:
+    """Returns when every start finds it built. ``ConfigError`` without a compiler."""
+    if device != "cpu":
+        return
+    if shutil.which("g++") is None:
+        allowed = "on a CPU it builds an operation in C++ at its first start: install g++"
+        raise ConfigError("trainer.backend", "deepspeed", allowed)
+    for path in clear_stale_locks(extensions()):
+        log.warning("removed %s: an interrupted build left it", path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _BUILD], capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        raise TimeoutError(f"DeepSpeed's operation was not built in {BUILD_LIMIT_S:g} s") from late
+    if done.returncode != 0:
+        raise RuntimeError(f"DeepSpeed's operation was not built:\n{done.stderr[-2000:]}")

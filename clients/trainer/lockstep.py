@@ -1,0 +1,196 @@
+"""Rank 0 leads, the others follow: each call of the loop is told to every rank before rank 0 does its own part.
+
+Rank 0 alone talks to the service about versions, checkpoints and metrics. Every rank waits for the sealed batch itself
+and fetches its own groups; the ranks then compare batch numbers, and fetch again when a batch was sealed anew between
+two of them. A rank that was asked to end says so there, and all end at that point.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from staleflow.clients.trainer.backend import Array, Backend, Published, StepResult, Stopped, Stopping
+from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
+
+log = logging.getLogger(__name__)
+
+NO_BATCH = -1
+"""In place of a batch number: this rank was asked to end."""
+
+
+class Order(IntEnum):
+    """What rank 0 tells, each with its arguments."""
+
+    LOAD = 0
+    """term, version; the checkpoint's path, or nothing"""
+    BATCH = 1
+    """step"""
+    TRAIN = 2
+    """step"""
+    GATHER = 3
+    SAVE = 4
+    """path"""
+    EVALUATE = 5
+    """version"""
+    END = 6
+
+
+class Told(Protocol):
+    """The ranks, as this file needs them."""
+
+    def tell(self, order: list[int], text: str = "") -> None: ...
+
+    def hear(self) -> tuple[list[int], str]: ...
+
+    def gather(self, values: Array) -> Array: ...
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sharded(Backend, Protocol):
+    """A backend of which every rank has one."""
+
+    def gather(self) -> None:
+        """This rank's part in a pass over rank 0's ``weights``."""
+        ...
+
+    @property
+    def together(self) -> bool:
+        """True when weights and evaluation need every rank."""
+        ...
+
+
+class Leader:
+    """Rank 0's backend: does what it is asked, with the others. ``joined`` gives the trainer term and the version."""
+
+    def __init__(self, backend: Sharded, ranks: Told, joined: Callable[[], tuple[TrainerTerm, Version]]) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self._joined = joined
+        self._settled = True
+        """False while ranks are in the middle of something: then nobody is there to hear an order."""
+
+    def load(self, directory: Path | None) -> None:
+        self._tell(Order.LOAD, *self._joined(), text="" if directory is None else str(directory.absolute()))
+        self._backend.load(directory)
+        self._settled = True
+
+    def same(self, batch: TrainBatch) -> bool:
+        """Whether every rank has this batch. ``Stopped`` when one was asked to end."""
+        self._tell(Order.BATCH, batch.step)
+        numbers = self._ranks.gather(np.array([batch.batch], np.int64))
+        self._settled = True
+        if NO_BATCH in numbers:
+            raise Stopped
+        return bool((numbers == batch.batch).all())
+
+    def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        self._tell(Order.TRAIN, step)
+        try:
+            result = self._backend.train(batch, step, stopping)
+        except Stopped:
+            self._settled = True  # all of them stopped
+            raise
+        self._settled = True
+        return result
+
+    def weights(self) -> Published:
+        published = self._backend.weights()
+        return _Gathered(self, published) if self._backend.together else published
+
+    def each(self, published: Published) -> Iterator[tuple[str, Array]]:
+        """Go through weights that every rank has a part of."""
+        self._tell(Order.GATHER)
+        yield from published.items()
+        self._settled = True
+
+    def save(self, directory: Path) -> None:
+        self._tell(Order.SAVE, text=str(directory.absolute()))
+        self._backend.save(directory)
+        self._ranks.barrier()
+        self._settled = True
+
+    def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
+        if not self._backend.together:
+            return self._backend.evaluate(version, stopping)
+        self._tell(Order.EVALUATE, version)
+        try:
+            values = self._backend.evaluate(version, stopping)
+        except Stopped:
+            self._settled = True
+            raise
+        self._settled = True
+        return values
+
+    def close(self) -> None:
+        """Let the others go. In the middle of something they notice by themselves, when this process ends."""
+        if self._settled:
+            self._tell(Order.END)
+            self._backend.close()
+            self._ranks.close()
+
+    def _tell(self, order: Order, *arguments: int, text: str = "") -> None:
+        self._settled = False
+        self._ranks.tell([order, *arguments], text)
+
+
+class _Gathered:
+    """Weights of all ranks, told to them each time."""
+
+    def __init__(self, leader: Leader, published: Published) -> None:
+        self._leader = leader
+        self._published = published
+
+    def items(self) -> Iterable[tuple[str, Array]]:
+        return self._leader.each(self._published)
+
+
+class Batches(Protocol):
+    """The follower's own way to the batches."""
+
+    def follow(self, term: TrainerTerm, version: Version) -> None:
+        """Batches from this version on, for this term."""
+        ...
+
+    def batch(self, step: Step) -> TrainBatch | None:
+        """The newest batch of that step; None once this process was asked to end."""
+        ...
+
+
+def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) -> None:
+    """Do what rank 0 tells, until it lets go."""
+    batch: TrainBatch | None = None
+    while True:
+        (kind, first, second, *_), text = ranks.hear()
+        try:
+            match Order(kind):
+                case Order.LOAD:
+                    backend.load(Path(text) if text else None)
+                    batches.follow(TrainerTerm(first), Version(second))
+                case Order.BATCH:
+                    batch = batches.batch(Step(first))
+                    number = NO_BATCH if batch is None else int(batch.batch)
+                    ranks.gather(np.array([number], np.int64))
+                case Order.TRAIN:
+                    assert batch is not None
+                    backend.train(batch, Step(first), stopping)
+                case Order.GATHER:
+                    backend.gather()
+                case Order.SAVE:
+                    backend.save(Path(text))
+                    ranks.barrier()
+                case Order.EVALUATE:
+                    backend.evaluate(Version(first), stopping)
+                case Order.END:
+                    backend.close()
+                    ranks.close()
+                    return
+        except Stopped:
+            log.info("asked to end; rank 0 says when")

@@ -1,0 +1,36 @@
+"""The cut of a batch into passes without padding. Numpy only."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def packs(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:
+    """Rows of each pass: as few passes as their tokens allow, each of about as many, none above ``micro_tokens``.
+
+    A row longer than that goes alone. Longest first into the emptiest pass; depends on the lengths only.
+    """
+    if len(lengths) == 0:
+        return []
+    order = np.argsort(-lengths, kind="stable").tolist()
+    alone = [row for row in order if lengths[row] > micro_tokens]
+    rest = order[len(alone) :]
+    passes = math.ceil(int(lengths[rest].sum()) / micro_tokens) if rest else 0
+    while (cut := _cut(lengths, rest, passes, micro_tokens)) is None:
+        passes += 1
+    return [*[np.array([row], np.int64) for row in alone], *cut]
+
+
+def _cut(
+    lengths: NDArray[np.int64], order: list[int], passes: int, micro_tokens: int
+) -> list[NDArray[np.int64]] | None:
+    """Into so many passes; None when one would be too large."""
+    loads, rows = [0] * passes, [list[int]() for _ in range(passes)]
+    for row in order:
+        place = min(range(passes), key=lambda place: (loads[place], place))
+        loads[place] += int(lengths[row])
+        rows[place].append(row)
+        if loads[place] > micro_tokens:
+            return None
+    return [np.array(sorted(part), np.int64) for part in rows if part]

@@ -1,0 +1,56 @@
+# pyright: basic, reportMissingImports=false
+"""One forward pass over some rows of a batch, padded or packed, and the log-probabilities of their completions."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
+from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.tensors import rows
+
+Forward = Callable[..., Tensor]
+"""From ``input_ids`` and what belongs to them to logits."""
+
+
+def completion_logprobs(
+    forward: Forward,
+    batch: TrainBatch,
+    which: NDArray[np.int64],
+    device: torch.device,
+    temperature: float,
+    *,
+    packing: bool,
+) -> Tensor:
+    """float32 [T]: of the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``."""
+    return (_packed if packing else _padded)(forward, batch, which, device, temperature)
+
+
+def _padded(
+    forward: Forward, batch: TrainBatch, which: NDArray[np.int64], device: torch.device, temperature: float
+) -> Tensor:
+    width = int(batch.sequence_lengths[which].max())
+    input_ids = rows(batch.input_ids, which, width, device)
+    logits = forward(input_ids=input_ids, attention_mask=rows(batch.attention_mask, which, width, device))
+    return token_logprobs(logits, input_ids, temperature)[rows(batch.completions, which, width, device)]
+
+
+def _packed(
+    forward: Forward, batch: TrainBatch, which: NDArray[np.int64], device: torch.device, temperature: float
+) -> Tensor:
+    """All rows behind each other in one. Positions start anew with every row: by these ``transformers`` keeps the rows
+    apart, with a block-diagonal causal mask (sdpa, eager) or variable lengths (flash attention)."""
+    lengths = batch.sequence_lengths[which]
+    there = np.arange(batch.input_ids.shape[1]) < lengths[:, None]
+    positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), there.shape)[there]
+
+    def flat(column: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(device)[None]
+
+    input_ids = flat(batch.input_ids[which][there])
+    logits = forward(input_ids=input_ids, position_ids=flat(positions))
+    # the first token of a row is "predicted" by the row before it; it is a prompt's, and left out here
+    return token_logprobs(logits, input_ids, temperature)[flat(batch.completions[which][there])]

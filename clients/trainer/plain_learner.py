@@ -1,0 +1,58 @@
+# pyright: basic, reportMissingImports=false
+"""One complete model on one rank."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from staleflow.clients.trainer.ranks import Ranks
+from staleflow.clients.trainer.tensors import named
+from staleflow.clients.trainer.torch_files import STATE, load_random, load_state, save_random, save_state
+from staleflow.clients.trainer.torch_optimizer import MasterAdamW
+from staleflow.configs.schema import Config
+
+
+class PlainLearner:
+    """``Learner`` without any other rank."""
+
+    even = False
+    whole = True
+
+    def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
+        self.model = model
+        self.ranks = ranks
+        self.optimizer = MasterAdamW(model, config.trainer)
+
+    def forward(self, *, last: bool, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.collect()
+
+    def step(self, number: int, *, take: bool) -> float:
+        norm = self.optimizer.clip()
+        if take and math.isfinite(norm):
+            self.optimizer.step(number)
+        else:
+            self.optimizer.clear()
+        return norm
+
+    def clear(self) -> None:
+        self.optimizer.clear()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from named(self.model)
+
+    def save(self, directory: Path) -> None:
+        """The optimizer's state is every rank's; any number of ranks goes on from it."""
+        if self.ranks.place.leads:
+            save_state(self.optimizer.tensors(), directory / STATE)
+        save_random(directory, self.ranks.place.rank)
+
+    def load(self, directory: Path) -> None:
+        self.optimizer.load(load_state(directory, STATE))
+        load_random(directory, self.ranks.place.rank, self.ranks.device)

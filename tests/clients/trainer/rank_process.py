@@ -1,0 +1,64 @@
+# pyright: basic, reportMissingImports=false
+"""One rank of a trainer without a service: ``python -m tests.clients.trainer.rank_process TASK.json``."""
+
+import faulthandler
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from staleflow.clients.trainer.backend import Stopped
+from staleflow.clients.trainer.ranks import ManyRanks, open_ranks
+from staleflow.clients.trainer.torch_trainer import TorchTrainer
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import Step
+from tests.clients.trainer.making import share
+
+PATIENCE_S = 75.0
+
+
+def keep(trainer: TorchTrainer, leads: bool, file: str) -> None:
+    """What would be published now; every rank takes part."""
+    weights = {name: array.copy() for name, array in trainer.weights().items()}
+    if leads:
+        save: Any = np.savez
+        save(file, **weights)
+
+
+def main() -> None:
+    """Do what the task says; rank 0 writes what came of it."""
+    faulthandler.dump_traceback_later(PATIENCE_S)  # a rank that waits for ever says where
+    task: dict[str, Any] = json.loads(Path(sys.argv[1]).read_bytes())
+    config = msgspec.convert(task["config"], Config)
+    ranks = open_ranks(config.trainer.backend)
+    trainer = TorchTrainer(config, Path(task["directory"]), ranks=ranks)
+    if task.get("load"):
+        trainer.load(Path(task["load"]))
+    where, results = ranks.place, list[dict[str, Any]]()
+    for step in task["steps"]:
+        data = share(step, where.rank, where.world, groups=task.get("groups", 3))
+        if step in task.get("bad", []) and where.rank == where.world - 1:
+            data.behavior_logprobs[data.completions] = np.nan
+        asked = iter([False, where.rank == where.world - 1] if step in task.get("stopped", []) else [])
+        try:
+            result = trainer.train(data, Step(step), lambda asked=asked: next(asked, False))  # type: ignore[misc]
+        except Stopped:
+            results.append({"bad": "stopped"})
+        else:
+            results.append({**result.values, "bad": result.bad})
+        if step == task.get("save_after"):
+            trainer.save(Path(task["save"]))
+            keep(trainer, where.leads, task["out"] + "-saved.npz")
+    keep(trainer, where.leads, task["out"] + ".npz")
+    if where.leads:
+        Path(task["out"] + ".json").write_text(json.dumps(results))
+    trainer.close()
+    if isinstance(ranks, ManyRanks):
+        ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Several ranks as processes, each with its share of the same batches, and what came of it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from staleflow.configs.schema import Config
+
+LIMIT_S = 80.0
+
+
+def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task: Any) -> "Outcome":
+    """Train ``steps`` (and whatever else the task says) on ``nproc`` ranks; ends every process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, out = folder / "task.json", str(folder / "out")
+    told = {"config": msgspec.to_builtins(config), "directory": str(directory), "out": out, **task}
+    file.write_text(json.dumps(told, default=str))
+    if "save" in task:
+        Path(task["save"]).mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": Path.cwd()}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(nproc):
+            variables = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.clients.trainer.rank_process", str(file)],
+                    env=os.environ | variables,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        said = [process.communicate(timeout=LIMIT_S)[0].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    codes = [process.returncode for process in processes]
+    return Outcome(codes, said, Path(out))
+
+
+class Outcome:
+    """What the ranks did."""
+
+    def __init__(self, codes: list[int], said: list[str], out: Path) -> None:
+        self.codes, self.said = codes, said
+        self._out = out
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """The values of each step; ``bad`` among them."""
+        assert self.codes == [0] * len(self.codes), "\n".join(self.said)
+        found: list[dict[str, Any]] = json.loads(self._out.with_suffix(".json").read_bytes())
+        return found
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """What the last step ended with."""
+        return self._arrays(".npz")
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What was published when the checkpoint was saved."""
+        return self._arrays("-saved.npz")
+
+    def _arrays(self, end: str) -> dict[str, Any]:
+        assert self.results is not None
+        with np.load(f"{self._out}{end}") as found:
+            return {name: found[name] for name in found.files}
+
+    def column(self, name: str) -> list[float]:
+        return [result[name] for result in self.results]

@@ -1,0 +1,196 @@
+"""Rank 0 leads and the others follow, here as threads that hand each other what real ranks would."""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.clients.trainer.backend import Array, Published, StepResult, Stopped, Stopping
+from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.lockstep import Leader, follow
+from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm, Version
+from tests.clients.trainer.making import batch
+
+LIMIT_S = 10.0
+
+
+class Room:
+    """Where two ranks meet; each call waits for the other's."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=LIMIT_S)
+        self._said: dict[int, Any] = {}
+
+    def exchange(self, rank: int, word: Any) -> dict[int, Any]:
+        self._said[rank] = word
+        self._barrier.wait()
+        said = dict(self._said)
+        self._barrier.wait()
+        return said
+
+
+class Ranks:
+    def __init__(self, room: Room, rank: int) -> None:
+        self._room, self._rank = room, rank
+        self.closed = False
+
+    def tell(self, order: list[int], text: str = "") -> None:
+        self._room.exchange(self._rank, ([*order, 0, 0, 0][:4], text))
+
+    def hear(self) -> tuple[list[int], str]:
+        order, text = self._room.exchange(self._rank, None)[0]
+        return order, text
+
+    def gather(self, values: Array) -> Array:
+        said = self._room.exchange(self._rank, values)
+        return np.concatenate([said[0], said[1]])
+
+    def barrier(self) -> None:
+        self._room.exchange(self._rank, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Recorded:
+    """A backend that writes down what it is asked."""
+
+    def __init__(self, *, together: bool) -> None:
+        self.together = together
+        self.calls: list[Any] = []
+        self.stops = False
+
+    def load(self, directory: Path | None) -> None:
+        self.calls.append(("load", None if directory is None else directory.name))
+
+    def save(self, directory: Path) -> None:
+        self.calls.append(("save", directory.name))
+
+    def weights(self) -> Published:
+        return {"a": np.zeros(2), "b": np.ones(1)}
+
+    def gather(self) -> None:
+        self.calls.append("gather")
+
+    def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        self.calls.append(("train", int(step), int(batch.batch)))
+        if self.stops:
+            raise Stopped
+        return StepResult(values={"loss": 1.0})
+
+    def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
+        self.calls.append(("evaluate", int(version)))
+        return {"reward/eval": 1.0}
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Fed:
+    """A follower's batches: what it will find, one answer after another."""
+
+    def __init__(self, *found: TrainBatch | None) -> None:
+        self._found = iter(found)
+        self.followed: list[tuple[int, int]] = []
+
+    def follow(self, term: TrainerTerm, version: Version) -> None:
+        self.followed.append((int(term), int(version)))
+
+    def batch(self, step: Step) -> TrainBatch | None:
+        return next(self._found)
+
+
+Scene = tuple[Leader, Recorded, Recorded, Fed, Callable[[], None]]
+
+
+@pytest.fixture
+def scene() -> Iterator[Callable[..., Scene]]:
+    threads: list[threading.Thread] = []
+
+    def make(*found: TrainBatch | None, together: bool = True) -> Scene:
+        room, first, second, fed = Room(), Recorded(together=together), Recorded(together=together), Fed(*found)
+        arguments = (second, Ranks(room, 1), fed, lambda: False)
+        thread = threading.Thread(target=follow, args=arguments, daemon=True)
+        threads.append(thread)
+        thread.start()
+        leader = Leader(first, Ranks(room, 0), lambda: (TrainerTerm(3), Version(5)))
+        return leader, first, second, fed, lambda: thread.join(LIMIT_S)
+
+    yield make
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def test_every_rank_does_what_the_loop_asks_of_the_first(scene: Callable[..., Scene], tmp_path: Path) -> None:
+    data = batch(5)
+    leader, first, second, fed, wait = scene(data)
+    leader.load(tmp_path / "5")
+    assert leader.same(data)
+    assert leader.train(data, Step(5), lambda: False).values == {"loss": 1.0}
+    assert [name for name, _ in leader.weights().items()] == ["a", "b"]
+    leader.save(tmp_path / "6")
+    assert leader.evaluate(Version(6), lambda: False) == {"reward/eval": 1.0}
+    leader.close()
+    wait()
+    did = [("load", "5"), ("train", 5, 6), ("save", "6"), ("evaluate", 6), "close"]
+    assert first.calls == did
+    assert second.calls == [*did[:2], "gather", *did[2:]]
+    assert fed.followed == [(3, 5)]
+
+
+def test_weights_are_gathered_anew_each_time_somebody_goes_through_them(scene: Callable[..., Scene]) -> None:
+    leader, _, second, _, wait = scene()
+    published = leader.weights()
+    assert [name for name, _ in published.items()] == [name for name, _ in published.items()]
+    leader.close()
+    wait()
+    assert second.calls == ["gather", "gather", "close"]
+
+
+def test_whole_models_are_published_and_evaluated_without_the_others(scene: Callable[..., Scene]) -> None:
+    leader, first, second, _, wait = scene(together=False)
+    assert list(dict(leader.weights().items())) == ["a", "b"]
+    leader.evaluate(Version(0), lambda: False)
+    leader.close()
+    wait()
+    assert (first.calls, second.calls) == ([("evaluate", 0), "close"], ["close"])
+
+
+def test_a_batch_that_was_sealed_anew_between_two_ranks_is_not_trained(scene: Callable[..., Scene]) -> None:
+    data = batch(0)
+    anew = dataclasses.replace(data, batch=BatchId(9))
+    leader, _, second, _, wait = scene(data, anew)
+    assert not leader.same(anew)
+    assert leader.same(anew)
+    leader.train(anew, Step(0), lambda: False)
+    leader.close()
+    wait()
+    assert second.calls == [("train", 0, 9), "close"]
+
+
+def test_a_rank_that_was_asked_to_end_stops_all_of_them_before_the_step(scene: Callable[..., Scene]) -> None:
+    leader, _, second, _, wait = scene(None)
+    with pytest.raises(Stopped):
+        leader.same(batch(0))
+    leader.save(Path("kept"))
+    leader.close()
+    wait()
+    assert second.calls == [("save", "kept"), "close"]
+
+
+def test_after_a_step_that_all_gave_up_a_checkpoint_can_be_saved(scene: Callable[..., Scene]) -> None:
+    data = batch(0)
+    leader, first, second, _, wait = scene(data)
+    first.stops = second.stops = True
+    assert leader.same(data)
+    with pytest.raises(Stopped):
+        leader.train(data, Step(0), lambda: True)
+    leader.save(Path("kept"))
+    leader.close()
+    wait()
+    assert second.calls == [("train", 0, 1), ("save", "kept"), "close"]

@@ -1,0 +1,40 @@
+"""A whole run with vLLM as its engine, and a worker that is killed in the middle of it."""
+
+import importlib.util
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.process.running import Run, audited
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here: make test-vllm runs these tests", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(400)]
+
+SMALL = (
+    "rollout.engine=vllm",
+    "rollout.workers=1",
+    "rollout.vllm.kv_cache_mb=16",
+    "model.options.hidden=96",
+    "model.options.heads=3",  # heads of 32 numbers, for which vLLM's attention on a CPU has kernels
+    "scheduler.lease_s=5.0",
+)
+END_S = 350
+
+
+def test_a_killed_worker_takes_its_engine_core_with_it_and_the_run_ends_normally(run_dir: Path) -> None:
+    with Run(run_dir, "smoke.toml", *SMALL) as run:
+        run.wait_for("consume", 2, END_S)
+        engine = [child for worker in run.role("attach", "rollout") for child in worker.children(recursive=True)]
+        assert engine, "the engine core is a child of the rollout worker"
+        run.kill("attach", "rollout")
+        _, alive = psutil.wait_procs(engine, timeout=10)
+        assert alive == []
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    steps = run.summary()["steps"]
+    assert (run.summary()["violations"], run.summary()["outcome"]) == (0, "finished")
+    assert run.summary()["restarts"] == {"rollout-0": 1}
+    audited(run_dir, f"consume={steps}", f"publish={steps + 1}", "pull=2")

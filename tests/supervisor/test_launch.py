@@ -1,0 +1,138 @@
+"""The ranks of a trainer as processes: started together, ended together. The ranks here are a few lines of Python."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from staleflow.supervisor.launch import launch
+
+LIMIT_S = 15.0
+
+LAUNCHER = """
+import sys
+from staleflow.supervisor.launch import launch
+sys.exit(launch((sys.executable, "-c", sys.argv[1]), 2, watched=len(sys.argv) > 2))
+"""
+
+
+def ranks(code: str, nproc: int = 2) -> int:
+    return launch((sys.executable, "-c", code), nproc, watched=False)
+
+
+def started(code: str, *more: str) -> "subprocess.Popen[bytes]":
+    """A launcher of two such ranks, in a process of its own."""
+    return subprocess.Popen([sys.executable, "-c", LAUNCHER, code, *more])
+
+
+def pids(folder: Path, count: int = 2) -> list[int]:
+    """Of the ranks, once each has written its own."""
+    deadline = time.monotonic() + LIMIT_S
+    while len(found := [int(path.name) for path in folder.iterdir()]) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_every_rank_is_told_who_it_is_and_the_first_has_the_socket_that_all_meet_on(tmp_path: Path) -> None:
+    code = f"""
+import os, socket, time
+rank, port = os.environ["RANK"], int(os.environ["MASTER_PORT"])
+assert os.environ["MASTER_ADDR"] == "127.0.0.1" and os.environ["LOCAL_RANK"] == rank
+if rank == "0":
+    listening = socket.socket(fileno=int(os.environ["STALEFLOW_RANKS_FD"]))
+    assert listening.getsockname() == ("127.0.0.1", port)
+    listening.listen()
+    listening.accept()[0].sendall(b"met")
+else:
+    assert "STALEFLOW_RANKS_FD" not in os.environ
+    while True:
+        try:
+            assert socket.create_connection(("127.0.0.1", port)).recv(3) == b"met"
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+open(os.path.join({str(tmp_path)!r}, rank + "-of-" + os.environ["WORLD_SIZE"]), "w").close()
+"""
+    assert ranks(code) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
+
+
+@pytest.mark.parametrize(("how", "code"), [("sys.exit(3)", 3), ("sys.exit(2)", 2), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_rank_that_dies_takes_the_others_along_and_gives_the_exit_code(how: str, code: int) -> None:
+    began = time.monotonic()
+    assert ranks(f"import os, sys, time\nif os.environ['RANK'] == '1': {how}\ntime.sleep(60)") == code
+    assert time.monotonic() - began < LIMIT_S
+
+
+def test_a_signal_is_passed_on_once_and_ranks_may_take_their_time(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys, time
+def last(number, frame):
+    time.sleep(0.3)
+    open(os.path.join({str(tmp_path)!r}, f"ended-{{os.environ['RANK']}}-{{number}}"), "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, last)
+open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
+time.sleep(60)
+"""
+    launcher = started(code)
+    pids(tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(LIMIT_S) == 0
+    assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0-15", "ended-1-15"]
+
+
+DEAF = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(os.path.join({folder!r}, str(os.getpid())), "w").close()
+time.sleep(60)
+"""
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    launcher = started(DEAF.format(folder=str(tmp_path)))
+    found = pids(tmp_path)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(LIMIT_S) != 0
+    assert all(gone(pid) for pid in found)
+
+
+def test_under_a_supervisor_ranks_that_do_not_end_are_killed_in_time(tmp_path: Path) -> None:
+    launcher = started(DEAF.format(folder=str(tmp_path)), "watched")
+    found = pids(tmp_path)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(LIMIT_S) != 0
+    assert all(gone(pid) for pid in found)
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import os, time
+from staleflow.supervisor import lifeline
+assert lifeline.hold()
+open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
+time.sleep(60)
+"""
+    launcher = started(code)
+    found = pids(tmp_path)
+    launcher.kill()
+    launcher.wait(LIMIT_S)
+    assert all(gone(pid) for pid in found)
