@@ -71,7 +71,7 @@ class TrainBatch:
     @property
     def completions(self) -> NDArray[np.bool_]:
         """[N, L]: tokens behind the prompt."""
-        place: NDArray[np.int64] = np.arange(self.input_ids.shape[1])
+        place: NDArray[np.int64] = np.asarray(range(self.input_ids.shape[1]), np.int64)
         end = self.sequence_lengths[:, None]
         return (place >= end - self.completion_lengths[:, None]) & (place < end)
 

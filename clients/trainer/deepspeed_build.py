@@ -4,6 +4,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from functools import cache
 
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.builds import clear_stale_locks, extensions
@@ -20,8 +21,9 @@ ShareMemCommBuilder().load(verbose=False)
 """
 
 
+@cache
 def build(device: str) -> None:
-    """Returns when every start finds it built. ``ConfigError`` without a compiler."""
+    """Returns when every start finds it built; looks once a process. ``ConfigError`` without a compiler."""
     if device != "cpu":
         return
     if shutil.which("g++") is None:
