@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: help run test test-vllm format lint type unit bench proof docs clean
+.PHONY: help run test test-backends test-vllm format lint type unit bench proof docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -34,7 +34,10 @@ type: .venv/.installed ## mypy and pyright, strict
 	$(BIN)/pyright
 
 unit: .venv/.installed ## unit, property, simulation, process and wheel tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long" tests
+
+test-backends: .venv/.installed ## long: every trainer backend on one rank and two, against plain torch
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/clients/trainer/test_backends.py
 
 # vLLM's CPU build pins packages of its own, so it has an environment of its own. It also brings torchvision, torchaudio
 # and torchcodec, as CUDA builds, which break the import of models beside a torch for CPUs.

@@ -17,7 +17,7 @@ from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step
 from tests.clients.trainer.making import share
 
-PATIENCE_S = 75.0
+PATIENCE_S = 180.0
 
 
 def keep(trainer: TorchTrainer, leads: bool, file: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from staleflow.configs.schema import Config
 
-LIMIT_S = 80.0
+LIMIT_S = 200.0
 
 
 def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task: Any) -> "Outcome":

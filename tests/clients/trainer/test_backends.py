@@ -16,7 +16,7 @@ from staleflow.protocols.consistency.ids import Step
 from tests.clients.trainer.making import batch, config
 from tests.clients.trainer.ranked import ranked
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 
 STEPS = 20
 STOP_AFTER = 9
@@ -27,15 +27,25 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
-def zero(stage: int, nproc: int) -> Any:
-    return pytest.param("deepspeed", stage, nproc, marks=needs_deepspeed, id=f"zero{stage}-{nproc}")
+def case(backend: str, stage: int, nproc: int, *, short: bool) -> Any:
+    """Starting a rank takes seconds: ``make test`` runs the short ones, ``make test-backends`` all."""
+    marks = [] if short else [pytest.mark.long]
+    zero = backend == "deepspeed"
+    name = f"zero{stage}-{nproc}" if zero else f"{backend}-{nproc}"
+    return pytest.param(backend, stage, nproc, marks=[*marks, needs_deepspeed] if zero else marks, id=name)
 
 
 EVERY = [
-    *(pytest.param(backend, 2, nproc, id=f"{backend}-{nproc}") for backend in ("ddp", "fsdp") for nproc in (1, 2)),
-    *(zero(stage, nproc) for stage in range(4) for nproc in (1, 2)),
+    *(case(backend, 2, nproc, short=nproc == 2) for backend in ("ddp", "fsdp") for nproc in (1, 2)),
+    *(case("deepspeed", stage, nproc, short=(stage, nproc) == (3, 2)) for stage in range(4) for nproc in (1, 2)),
 ]
-TWO_RANKS = [pytest.param("ddp", 2, 2, id="ddp"), pytest.param("fsdp", 2, 2, id="fsdp"), zero(2, 2), zero(3, 2)]
+TWO_RANKS = [
+    case("ddp", 2, 2, short=False),
+    case("fsdp", 2, 2, short=True),
+    case("deepspeed", 2, 2, short=False),
+    case("deepspeed", 3, 2, short=False),
+]
+SHARDED = [case("fsdp", 2, 2, short=False), case("deepspeed", 2, 2, short=False)]
 
 
 def settings(backend: str = "torch", stage: int = 2, **trainer: Any) -> Config:
@@ -117,3 +127,14 @@ def test_a_bfloat16_model_keeps_float32_master_weights_on_every_backend(
     assert weights["model.norm.weight"].dtype == np.uint16
     assert all(np.array_equal(resumed.weights[name], array) for name, array in weights.items())
     assert len(np.unique(weights["model.norm.weight"])) > 1
+
+
+@pytest.mark.parametrize(("backend", "stage", "nproc"), SHARDED)
+def test_a_sharded_checkpoint_is_refused_by_another_number_of_ranks(
+    model_directory: Path, tmp_path: Path, backend: str, stage: int, nproc: int
+) -> None:
+    chosen, saved = settings(backend, stage), tmp_path / "saved"
+    assert ranked(chosen, model_directory, tmp_path / "two", nproc, steps=[0], save=saved, save_after=0).codes == [0, 0]
+    alone = ranked(chosen, model_directory, tmp_path / "one", 1, steps=[1], load=saved)
+    assert alone.codes != [0]
+    assert f"{backend} on 2 ranks" in alone.said[0]
