@@ -195,3 +195,17 @@ def prefix_tokens(prefix: Sequence[TokenSegment]) -> tuple[NDArray[np.int32], ND
     if not prefix:
         return np.empty(0, np.int32), np.empty(0, np.float32)
     return np.concatenate([s.token_ids for s in prefix]), np.concatenate([s.logprobs for s in prefix])
+
+
+def check_request(request: Request, context: int, vocabulary: int) -> None:
+    """``RequestError`` when a model of ``context`` tokens and ``vocabulary`` ids can never serve it."""
+    prompt = request.prompt_ids
+    written = sum(len(segment.token_ids) for segment in request.prefix)
+    if len(prompt) == 0:
+        raise RequestError("the prompt is empty")
+    if len(prompt) + written >= context:
+        raise RequestError(f"the prompt has {len(prompt) + written} tokens; the model's context is {context}")
+    if written >= request.sampling.max_new_tokens:
+        raise RequestError(f"{written} tokens are written; max_new_tokens is {request.sampling.max_new_tokens}")
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+        raise RequestError(f"the prompt has token {prompt.max()}; the vocabulary has {vocabulary}")

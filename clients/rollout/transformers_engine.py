@@ -17,7 +17,15 @@ import numpy as np
 import torch
 
 from staleflow.clients.rollout.drawing import draw
-from staleflow.clients.rollout.engine import EngineStats, Request, RequestError, Sampling, Trajectory, prefix_tokens
+from staleflow.clients.rollout.engine import (
+    EngineStats,
+    Request,
+    RequestError,
+    Sampling,
+    Trajectory,
+    check_request,
+    prefix_tokens,
+)
 from staleflow.clients.rollout.grouped_attention import serving
 from staleflow.clients.rollout.masks import Masks
 from staleflow.clients.rollout.rows import Rows, uniforms
@@ -67,16 +75,7 @@ class TransformersEngine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. ``RequestError`` names what is wrong with it."""
-        length = len(request.prompt_ids)
-        written = sum(len(segment.token_ids) for segment in request.prefix)
-        if length == 0:
-            raise RequestError("the prompt is empty")
-        if length + written >= self.context:
-            raise RequestError(f"the prompt has {length + written} tokens; the model's context is {self.context}")
-        if written >= request.sampling.max_new_tokens:
-            raise RequestError(f"{written} tokens are written; max_new_tokens is {request.sampling.max_new_tokens}")
-        if int(request.prompt_ids.min()) < 0 or int(request.prompt_ids.max()) >= self.vocabulary:
-            raise RequestError(f"the prompt has token {request.prompt_ids.max()}; the vocabulary has {self.vocabulary}")
+        check_request(request, self.context, self.vocabulary)
         self._waiting.append(request)
 
     @torch.inference_mode()

@@ -24,7 +24,15 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from staleflow.clients.rollout.engine import EngineError, EngineStats, LoadError, Request, RequestError, Trajectory
+from staleflow.clients.rollout.engine import (
+    EngineError,
+    EngineStats,
+    LoadError,
+    Request,
+    RequestError,
+    Trajectory,
+    check_request,
+)
 from staleflow.clients.rollout.vllm_counters import Counters
 from staleflow.clients.rollout.vllm_draft import Draft
 from staleflow.clients.rollout.vllm_weights import Parcel, parcels
@@ -89,7 +97,7 @@ class VllmEngine:
         """The finished trajectory. ``RequestError`` when it cannot be served, ``CancelledError`` after ``abort``."""
         if self.failure.done():
             raise EngineError("the engine has failed")
-        self._check(request)
+        check_request(request, self.context, self.vocabulary)
         draft = Draft(request, self.context)
         self._drafts[request.id] = draft
         self._busy()
@@ -163,18 +171,6 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown, CLOSE_S)
 
     # --- requests ---
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt_ids)
-        written = sum(len(segment.token_ids) for segment in request.prefix)
-        if length == 0:
-            raise RequestError("the prompt is empty")
-        if length + written >= self.context:
-            raise RequestError(f"the prompt has {length + written} tokens; the model's context is {self.context}")
-        if written >= request.sampling.max_new_tokens:
-            raise RequestError(f"{written} tokens are written; max_new_tokens is {request.sampling.max_new_tokens}")
-        if int(request.prompt_ids.min()) < 0 or int(request.prompt_ids.max()) >= self.vocabulary:
-            raise RequestError(f"the prompt has token {request.prompt_ids.max()}; the vocabulary has {self.vocabulary}")
 
     async def _write(self, draft: Draft) -> Trajectory:
         try:
