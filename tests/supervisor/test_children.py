@@ -101,8 +101,8 @@ def test_a_dead_child_waits_before_it_starts_again(start: Callable[..., Child]) 
 
 def test_sweeping_ends_what_a_killed_child_had_started(start: Callable[..., Child]) -> None:
     child = start(PARENT)
-    until(lambda: bool(child.output(1)))
-    grandchild = int(child.output(1)[0])
+    until(lambda: len(child.output(2)) == 2)  # the number, and what the grandchild says: in either order
+    (grandchild,) = [int(line) for line in child.output(2) if line.isdecimal()]
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
     until(lambda: not child.alive)
