@@ -12,6 +12,7 @@ from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.consistency.ledger import STEP_ROWS, Ledger
 
 FORGOTTEN_AT_ONCE = 4
+"""More than one, so that what is kept shrinks while groups come in as fast as they go."""
 
 
 def push(ledger: Ledger, event: Push) -> None:

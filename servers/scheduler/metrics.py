@@ -126,11 +126,6 @@ class Metrics:
             return {"perf/tokens_per_second": 0.0, "perf/samples_per_second": 0.0}
         return {"perf/tokens_per_second": tokens / seconds, "perf/samples_per_second": samples / seconds}
 
-    def start_clock(self, now_ns: int) -> None:
-        """Rates count from here."""
-        counts = self._totals.counts
-        self._since_ns, self._tokens, self._samples = now_ns, counts.tokens_trained, counts.samples_trained
-
 
 def length_bias(totals: Totals) -> float:
     """Mean length trained / mean length sampled; 1 is no bias, and also when nothing was trained yet."""

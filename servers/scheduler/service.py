@@ -35,6 +35,7 @@ from staleflow.servers.scheduler.status import StatusView
 from staleflow.servers.scheduler.training import Training
 
 COMMIT_MS = 2
+"""A drain that takes longer commits in between; DESIGN allows 5."""
 TICK_S = 0.05
 ROOM_TICKS = 10
 """Ticks between two looks at the room that the store has left."""

@@ -31,12 +31,11 @@ from staleflow.servers.scheduler.rejects import Rejects
 class Waiting:
     """A rank that waits for the batch of a step."""
 
-    __slots__ = ("body", "call", "due_ms", "since_ms")
+    __slots__ = ("body", "call", "due_ms")
 
     def __init__(self, call: Call, body: NextBatch, now_ms: int) -> None:
         self.call = call
         self.body = body
-        self.since_ms = now_ms
         self.due_ms = now_ms + min(body.wait_ms, 60_000)
 
 
