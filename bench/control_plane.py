@@ -26,7 +26,7 @@ from rich.table import Table
 from bench.control_echo import echo_load, serve_echo
 from bench.control_load import Counts, Load
 from staleflow.configs.load import addresses
-from staleflow.configs.schema import Config, Durability, Prompts, Reward, Scheduler, Staleness, Trainer
+from staleflow.configs.schema import Config, Coordination, Durability, Prompts, Reward, Scheduler, Staleness, Trainer
 from staleflow.servers.scheduler.main import serve
 
 MAX_STALENESS = 2
@@ -61,6 +61,7 @@ def config_for(workers: int, durability: Durability) -> Config:
         prompts=Prompts(source="bench:prompts"),
         reward=Reward(run="bench:reward"),
         staleness=Staleness(max_staleness=MAX_STALENESS),
+        coordination=Coordination(routing="least_loaded", admission="fill"),
         trainer=Trainer(batch_size=batch_size, steps=1_000_000),
         scheduler=Scheduler(durability=durability, map_mb=4096),
     )

@@ -5,8 +5,8 @@ bound. Each run is the shipped ledger, engine and train step in one thread (``le
 always full, so that after the first steps every batch is as old as the bound allows. Finished runs are lines of
 ``--rows``; those already there are not run again, so that the whole grid can be stopped and gone on with.
 
-    python bench/learning.py [--tasks reverse,shift,sort] [--seeds 0,1,2] [--etas 1,2,4,8] [--workers 2]
-    python bench/learning.py --report-only          the table and the plots of what there is
+    python bench/learning.py [--tasks complement,rotate,sort] [--lrs 5e-4] [--seeds 0,1,2] [--etas 1,2,4,8]
+    python bench/learning.py --report-only          the tables and the plots of what there is
 """
 
 import itertools
@@ -24,10 +24,10 @@ from typing import Any
 import click
 
 from bench.learning_plot import plots
-from bench.learning_report import CORRECTIONS, Run, table
+from bench.learning_report import CORRECTIONS, Run, tables
 
 RUNS = Path(__file__).parent.parent / "runs" / "learning"
-TASKS = ("reverse", "shift", "sort")
+TASKS = ("complement", "rotate", "sort")
 ETAS = (1, 2, 4, 8)
 BOUNDS = ("trajectory", "token")
 GROUPS, SAMPLES, EVERY = 16, 8, 10
@@ -102,24 +102,25 @@ def _list(text: str) -> list[str]:
 @click.option("--corrections", default=",".join(CORRECTIONS), show_default=True)
 @click.option("--bounds", default=",".join(BOUNDS), show_default=True)
 @click.option("--steps", default=150, show_default=True, type=click.IntRange(min=1))
-@click.option("--lr", default=5e-4, show_default=True)
+@click.option("--lrs", default="5e-4", show_default=True, help="Learning rates.")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(min=1), help="Runs at once, a core each.")
 @click.option("--rows", default=str(RUNS / "rows.jsonl"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--cache", default=str(RUNS / "models"), show_default=True, type=click.Path(path_type=Path))
-@click.option("--report", default="", help="Write the table here (.md) and the plots beside it.")
+@click.option("--report", default="", help="Write the tables here (.md) and the plots beside it.")
 @click.option("--report-only", is_flag=True, help="Run nothing.")
 def main(
-    tasks: str, seeds: str, etas: str, corrections: str, bounds: str, steps: int, lr: float, workers: int,
+    tasks: str, seeds: str, etas: str, corrections: str, bounds: str, steps: int, lrs: str, workers: int,
     rows: Path, cache: Path, report: str, report_only: bool,
 ) -> None:  # fmt: skip
-    """Run the grid, or a part of it, and print the table of what there is."""
+    """Run the grid, or a part of it, and print the tables of what there is."""
     chosen = grid(_list(tasks), [int(s) for s in _list(seeds)], [int(e) for e in _list(etas)],
                   _list(corrections), _list(bounds))  # fmt: skip
-    todo = [{**key, "steps": steps, "lr": lr, "groups": GROUPS, "samples": SAMPLES} for key in chosen]
+    same = {"steps": steps, "groups": GROUPS, "samples": SAMPLES}
+    todo = [{**key, **same, "lr": float(lr)} for key, lr in itertools.product(chosen, _list(lrs))]
     if not report_only:
         run_all(todo, rows, cache, workers)
     runs = [run for run in read(rows) if run["key"] in todo]
-    text = table(runs)
+    text = tables(runs)
     click.echo(text)
     if report:
         path = Path(report)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.learning_report import Run, choice, final, full_window, grouped, seconds
+from bench.learning_report import NOISE, Run, choice, full_window, gains, grouped, seconds
 
 COLOURS = {"none": "tab:red", "tis": "tab:blue", "decoupled": "tab:orange", "masked_is": "tab:green"}
 
@@ -15,22 +15,22 @@ LABELS = {"samples": "samples", "seconds": "seconds, engine and trainer on a cor
 
 
 def plots(runs: Sequence[Run], stem: Path) -> list[Path]:
-    """One picture a task, and one of all; beside ``stem``. Nothing without matplotlib, or without runs."""
+    """A picture of all, then one a task and learning rate; beside ``stem``. Nothing without matplotlib, or runs."""
     try:
         import matplotlib
     except ImportError:
         return []
     matplotlib.use("Agg")
-    tasks = sorted({run["key"]["task"] for run in runs})
-    made = [_curves(runs, task, stem) for task in tasks if any(run["key"]["eta"] for run in runs)]
-    return [*made, _summary(runs, tasks, stem)] if made else []
+    stale = [choice(run)[:2] for run in runs if run["key"]["eta"]]
+    pairs = [pair for pair in dict.fromkeys(name[:2] for name in grouped(runs)) if pair in stale]
+    return [_summary(runs, stem), *(_curves(runs, task, lr, stem) for task, lr in pairs)] if pairs else []
 
 
-def _curves(runs: Sequence[Run], task: str, stem: Path) -> Path:
+def _curves(runs: Sequence[Run], task: str, lr: float, stem: Path) -> Path:
     """Reward against samples and against time: a column each max_staleness, two rows each bound."""
     from matplotlib import pyplot
 
-    mine = [run for run in runs if run["key"]["task"] == task]
+    mine = [run for run in runs if choice(run)[:2] == (task, lr)]
     etas = sorted({run["key"]["eta"] for run in mine} - {0})
     bounds = [bound for bound in ("trajectory", "token") if any(_is(run, bound) for run in mine)]
     figure, axes = pyplot.subplots(
@@ -43,15 +43,15 @@ def _curves(runs: Sequence[Run], task: str, stem: Path) -> Path:
                 axis.set_title(f"{bound} bound, max_staleness {eta}", fontsize=9)
                 axis.set_xlabel(LABELS[over], fontsize=8)
                 for name, same in grouped(mine).items():
-                    if name[2] == 0:
+                    if name[3] == 0:
                         _curve(axis, same, over, label="synchronous", color="black", linestyle="--")
-                    elif name[1:3] == (bound, eta):
-                        _curve(axis, same, over, label=name[3], color=COLOURS.get(name[3]))
+                    elif name[2:4] == (bound, eta):
+                        _curve(axis, same, over, label=name[4], color=COLOURS.get(name[4]))
         axes[2 * row][0].set_ylabel("held-out reward")
         axes[2 * row + 1][0].set_ylabel("held-out reward")
-    axes[0][0].legend(fontsize=8)
-    figure.suptitle(f"{task}: mean over seeds, band: least to most")
-    return _saved(figure, stem.with_name(f"{stem.name}-{task}.png"))
+    _legend(axes[0][0], axes)
+    figure.suptitle(f"{task}, learning rate {lr:g}: mean over seeds, band: least to most")
+    return _saved(figure, stem.with_name(f"{stem.name}-{task}-{lr:g}.png"))
 
 
 def _is(run: Run, bound: str) -> bool:
@@ -70,44 +70,63 @@ def _curve(axis: Any, same: Sequence[Run], over: str, **style: Any) -> None:
     axis.fill_between(places, rewards.min(0), rewards.max(0), color=style.get("color"), alpha=0.12)
 
 
-def _summary(runs: Sequence[Run], tasks: Sequence[str], stem: Path) -> Path:
-    """Final reward and effective sample size against max_staleness: solid trajectory bound, dotted token bound."""
+def _summary(runs: Sequence[Run], stem: Path) -> Path:
+    """Difference to the synchronous reward, and effective sample size, against max_staleness: a column each task, two
+    rows each learning rate; solid the trajectory bound, dotted the token bound."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, len(tasks), figsize=(4.2 * len(tasks), 7), squeeze=False, sharex=True)
-    for column, task in enumerate(tasks):
-        mine = [run for run in runs if run["key"]["task"] == task]
-        base = [final(run) for run in mine if run["key"]["eta"] == 0]
-        if base:
-            axes[0][column].axhspan(min(base), max(base), color="grey", alpha=0.3, label="synchronous, all seeds")
-        for bound, style in (("trajectory", "-o"), ("token", ":s")):
-            for correction, colour in COLOURS.items():
-                same = [run for run in mine if choice(run)[1] == bound and choice(run)[3] == correction]
-                etas = sorted({run["key"]["eta"] for run in same} - {0})
-                if not etas:
-                    continue
-                by = [[run for run in same if run["key"]["eta"] == eta] for eta in etas]
-                label = f"{correction}, {bound}"
-                axes[0][column].plot(
-                    etas, [np.mean([final(r) for r in b]) for b in by], style, color=colour, label=label
-                )
-                ess = [np.mean([v for r in b for v in full_window(r, "is_weight/ess")]) for b in by]
-                axes[1][column].plot(etas, ess, style, color=colour)
-        axes[0][column].set_title(task)
-        axes[1][column].set_xlabel("max_staleness")
-        axes[1][column].set_xscale("log", base=2)
-        ticks = sorted({run["key"]["eta"] for run in mine} - {0})
-        axes[1][column].set_xticks(ticks, labels=[str(tick) for tick in ticks])
-    axes[0][0].set_ylabel("final held-out reward")
-    axes[1][0].set_ylabel("effective sample size, share of the tokens")
-    axes[0][0].legend(fontsize=7)
+    tasks = sorted({run["key"]["task"] for run in runs})
+    rates = sorted({run["key"]["lr"] for run in runs}, reverse=True)
+    figure, axes = pyplot.subplots(
+        2 * len(rates), len(tasks), figsize=(4 * len(tasks), 5 * len(rates)), squeeze=False, sharex=True, sharey="row"
+    )
+    for row, lr in enumerate(rates):
+        for column, task in enumerate(tasks):
+            gain, ess = axes[2 * row][column], axes[2 * row + 1][column]
+            gain.axhspan(-NOISE, NOISE, color="grey", alpha=0.25)
+            _against_staleness([run for run in runs if choice(run)[:2] == (task, lr)], gain, ess)
+            gain.set_title(f"{task}, learning rate {lr:g}", fontsize=10)
+            ess.set_xlabel("max_staleness")
+            ess.set_xscale("log", base=2)
+        axes[2 * row][0].set_ylabel("final reward less synchronous")
+        axes[2 * row + 1][0].set_ylabel("effective sample size")
+    _legend(axes[1][0], axes)
     return _saved(figure, stem.with_name(f"{stem.name}-summary.png"))
 
 
+def _against_staleness(runs: Sequence[Run], gain: Any, ess: Any) -> None:
+    """The lines of one task and learning rate into their two places; a seed's gain is a dot."""
+    found, differences = grouped(runs), gains(runs)
+    for bound, style in (("trajectory", "-"), ("token", ":")):
+        for correction, colour in COLOURS.items():
+            mine = [name for name in found if name[2:] == (bound, name[3] or None, correction) and differences[name]]
+            if not mine:
+                continue
+            etas = [name[3] for name in mine]
+            gain.plot(etas, [np.mean(differences[name]) for name in mine], style, color=colour,
+                      label=f"{correction}, {bound}")  # fmt: skip
+            for name in mine:
+                gain.plot([name[3]] * len(differences[name]), differences[name], ".", color=colour, markersize=3)
+            ess.plot(etas, [np.mean([v for r in found[name] for v in full_window(r, "is_weight/ess")])
+                            for name in mine], style, color=colour)  # fmt: skip
+
+
+def _legend(place: Any, axes: Any) -> None:
+    """Each label of the picture once, in ``place``."""
+    found = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    place.legend(found.values(), found.keys(), fontsize=7)
+
+
 def _saved(figure: Any, path: Path) -> Path:
+    """A palette of colours: a picture of lines is then a third as large."""
+    from io import BytesIO
+
     from matplotlib import pyplot
+    from PIL import Image
 
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=80)
     pyplot.close(figure)
+    Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)
     return path

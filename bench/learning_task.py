@@ -36,17 +36,17 @@ class Row:
 def answer(task: str, digits: str) -> str:
     """What ``task`` asks of a string of digits."""
     match task:
-        case "reverse":
-            return digits[::-1]
+        case "complement":  # each digit's to nine
+            return "".join(str(9 - int(digit)) for digit in digits)
+        case "rotate":  # the first digit to the end
+            return digits[1:] + digits[0]
         case "sort":
             return "".join(sorted(digits))
-        case "shift":  # each digit plus the first, modulo 10
-            return "".join(str((int(digit) + int(digits[0])) % 10) for digit in digits)
         case _:
             raise ValueError(f"{task} is no task: one of {', '.join(TASKS)}")
 
 
-TASKS = ("reverse", "shift", "sort")
+TASKS = ("complement", "rotate", "sort")
 
 
 def problems(task: str, seed: int) -> Iterator[Row]:

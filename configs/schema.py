@@ -5,19 +5,13 @@ Decoded by ``load`` from TOML with unknown keys forbidden. Frozen: nothing chang
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
+from staleflow.configs.section import NonNegative, Positive, PositiveFloat, Section, Share
+from staleflow.configs.simulation import Simulated, Simulation
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 
-NonNegative = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 Durability = Literal["process", "power"]
-
-
-class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every table of the file."""
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -82,7 +76,7 @@ class Environment(Section, frozen=True, kw_only=True):
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the class; one object a process plays all of its episodes."""
     processes: Positive = 1
-    """A rollout worker's; episodes run side by side in each."""
+    """A rollout worker's, and the trainer's while it evaluates; episodes run side by side in each."""
     timeout_s: PositiveFloat = 120.0
     """Of one episode, waiting for the engine included; then its group is released."""
     max_turns: NonNegative = 0
@@ -144,23 +138,6 @@ class Redundancy(Section, frozen=True, kw_only=True):
     """Samples started a group, as a multiple of ``group_size``; the last ones are aborted."""
 
 
-class Simulated(Section, frozen=True, kw_only=True):
-    """The engine without a model: time by the cost model ``T(n, kv)`` of DESIGN section 4, random tokens."""
-
-    mean_tokens: PositiveFloat = 64.0
-    """Lognormal lengths: mean."""
-    sigma: Annotated[float, Meta(ge=0, le=3)] = 0.8
-    """Lognormal lengths: standard deviation of the logarithm."""
-    k1: Annotated[float, Meta(ge=0)] = 1e-9
-    """Seconds a token of KV cache costs each step."""
-    k2: Annotated[float, Meta(ge=0)] = 1e-3
-    """Least seconds of a step."""
-    k3: Annotated[float, Meta(ge=0)] = 1e-5
-    """Seconds a running sample costs each step."""
-    k4: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds of overhead a step."""
-
-
 class Vllm(Section, frozen=True, kw_only=True):
     """The vLLM engine. The KV cache takes what the weights leave of a GPU's share, or ``kv_cache_mb`` on a CPU."""
 
@@ -192,8 +169,6 @@ class Rollout(Section, frozen=True, kw_only=True):
     """Samples that one instance decodes at once."""
     max_new_tokens: Positive = 64
     temperature: PositiveFloat = 1.0
-    routing: Literal["least_loaded", "round_robin"] = "least_loaded"
-    """Which instance gets the next group."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """In-flight samples when a new version comes. ``keep``: go on with the new weights (a new segment) over the KV
     cache of the old ones. ``recompute``: the same, read in anew by the new weights first. ``drain``: end first."""
@@ -204,6 +179,40 @@ class Rollout(Section, frozen=True, kw_only=True):
     redundancy: Redundancy = field(default_factory=Redundancy)
     simulated: Simulated = field(default_factory=Simulated)
     vllm: Vllm = field(default_factory=Vllm)
+
+
+class Coordination(Section, frozen=True, kw_only=True):
+    """Who generates what, when, with which weights. None of it touches the promise of ``[staleness]``."""
+
+    routing: Literal["cost_model", "least_loaded", "round_robin", "sticky"] = "cost_model"
+    """Which instance gets the next group. ``cost_model``: where it adds most tokens a second, by a model fitted to each
+    instance's own reports; long groups first, onto the least loaded. ``least_loaded``: the smallest share of its
+    capacity in use. ``round_robin``: in turn. ``sticky``: where its prompt was before, for prefix caches."""
+    min_gain: Share = 0.0
+    """``cost_model``: a group waits while it would add less than this share of what it adds to an idle instance. Higher
+    keeps engines fast and groups fresh, and starts fewer; 0 starts whatever there is a place for."""
+    sync: Literal["greedy", "threshold", "idle"] = "greedy"
+    """When an instance loads newer weights. ``greedy``: at once. ``threshold``: when at most ``sync_threshold`` samples
+    run on it. ``idle``: when none does. The later, the fewer loads, and the older what it writes."""
+    sync_threshold: Positive = 8
+    """Running samples at which ``threshold`` loads."""
+    migration: Literal["none", "idle", "throughput"] = "none"
+    """Groups under way that go on elsewhere. ``idle``: from instances where samples queue to instances with nothing to
+    do. ``throughput``: also when one is ``migration_gap`` times slower than another."""
+    migration_gap: Annotated[float, Meta(ge=1)] = 2.0
+    """Ratio of two instances' tokens a second a sample from which ``throughput`` moves groups; lower moves more."""
+    composition: Literal["iid", "length_clustered"] = "iid"
+    """Which prompts share a step. ``iid``: the next ones. ``length_clustered``: ones of like expected length, so that
+    the long ones stall few steps rather than all of them; correlates length within a step."""
+    lookahead: Positive = 20
+    """``length_clustered``: batches of prompts put in order together. More sorts better, and correlates more."""
+    ranker: Literal["none", "history", "learned"] = "history"
+    """How lengths are expected. ``history``: what the prompt had before. ``learned``: also a model of the prompt's
+    features, for those not seen yet."""
+    admission: Literal["fill", "just_in_time"] = "just_in_time"
+    """How many groups are started. ``fill``: as many as the bound admits, at once. ``just_in_time``: as many as keep
+    instances busy and the trainer fed: fresher data, fewer masked tokens under the token bound, and where long groups
+    stall the steps a faster run, since a later version is also a later deadline."""
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
@@ -248,14 +257,15 @@ class Algorithm(Section, frozen=True, kw_only=True):
     aipo_cap: PositiveFloat = 4.0
     """Largest weight; 2 to 10 are usual."""
     m2_threshold: PositiveFloat = 0.04
-    """Largest mean of the squared log-ratio; the farthest tokens of the batch are left out until it holds. Costs a
-    second forward pass."""
+    """Largest mean of the squared log-ratio over what PPO could clip (good tokens grown likelier, bad ones less
+    likely); the farthest of these are left out until it holds. Costs a second forward pass."""
     opsm_delta: PositiveFloat = 0.01
     """Bad trajectories that the model has moved away from by more than this, in nats a token, are left out."""
     kl_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the divergence from the reference model; starts the reference stage. 0: no such term, no such stage."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Its estimator: ``k2`` has the gradient of KL, ``k1`` the same with an unbiased value, ``k3`` a bounded one."""
+    """Its estimator: ``k2`` has the gradient of KL, ``k1`` the same with an unbiased value, ``k3`` one that pushes less
+    where the model has grown surer than the reference."""
     kl_in_reward: bool = False
     """Take ``kl_coef`` x (engine - reference) log-probabilities off each token's reward instead (``gae``,
     ``reinforce_pp``)."""
@@ -362,7 +372,9 @@ class Config(Section, frozen=True, kw_only=True):
     critic: Critic = field(default_factory=Critic)
     staleness: Staleness = field(default_factory=Staleness)
     rollout: Rollout = field(default_factory=Rollout)
+    coordination: Coordination = field(default_factory=Coordination)
     trainer: Trainer = field(default_factory=Trainer)
     scheduler: Scheduler = field(default_factory=Scheduler)
     trajectories: Trajectories = field(default_factory=Trajectories)
     parameters: Parameters = field(default_factory=Parameters)
+    simulation: Simulation = field(default_factory=Simulation)

@@ -15,6 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("staleflow.configs",),
     ("staleflow.runtime",),
     ("staleflow.servers", "staleflow.clients"),
+    ("staleflow.sim",),
     ("staleflow.supervisor",),
     ("staleflow.monitor",),
     ("staleflow.cli",),
@@ -27,7 +28,7 @@ OUTSIDE = ("staleflow.quickstart", "staleflow.environments")
 PURE = frozenset(
     {"__future__", "bisect", "collections", "dataclasses", "enum", "hashlib", "heapq", "itertools", "typing"}
 )
-ADAPTERS = ("torch", "transformers", "tokenizers", "safetensors", "vllm", "deepspeed")
+ADAPTERS = ("torch", "transformers", "tokenizers", "safetensors", "vllm", "deepspeed", "sklearn", "scipy")
 LIGHT = ("staleflow.servers.scheduler.main", "staleflow.servers.trajectories.main", "staleflow.servers.parameters.main")
 
 

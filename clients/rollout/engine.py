@@ -66,7 +66,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A finished request. A stop token, when there is one, is the last token written."""
+    """A request that ended. A stop token, when there is one, is the last token written."""
 
     id: int
     segments: tuple[TokenSegment, ...]
@@ -75,23 +75,31 @@ class Trajectory:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        return np.concatenate([segment.token_ids for segment in self.segments])
+        return prefix_tokens(self.segments)[0]
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        return np.concatenate([segment.logprobs for segment in self.segments])
+        return prefix_tokens(self.segments)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts right now, but for ``generated_tokens``."""
+    """Counts right now, but for ``generated_tokens``, ``steps`` and ``preemptions``."""
 
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
     """Share of the KV cache in use, 0 to 1."""
+    kv_tokens: int = 0
+    """Tokens in the KV cache."""
+    kv_capacity: int = 0
+    """Tokens that the KV cache holds."""
+    slots: int = 0
+    """Requests that are decoded at once."""
     generated_tokens: int = 0
     """Since the engine was made."""
+    steps: int = 0
+    """Decode steps since the engine was made."""
     preemptions: int = 0
     """Since the engine was made: times that a running request gave its KV cache to others and was read in again."""
 
@@ -112,6 +120,10 @@ class Engine(Protocol):
 
     def interrupt(self, request: int) -> None:
         """End a request with the tokens so far, at least one: it comes out of a step soon, marked INTERRUPTED."""
+        ...
+
+    def withdraw(self, request: int) -> Request | None:
+        """Take back a request that waits, with the tokens it had as its prefix; None when it runs or has ended."""
         ...
 
     def abort(self, request: int) -> None:
@@ -139,7 +151,9 @@ class AsyncEngine(Protocol):
         """The finished trajectory. ``asyncio.CancelledError`` when it was aborted."""
         ...
 
-    def interrupt(self, request: int) -> None: ...
+    def interrupt(self, request: int, least: int = 1) -> None:
+        """End a request with the tokens so far. ``least`` 0: one that waits ends at once, without another token."""
+        ...
 
     def abort(self, request: int) -> None: ...
 
@@ -176,8 +190,8 @@ class Marks:
             self.marks.append((lineage, version, written))
 
     def cut(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[TokenSegment, ...]:
-        """The segments of a finished trajectory (copies)."""
-        ends = [start for _, _, start in self.marks[1:]] + [len(token_ids)]
+        """The segments of a trajectory (copies); none before its first mark."""
+        ends = [start for _, _, start in self.marks[1:]] + [len(token_ids)] * bool(self.marks)
         return tuple(
             TokenSegment(
                 lineage=lineage,

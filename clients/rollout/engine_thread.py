@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.rollout.engine import Engine, EngineError, EngineStats, Request, Trajectory
 from staleflow.clients.rollout.throughput import Throughput
 from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.wire.trajectory import Finish
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +69,9 @@ class EngineThread:
             if future.cancelled():
                 self._inbox.put(lambda: self._engine.abort(request.id))
 
-    def interrupt(self, request: int) -> None:
-        self._inbox.put(lambda: self._engine.interrupt(request))
+    def interrupt(self, request: int, least: int = 1) -> None:
+        """End it with the tokens so far. ``least`` 0: one that waits ends at once, without another token."""
+        self._inbox.put(lambda: self._interrupt(request, least))
 
     def abort(self, request: int) -> None:
         if (future := self._futures.get(request)) is not None:
@@ -95,10 +98,13 @@ class EngineThread:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    async def close(self) -> None:
-        """Stop after the step under way, or leave it behind if it hangs; the thread ends with the process."""
+    async def close(self, limit_s: float | None = CLOSE_S) -> None:
+        """Stop after the step under way, or leave it behind if it hangs; the thread ends with the process.
+
+        ``limit_s``: of a step that hangs; None waits, for a model that is somebody else's afterwards.
+        """
         self._inbox.put(self._stop)
-        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        await asyncio.to_thread(self._thread.join, limit_s)
         for future in self._futures.values():
             future.cancel()
 
@@ -113,7 +119,9 @@ class EngineThread:
                     self._step()
         except Exception as error:  # boundary of the thread: whatever the engine raises ends it, and the worker is told
             log.exception("the engine failed")
-            self._tell(self._fail, EngineError(f"the engine failed: {error!r}"))
+            failure = EngineError(f"the engine failed: {error!r}{advice(error)}")
+            failure.__cause__ = error
+            self._tell(self._fail, failure)
 
     def _obey(self) -> None:
         """Do everything in the inbox; when there is nothing to step, wait for something."""
@@ -141,6 +149,14 @@ class EngineThread:
             self._engine.submit(request)
         except EngineError as error:
             self._tell(self._refuse, request.id, error)
+
+    def _interrupt(self, request: int, least: int) -> None:
+        taken = self._engine.withdraw(request) if least == 0 else None
+        if taken is None:
+            self._engine.interrupt(request)
+        else:
+            ended = Trajectory(id=request, segments=taken.prefix, finish=Finish.INTERRUPTED)
+            self._tell(self._deliver, [ended])
 
     def _take_load(self, load: PendingLoad) -> None:
         if (older := self._load) is not None:
@@ -185,6 +201,11 @@ class EngineThread:
             self._refuse(request, error)
         if not self.failure.done():
             self.failure.set_exception(error)
+
+
+def advice(error: Exception) -> str:
+    """What to change about an engine that failed so."""
+    return "; lower rollout.max_inflight, or rollout.max_new_tokens" if out_of_memory(error) else ""
 
 
 def _settle(future: "asyncio.Future[None]", error: EngineError | None) -> None:

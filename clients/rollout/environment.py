@@ -13,7 +13,7 @@ transcript. What the environment does wrong costs its group, and nothing else.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,7 @@ def _ended_itself(turn: Turn) -> bool:
 
 
 class Environments:
-    """All that a rollout worker needs to let an environment write its groups. Made inside a running event loop."""
+    """All that it takes to let an environment write groups with an engine. Made inside a running event loop."""
 
     def __init__(self, config: Config, engine: AsyncEngine, speech: Speech, recipe: Recipe) -> None:
         self._engine = engine
@@ -171,23 +171,34 @@ class Environments:
                 episode.interrupt()
 
         held.on_interrupt = interrupt
-        tasks = [asyncio.ensure_future(self._play(held, row, sample, playing)) for sample in range(recipe.started)]
+
+        async def play(sample: int) -> tuple[int, dict[str, float]]:
+            def opened(episode: Episode) -> None:
+                playing[sample] = episode
+                if held.interrupted:
+                    episode.interrupt()
+
+            return sample, await self._play(row, recipe.sample_seed(held.assign, sample), opened)
+
+        tasks = [asyncio.ensure_future(play(sample)) for sample in range(recipe.started)]
         done = sorted(await first_ended(tasks, recipe.group_size), key=lambda ended: ended[0])
         transcripts = [playing[sample].transcript for sample, _ in done]
         return group_payload(transcripts, self._columns(transcripts, [columns for _, columns in done]))
 
-    async def _play(
-        self, held: Held, row: Mapping[str, Any], sample: int, playing: dict[int, Episode]
-    ) -> tuple[int, dict[str, float]]:
-        """One episode, anew when another one ended its process: the sample and what ``rollout`` returned."""
-        seed = self._recipe.sample_seed(held.assign, sample)
+    async def episode(self, row: Mapping[str, Any], seed: int) -> GroupPayload:
+        """One episode without a lease, as a group of one sample. ``EpisodeFailed`` if it has no result."""
+        opened: list[Episode] = []
+        columns = await self._play(row, seed, opened.append)
+        transcripts = [opened[-1].transcript]
+        return group_payload(transcripts, self._columns(transcripts, [columns]))
+
+    async def _play(self, row: Mapping[str, Any], seed: int, opened: Callable[[Episode], None]) -> dict[str, float]:
+        """What ``rollout`` returned for one episode; ``opened`` gets it, anew when another one ended its process."""
         while True:
             episode = Episode(self._engine, self._speech, self._recipe.sampling, seed=seed, max_turns=self._max_turns)
-            playing[sample] = episode
-            if held.interrupted:
-                episode.interrupt()
+            opened(episode)
             try:
-                return sample, await self._played(episode, row)
+                return await self._played(episode, row)
             except Killed:
                 continue
 

@@ -1,8 +1,8 @@
 """An engine without a model: it takes as long as the cost model says and writes random tokens, all by seed.
 
 ``T(n, kv) = n / (k1 * kv + max(k2, k3 * n) + k4)`` tokens a second (DESIGN section 4), so a step of ``n`` running
-trajectories that hold ``kv`` tokens lasts ``k1 * kv + max(k2, k3 * n) + k4`` seconds. Lengths are lognormal; half of
-the variance of their logarithm belongs to the prompt, half to the trajectory. Nobody looks at the weights.
+trajectories that hold ``kv`` tokens lasts ``k1 * kv + max(k2, k3 * n) + k4`` seconds. Lengths are those of ``lengths``.
+Nobody looks at the weights.
 """
 
 import math
@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.rollout.engine import EngineStats, Request, RequestError, Trajectory
+from staleflow.clients.rollout.lengths import Lengths
 from staleflow.clients.rollout.rows import Rows, uniforms
-from staleflow.configs.schema import Simulated
+from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import Lineage, Version
 
 VOCABULARY = 256
@@ -39,7 +40,7 @@ class SimulatedEngine:
         self.joining = True
         self.lineage, self.version = Lineage(0), Version(-1)
         self._cost = cost
-        self._seed = seed
+        self._lengths = Lengths(cost, seed)
         self._now, self._sleep = now, sleep
         self._due = 0.0
         self._rows = Rows(slots)
@@ -48,6 +49,7 @@ class SimulatedEngine:
         """Waiting requests that were interrupted."""
         self._widest = 1
         self._generated = 0
+        self._steps = 0
 
     def submit(self, request: Request) -> None:
         written = sum(len(segment.token_ids) for segment in request.prefix)
@@ -88,6 +90,15 @@ class SimulatedEngine:
                 self._cut.add(request)
                 return
 
+    def withdraw(self, request: int) -> Request | None:
+        """Take back a request that waits; None when it runs or has ended."""
+        for place, waiting in enumerate(self._waiting):
+            if waiting.id == request:
+                del self._waiting[place]
+                self._cut.discard(request)
+                return waiting
+        return None
+
     def abort(self, request: int) -> None:
         if (row := self._rows.row(request)) is not None:
             self._rows.leave(np.array([row]))
@@ -105,18 +116,18 @@ class SimulatedEngine:
             running=self._rows.size,
             waiting=len(self._waiting),
             kv_used=min(1.0, held / (self._rows.slots * self._widest)),
+            kv_tokens=held,
+            kv_capacity=self._rows.slots * self._widest,
+            slots=self._rows.slots,
             generated_tokens=self._generated,
+            steps=self._steps,
         )
 
     def length(self, request: Request) -> int:
         """Tokens that this request will have: fixed by its prompt, its seed and the engine's seed."""
-        cost = self._cost
-        of_prompt = np.random.default_rng([self._seed, zlib.crc32(request.prompt_ids.tobytes())]).standard_normal()
-        of_sample = np.random.default_rng([self._seed, request.seed & 0xFFFFFFFFFFFFFFFF]).standard_normal()
-        deviation = cost.sigma * math.sqrt(0.5) * (of_prompt + of_sample)
-        length = math.exp(math.log(cost.mean_tokens) - cost.sigma**2 / 2 + deviation)
         written = sum(len(segment.token_ids) for segment in request.prefix)
-        return max(written + 1, min(request.sampling.max_new_tokens, round(length)))
+        prompt = zlib.crc32(request.prompt_ids.tobytes())
+        return max(written + 1, self._lengths.tokens(prompt, request.seed, request.sampling.max_new_tokens))
 
     def _write(self) -> None:
         """One random token a row; the last one of a row that is not cut off is the stop token."""
@@ -130,6 +141,7 @@ class SimulatedEngine:
         logprobs = np.full(rows.size, -math.log(VOCABULARY), np.float32)
         rows.write(0, rows.size, token_ids, logprobs)
         self._generated += rows.size
+        self._steps += 1
 
     def _pace(self, running: int, held: int) -> None:
         cost = self._cost

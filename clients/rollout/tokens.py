@@ -47,6 +47,17 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
         )
 
 
+def check_same_tokens(key: str, directory: Path, policy: Path) -> None:
+    """``ConfigError`` unless the tokenizer in ``directory`` has every token of the policy's under the same number."""
+    own, theirs = (open_tokenizer(place).get_vocab() for place in (policy, directory))
+    differ = sorted((number, token) for token, number in own.items() if theirs.get(token) != number)
+    if differ:
+        number, token = differ[0]
+        there = f"{theirs[token]}" if token in theirs else "missing"
+        allowed = f"its tokenizer is not the policy's, of which {len(differ)} tokens differ: {token!r} is {there}"
+        raise ConfigError(key, str(directory), f"{allowed}, not {number}")
+
+
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a completion: the tokenizer's end of sequence and those of the model's generation config."""
     found = {tokenizer.eos_token_id}

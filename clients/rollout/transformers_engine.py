@@ -72,6 +72,7 @@ class TransformersEngine:
         self._masks = Masks(model)
         self._cache = SlotCache(config.num_hidden_layers, slots)
         self._generated = 0
+        self._steps = 0
 
     def submit(self, request: Request) -> None:
         """Queue a request. ``RequestError`` names what is wrong with it."""
@@ -101,6 +102,15 @@ class TransformersEngine:
                 self._cut.add(request)
                 return
 
+    def withdraw(self, request: int) -> Request | None:
+        """Take back a request that waits; None when it runs or has ended."""
+        for place, waiting in enumerate(self._waiting):
+            if waiting.id == request:
+                del self._waiting[place]
+                self._cut.discard(request)
+                return waiting
+        return None
+
     @torch.inference_mode()
     def abort(self, request: int) -> None:
         if (row := self._rows.row(request)) is not None:
@@ -123,11 +133,16 @@ class TransformersEngine:
     def stats(self) -> EngineStats:
         rows = self._rows
         held = int(rows.position[: rows.size].sum())
+        capacity = rows.slots * min(self.context, self._cache.plan.capacity)
         return EngineStats(
             running=rows.size,
             waiting=len(self._waiting),
-            kv_used=min(1.0, held / max(1, rows.slots * min(self.context, self._cache.plan.capacity))),
+            kv_used=min(1.0, held / max(1, capacity)),
+            kv_tokens=held,
+            kv_capacity=capacity,
+            slots=rows.slots,
             generated_tokens=self._generated,
+            steps=self._steps,
         )
 
     def _read_anew(self) -> None:
@@ -192,6 +207,7 @@ class TransformersEngine:
 
     def _decode(self) -> None:
         """One token more for every row."""
+        self._steps += 1
         rows, device = self._rows, self.model.device
         size = rows.size
         width = int(rows.position[:size].max()) + 1

@@ -31,6 +31,8 @@ class Draft:
         """Of the attempt, for vLLM; empty before the first."""
         self.cut = False
         """It is to end with the tokens so far."""
+        self.least = 1
+        """Tokens that the attempt must have written by then."""
         self.again = False
         """The attempt was taken back; another follows."""
         self.task: asyncio.Task[Trajectory] | None = None
@@ -46,6 +48,11 @@ class Draft:
     def written_here(self) -> int:
         """Tokens that the attempt is known to have written."""
         return len(self.token_ids) - self._begun
+
+    @property
+    def enough(self) -> bool:
+        """Whether it may end now."""
+        return self.written_here >= self.least
 
     def begin(self, name: str) -> None:
         """Another attempt."""
@@ -85,7 +92,7 @@ class Draft:
         self._finish = FINISHES[completion.finish_reason]
         if self._finish is Finish.LENGTH and len(self.token_ids) < self.limit:
             self._finish = Finish.INTERRUPTED
-        if self._finish is not Finish.INTERRUPTED or (self.cut and self.written_here):
+        if self._finish is not Finish.INTERRUPTED or (self.cut and self.enough):
             self.again = False  # it ended before it could be taken back
         if self.written_here and completion.weight_versions is None:
             raise EngineError("vLLM did not say which weights wrote a token")

@@ -108,12 +108,13 @@ class VllmEngine:
             del self._drafts[request.id]
             self._busy()
 
-    def interrupt(self, request: int) -> None:
-        """End it with the tokens so far; one that has none ends after its first."""
+    def interrupt(self, request: int, least: int = 1) -> None:
+        """End it with the tokens so far; one that has none ends after its first, or at once when ``least`` is 0."""
         draft = self._drafts.get(request)
-        if draft is not None and not draft.cut:
+        if draft is not None and (not draft.cut or (draft.least and not least)):
             draft.cut = True
-            if draft.written_here:
+            draft.least = least
+            if draft.enough and draft.name:
                 self._spawn(self._llm.abort(draft.name))
 
     def abort(self, request: int) -> None:
@@ -145,7 +146,11 @@ class VllmEngine:
             running=running,
             waiting=held - running,
             kv_used=counters.kv_used if held else 0.0,
+            kv_tokens=round(counters.kv_used * counters.kv_capacity) if held else 0,
+            kv_capacity=counters.kv_capacity,
+            slots=counters.slots,
             generated_tokens=counters.generated_tokens,
+            steps=counters.steps,
             preemptions=counters.preemptions,
         )
 
@@ -176,6 +181,8 @@ class VllmEngine:
         try:
             while True:
                 await self._open.wait()
+                if draft.cut and draft.enough:
+                    return draft.trajectory()
                 await self._attempt(draft)
                 if not draft.again:
                     return draft.trajectory()

@@ -113,7 +113,7 @@ def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) ->
     counters = Counters()
     try:
         args = AsyncEngineArgs(**arguments(config, directory, context, cpu=cpu))
-        llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: counters])
+        llm = AsyncLLM.from_engine_args(args, stat_loggers=[counters.of])
     except Exception as error:  # vLLM raises whatever its parts do; the engine core's own reason is in the log above
         allowed = f"vLLM does not start with this model on this machine: {advice(error)}"
         raise ConfigError("rollout.engine", "vllm", allowed) from error

@@ -22,7 +22,8 @@ from staleflow.clients.parameters import Puller
 from staleflow.clients.rollout.engine import AsyncEngine, EngineError, RequestError
 from staleflow.clients.rollout.environment import Environments
 from staleflow.clients.rollout.environment_runner import EpisodeFailed
-from staleflow.clients.rollout.groups import Held, Recipe, interrupt, produce
+from staleflow.clients.rollout.groups import Begun, Held, Recipe, Samples, interrupt, leave
+from staleflow.clients.rollout.moving import arrived, hand_over
 from staleflow.clients.rollout.pulls import Pulls
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.configs.errors import ConfigError
@@ -36,7 +37,6 @@ from staleflow.protocols.wire.messages import (
     Commands,
     Detach,
     Done,
-    GetRows,
     InstanceStats,
     Interrupt,
     Operations,
@@ -45,8 +45,9 @@ from staleflow.protocols.wire.messages import (
     Report,
     Result,
     Results,
-    Rows,
+    Yield,
 )
+from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 
@@ -96,7 +97,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushing: list[asyncio.Task[None]] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.counts = {"pushed": 0, "thrown_away": 0, "released": 0, "loaded": 0}
+        self.counts = {"pushed": 0, "moved": 0, "thrown_away": 0, "released": 0, "loaded": 0}
 
     async def run(self) -> None:
         """Work until the run has drained; raise what ended it otherwise. Cancel it to stop early, then ``leave``."""
@@ -104,6 +105,9 @@ class Worker:
         self._spawn(self._pulls.run())
         self._pushing = [self._spawn(pusher.run()) for pusher in self._pushers]
         await asyncio.wait((self._end, self._engine.failure), return_when=asyncio.FIRST_COMPLETED)
+        if self._engine.failure.done() and self._held:
+            groups = ", ".join(str(held.assign.group) for held in self._held.values())
+            log.error("the engine of %s failed; the leases of its groups go back: %s", self._me, groups)
         for end in (self._engine.failure, self._end):
             if end.done():
                 end.result()
@@ -173,6 +177,9 @@ class Worker:
             case Interrupt():
                 if (cut := self._held.get(command.lease)) is not None:
                     interrupt(self._engine, cut)
+            case Yield():
+                if (leaving := self._held.get(command.lease)) is not None and self._environments is None:
+                    leave(self._engine, leaving)
             case Abort():
                 self._abort(command.lease)
 
@@ -187,14 +194,19 @@ class Worker:
     def _stats(self) -> InstanceStats:
         stats, engine = self._engine.stats(), self._engine
         lineage, version = self._pulls.loaded
+        fetching = sum(held.task is None for held in self._held.values())  # their rows are on the way
         return InstanceStats(
             lineage=lineage,
             version=version,
             running=stats.running,
-            waiting=stats.waiting,
+            waiting=stats.waiting + fetching * self._recipe.started,
             kv_used=stats.kv_used,
+            kv_tokens=stats.kv_tokens,
+            kv_capacity=stats.kv_capacity,
+            slots=stats.slots,
             tokens_per_s=engine.tokens_per_s(),
             generated_tokens=stats.generated_tokens,
+            steps=stats.steps,
             busy_s=engine.busy_s(),
         )
 
@@ -202,34 +214,52 @@ class Worker:
 
     async def _start(self, shard: int, assigned: list[Held]) -> None:
         """Fetch the rows and let each group's task begin."""
-        message = GetRows(groups=[held.assign.group for held in assigned])
         try:
-            rows = (await self._shards[shard].ask(message, Rows, timeout_s=None)).rows
+            rows, begun = await arrived(self._shards[shard], [held.assign for held in assigned])
         except Refused as no:
             for held in assigned:
                 self._give_up(held, f"its prompt row is refused: {no}")
             return
         for held, row in zip(assigned, rows, strict=True):
             if held.assign.lease in self._held:
-                held.task = self._spawn(self._produce(held, row))
+                held.task = self._spawn(self._produce(held, row, begun.get(held.assign.lease)))
 
-    async def _produce(self, held: Held, row: Mapping[str, Any]) -> None:
+    async def _produce(self, held: Held, row: Mapping[str, Any], begun: Begun | None) -> None:
         assign = held.assign
         try:
             if not await self._pulls.reached(assign.lineage, assign.version):
-                raise RowError(f"version {assign.version} is not loaded here")
+                self._give_up(held, f"version {assign.version} is not loaded here")
+                return
             if self._environments is None:
-                group = await produce(self._engine, held, self._prompt_ids(row), self._recipe)
+                group = await self._written(held, self._prompt_ids(row), begun)
             else:
                 group = await self._environments.produce(held, row)
         except (RowError, RequestError) as error:
-            self._give_up(held, str(error))
+            self._give_up(held, str(error), hopeless=True)
             return
         except EpisodeFailed as error:
             self._give_up(held, f"at {self._me}, {error}")
             return
+        if group is None:
+            self.counts["moved"] += 1
+            self._forget(assign)
+            return
         held.pushing = True
         self._pushers[assign.shard].put(assign, group)
+
+    async def _written(self, held: Held, prompt_ids: NDArray[np.int32], begun: Begun | None) -> GroupPayload | None:
+        """The group once its samples have ended; None when it goes on elsewhere.
+
+        What newer weights than the loaded ones began is begun anew: versions never fall within a sample.
+        """
+        if begun is not None and (newest := begun.newest()) and not await self._pulls.reached(*newest):
+            begun = None
+        samples = Samples(self._engine, held, prompt_ids, self._recipe, begun)
+        while not await samples.go_on():
+            if await hand_over(held.assign, samples.begun(), self._shards[held.assign.shard], self._scheduler):
+                return None
+            held.leaving = False
+        return samples.payload()
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> NDArray[np.int32]:
         prompt = row.get("prompt")
@@ -249,15 +279,16 @@ class Worker:
         elif (held := self._held.get(assign.lease)) is not None:
             self._give_up(held, f"its push is refused: {result.code.value} {result.detail}")
 
-    def _give_up(self, held: Held, detail: str) -> None:
-        """Release a lease that cannot be served. It counts as held until the scheduler knows."""
+    def _give_up(self, held: Held, detail: str, *, hopeless: bool = False) -> None:
+        """Release a lease that cannot be served, here at all when it is hopeless. Held until the scheduler knows."""
         assign = held.assign
         self.counts["released"] += 1
         log.warning("group %d, lease %d: given up, %s", assign.group, assign.lease, detail)
-        self._spawn(self._release(assign, f"group {assign.group}: {detail}"))
+        why, detail = ReleaseWhy.ABORTED, f"group {assign.group}: {detail}"
+        op = RegisterRelease(group=assign.group, lease=assign.lease, why=why, detail=detail, hopeless=hopeless)
+        self._spawn(self._release(assign, op))
 
-    async def _release(self, assign: Assign, detail: str) -> None:
-        op = RegisterRelease(group=assign.group, lease=assign.lease, why=ReleaseWhy.ABORTED, detail=detail)
+    async def _release(self, assign: Assign, op: RegisterRelease) -> None:
         try:
             await self._scheduler.ask(Operations(ops=[op]), Results, timeout_s=None)
         except Refused as no:

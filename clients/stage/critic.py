@@ -6,7 +6,9 @@ that taking it off the return as a baseline leaves the policy's gradient unbiase
 durable; the run does not wait for it unless more groups are there.
 
 There is one critic in a run, since two would learn apart. It is no part of a lineage: a rollback of the trainer leaves
-it as it is. Killed, it goes on from its last checkpoint and has forgotten at most ``trainer.checkpoint_every`` steps.
+it as it is. The groups that survive one keep the values that they have and are never judged again, so a critic that
+went back as well would only forget what it learned from them. Killed, it goes on from its last checkpoint and has
+forgotten at most ``trainer.checkpoint_every`` steps.
 """
 
 import logging
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from staleflow.clients.stage.critic_files import CriticFiles
 from staleflow.clients.stage.model_stage import Ended, Stopping
-from staleflow.clients.stage.reference import finite, on_device, within
+from staleflow.clients.stage.reference import Limits, finite, on_device, within
 from staleflow.clients.stage.sequences import rows_of
 from staleflow.clients.stage.worker import Made, StageGroup
 from staleflow.clients.trainer.algorithms.gae import gae, token_rewards
@@ -64,7 +66,7 @@ class Critic:
         self._algorithm, self._settings, self._trainer = config.trainer.algorithm, config.critic, config.trainer
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = load_model(directory, "float32", self._device)
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self._limits = Limits.of(model)
         self._model = ValueModel(model.base_model).to(self._device)
         self._adam = torch.optim.AdamW(self._model.parameters(), lr=self._settings.lr, weight_decay=0.0)
         self._seen: list[GroupPayload] = []
@@ -72,7 +74,7 @@ class Critic:
         self.steps = self._saved = self._files.load(self._model, self._adam)
 
     def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
-        known, made = within(groups, self._vocabulary)
+        known, made = within(groups, self._limits)
         if known:
             rows = rows_of([group.payload for group in known])
             values = np.zeros(rows.input_ids.shape, np.float32)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from staleflow.clients.attachment import attach as attach_to_run
 from staleflow.clients.stage.model_stage import Judge, ModelStage
-from staleflow.clients.stage.reward import RewardStage
-from staleflow.clients.stage.runner import RewardRunner
+from staleflow.clients.stage.reward import reward_stage
 from staleflow.clients.stage.texts import Decode, ids_as_text, tokenizer_decoder
 from staleflow.clients.stage.worker import Stage, StageWorker
 from staleflow.configs.errors import ConfigError
@@ -88,7 +87,7 @@ async def _say_goodbye(scheduler: Client, detach: Detach) -> None:
 async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[Stage]:
     """What makes the columns of a stage; it holds nothing any more afterwards. ``ConfigError`` when it cannot start."""
     if stage == REWARD:
-        async with _reward(config, run_dir) as reward:
+        async with reward_stage(config.reward, decoder(config, run_dir)) as reward:
             yield reward
         return
     made = ModelStage(lambda: open_judge(config, run_dir, stage))
@@ -99,37 +98,27 @@ async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[S
         await made.close()
 
 
-@asynccontextmanager
-async def _reward(config: Config, run_dir: Path) -> AsyncGenerator[RewardStage]:
-    decode, settings = decoder(config, run_dir), config.reward
-    if not settings.run:
-        yield RewardStage(None, decode)
-        return
-    runner = RewardRunner(settings.run, timeout_s=settings.timeout_s, retries=settings.retries)
-    try:
-        await runner.start()
-        yield RewardStage(runner, decode)
-    finally:
-        await runner.close()
-
-
 def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
     """The model behind a stage. ``ConfigError`` when it cannot be loaded."""
     initial, trainer = model_dir(config, run_dir), config.trainer
+    own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}[stage]
+    directory = Path(own) if own else initial
+    if own:
+        from staleflow.clients.rollout.tokens import check_same_tokens
+
+        check_same_tokens(f"{stage}.path", directory, initial)
     if stage == REFERENCE:
         from staleflow.clients.stage.reference import Reference
 
         return Reference(
-            Path(config.reference.path) if config.reference.path else initial,
+            directory,
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             micro_tokens=trainer.micro_tokens,
             threads=config.reference.threads,
         )
-    assert stage == CRITIC
     from staleflow.clients.stage.critic import Critic
 
-    directory = Path(config.critic.path) if config.critic.path else initial
     return Critic(config, directory, run_dir / "critic")
 
 

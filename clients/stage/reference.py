@@ -2,7 +2,9 @@
 """The reference stage: a frozen model's log-probability of every completion token. Adapter to torch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +25,12 @@ class Reference:
         torch.set_num_threads(threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_model(directory, dtype, self._device).requires_grad_(False)
-        self._vocabulary: int = self._model.get_input_embeddings().num_embeddings
+        self._limits = Limits.of(self._model)
         self._temperature = temperature
         self._micro_tokens = micro_tokens
 
     def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
-        known, made = within(groups, self._vocabulary)
+        known, made = within(groups, self._limits)
         if known:
             rows = rows_of([group.payload for group in known])
             columns = rows.columns(self._logprobs(rows, stopping))
@@ -62,17 +64,36 @@ def on_device(rows: Rows, which: np.ndarray, width: int, device: torch.device) -
     return torch.from_numpy(input_ids).to(device), torch.from_numpy(attention).to(device)
 
 
-def within(groups: Sequence[StageGroup], vocabulary: int) -> tuple[list[StageGroup], dict[int, Made]]:
-    """The groups whose tokens the model knows, and the failure of each other one, by group."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model can read."""
+
+    vocabulary: int
+    context: int
+    """Tokens of prompt and completion together."""
+
+    @classmethod
+    def of(cls, model: Any) -> "Limits":
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
+        return cls(model.get_input_embeddings().num_embeddings, context)
+
+
+def within(groups: Sequence[StageGroup], limits: Limits) -> tuple[list[StageGroup], dict[int, Made]]:
+    """The groups that the model can read, and the failure of each other one, by group."""
     known: list[StageGroup] = []
     failed: dict[int, Made] = {}
     for group in groups:
         payload = group.payload
         largest = max(int(ids.max(initial=0)) for ids in (payload.prompt_ids, payload.token_ids))
-        if largest < vocabulary:
-            known.append(group)
+        longest = len(payload.prompt_ids) + int(payload.lengths.max(initial=0))
+        if largest >= limits.vocabulary:
+            why = f"it has token {largest}; the model of this stage knows {limits.vocabulary} tokens"
+            failed[group.group] = Failed(why)
+        elif longest > limits.context:
+            why = f"it has {longest} tokens in a row; the context of this stage's model is {limits.context}"
+            failed[group.group] = Failed(why)
         else:
-            failed[group.group] = Failed(f"it has token {largest}; the model of this stage knows {vocabulary} tokens")
+            known.append(group)
     return known, failed
 
 

@@ -2,7 +2,8 @@
 completion of a group."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from staleflow.clients.stage.runner import RewardFailed, RewardRunner, Sample
 from staleflow.clients.stage.texts import Decode
 from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.configs.schema import Reward
 from staleflow.protocols.wire.stages import ENVIRONMENT, ENVIRONMENT_REWARD
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -46,6 +48,20 @@ class RewardStage:
         except RewardFailed as failed:
             return Failed(str(failed))
         return {COLUMN: np.asarray(rewards, np.float32)}
+
+
+@asynccontextmanager
+async def reward_stage(settings: Reward, decode: Decode) -> AsyncGenerator[RewardStage]:
+    """The stage with its process started, which ends afterwards. ``ConfigError`` if ``reward.run`` cannot be loaded."""
+    if not settings.run:
+        yield RewardStage(None, decode)
+        return
+    runner = RewardRunner(settings.run, timeout_s=settings.timeout_s, retries=settings.retries)
+    try:
+        await runner.start()
+        yield RewardStage(runner, decode)
+    finally:
+        await runner.close()
 
 
 def completions(payload: GroupPayload) -> list[NDArray[np.int32]]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FinishStage, Results, StageItem, StageResult, StageWork, TakeStage
@@ -98,7 +99,7 @@ class StageWorker:
         """Make the columns of the groups and hand them back together."""
         groups = _groups(items, frames)
         found = [group for group in groups if isinstance(group, StageGroup)]
-        made = dict(zip([group.group for group in found], await self._stage.make(found), strict=True))
+        made = dict(zip([group.group for group in found], await self._make(found), strict=True))
         made |= {item.group: group for item, group in zip(items, groups, strict=True) if isinstance(group, Failed)}
         results: list[StageResult] = []
         out: list[memoryview] = []
@@ -110,6 +111,16 @@ class StageWorker:
         answer = await shard.ask(finish, Results, out, timeout_s=None)
         good = self._count(finish, answer)
         await self._stage.accepted([group for group in found if group.group in good])
+
+    async def _make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        """As the stage's own; what ends the worker is told with the groups that it ends at."""
+        try:
+            return await self._stage.make(groups)
+        except Exception as error:
+            named = ", ".join(str(group.group) for group in groups)
+            advice = "; lower trainer.micro_tokens" if out_of_memory(error) else ""
+            log.error("the %s stage fails at %s, they go to another worker: %r%s", self._name, named, error, advice)
+            raise
 
     def _result(self, item: StageItem, made: Made) -> tuple[StageResult, list[memoryview]]:
         error, columns = (made.why, {}) if isinstance(made, Failed) else ("", made)

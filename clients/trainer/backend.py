@@ -28,6 +28,10 @@ class Stopped(Exception):
     """The process was asked to end, and what was under way is undone: weights and optimizer are as before it."""
 
 
+class NoBatch(Exception):
+    """The scheduler says that the batch of a step can never come; the text says why."""
+
+
 class OutOfMemory(Exception):
     """A step does not fit this device; the text says which, and what to change."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from staleflow.clients.trainer.deepspeed_build import build
 from staleflow.clients.trainer.ranks import ManyRanks, OneRank
@@ -24,8 +24,10 @@ from staleflow.clients.trainer.schedule import learning_rate
 from staleflow.clients.trainer.tensors import named
 from staleflow.clients.trainer.torch_files import load_random, save_random, shard_file
 from staleflow.clients.trainer.torch_optimizer import groups
+from staleflow.clients.trainer.weight_files import WeightFiles, distinct, layers
 from staleflow.configs.presence import DEEPSPEED, check_package
 from staleflow.configs.schema import Config
+from staleflow.runtime.builds import FOLDER, extensions
 
 _MASTER = "master"
 
@@ -50,10 +52,11 @@ class DeepspeedLearner:
 
     even = True
 
-    def __init__(self, model: Any, config: Config, ranks: OneRank | ManyRanks) -> None:
+    def __init__(self, model: Any, config: Config, ranks: OneRank | ManyRanks, files: WeightFiles | None) -> None:
         check_package("trainer.backend", "deepspeed", "deepspeed", DEEPSPEED)
         if ranks.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            os.environ.setdefault(FOLDER, str(extensions()))
         if ranks.place.local_rank == 0:
             build(ranks.device.type)
         ranks.any(False)  # nobody goes on before it is built
@@ -64,7 +67,11 @@ class DeepspeedLearner:
         self._ranks = ranks
         self._stage = config.trainer.zero_stage
         self.whole = self._stage < 3
-        self._adam = _Guarded(groups(model.parameters(), self._config), lr=self._config.lr, betas=self._config.betas)
+        if files is not None:
+            deepspeed.init_distributed(dist_init_required=False)
+            self._partition(files, config, deepspeed.zero.Init)
+        parameters = groups(model.parameters(), self._config, _ndim)
+        self._adam = _Guarded(parameters, lr=self._config.lr, betas=self._config.betas)
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=model, optimizer=self._adam, dist_init_required=False, config=settings(config)
         )
@@ -130,6 +137,22 @@ class DeepspeedLearner:
                 self._adam.state[master][key] = value if key == "step" else value.to(master.device)
         load_random(directory, self._ranks.place.rank, self._ranks.device)
 
+    def _partition(self, files: WeightFiles, config: Config, init: Callable[..., Any]) -> None:
+        """Give a model on the meta device its weights: rank 0 reads a layer, ZeRO hands it round and keeps a part."""
+        leads, device, waiting = self._ranks.place.leads, self._ranks.device, distinct(self.model)
+        for part in (*layers(self.model), self.model):
+            wanted = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+            state: dict[str, Tensor] = {}
+            for tensor, names in waiting:
+                if id(tensor) not in wanted:
+                    continue
+                sharded, value = isinstance(tensor, nn.Parameter), torch.empty_like(tensor, device=device)
+                if leads or not sharded:
+                    files.read(files.stored(names), value)
+                state |= dict.fromkeys(names, nn.Parameter(value) if sharded else value)
+            self.model.load_state_dict(state, strict=False, assign=True)
+            init(module=part, config_dict_or_path=settings(config))
+
     @property
     def _name(self) -> str:
         return f"deepspeed-zero{self._stage}"
@@ -147,6 +170,11 @@ class DeepspeedLearner:
                 return list(self._zero.fp32_partitioned_groups_flat)
             case _:
                 return list(self._zero.single_partition_of_fp32_groups)
+
+
+def _ndim(parameter: Any) -> int:
+    """Of the whole parameter: ZeRO-3 leaves an empty one behind, with its shape."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def settings(config: Config) -> dict[str, Any]:

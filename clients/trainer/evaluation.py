@@ -3,18 +3,18 @@
 
 The same engine, temperature and reward process as in the run itself, so that it measures what training raises; nothing
 of it changes the model or draws from the trainer's random state. Each prompt is sampled with the same random numbers
-every time, so that two evaluations differ by the weights only.
+every time, so that two evaluations differ by the weights only. With an environment: ``episode_evaluation``.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from staleflow.clients.rollout.engine import Request, Sampling
+from staleflow.clients.rollout.engine import Request, RequestError, Sampling
 from staleflow.clients.rollout.tokens import encoder, open_tokenizer, stop_ids
 from staleflow.clients.rollout.transformers_engine import TransformersEngine
 from staleflow.clients.stage.reward import samples
@@ -23,57 +23,61 @@ from staleflow.clients.stage.texts import tokenizer_decoder
 from staleflow.clients.trainer.backend import Stopped, Stopping
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Version
-from staleflow.runtime.prompts import PromptRows, open_eval_prompts
+from staleflow.runtime.prompts import open_eval_prompts
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""How often scoring looks whether it should stop."""
+"""How often it looks whether it should stop while other processes work."""
+
+Row = dict[str, Any]
 
 
-class Evaluation:
-    """The held-out prompts of a run, tokenized once."""
+class Evaluation(Protocol):
+    """The held-out prompts of a run and what is done with them."""
 
-    def __init__(self, config: Config, directory: Path, held_out: PromptRows) -> None:
+    def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
+        """``reward/eval`` and what belongs to it. ``Stopped`` when asked to end."""
+        ...
+
+
+class PromptEvaluation:
+    """One completion of each prompt, all of them tokenized once."""
+
+    def __init__(self, config: Config, directory: Path, rows: Sequence[Row]) -> None:
         self._config = config
         self._tokenizer = open_tokenizer(directory)
         self._decode = tokenizer_decoder(directory)
-        self._rows = [held_out[row] for row in range(min(len(held_out), config.trainer.eval_prompts))]
+        self._rows = rows
         encode = encoder(self._tokenizer, chat_template=config.prompts.chat_template)
         self._prompts = [encode(row["prompt"]) for row in self._rows]
 
     def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
-        """``reward/eval`` and what belongs to it. ``Stopped`` when asked to end."""
-        return self.score(self.complete(model, stopping), version, stopping)
-
-    def score(self, completions: list[np.ndarray], version: Version, stopping: Stopping) -> dict[str, float]:
-        """The second half of ``run``."""
-        texts = self._decode(completions)
-        calls = [samples(row, [text])[0] for row, text in zip(self._rows, texts, strict=True)]
+        completions = self._complete(model, stopping)
+        texts = self._decode(list(completions.values()))
+        calls = [samples(self._rows[index], [text])[0] for index, text in zip(completions, texts, strict=True)]
         rewards = asyncio.run(self._score(calls, stopping))
-        values = {
-            "reward/eval": float(np.mean(rewards)) if rewards else 0.0,
-            "length/eval": float(np.mean([len(ids) for ids in completions])),
-        }
-        if failed := len(calls) - len(rewards):
-            values["reward/eval_failed"] = float(failed)
-        log.info("version %d: reward/eval %.3f over %d prompts", version, values["reward/eval"], len(rewards))
-        return values
+        lengths = [len(ids) for ids in completions.values()]
+        return measured(version, rewards, lengths, failed=len(self._rows) - len(rewards))
 
-    def complete(self, model: Any, stopping: Stopping) -> list[np.ndarray]:
-        """The first half of ``run``. Ranks that hold a model together do it at once; all of them stop, or none."""
+    def _complete(self, model: Any, stopping: Stopping) -> dict[int, np.ndarray]:
+        """The completion of each prompt, by its number; a prompt that the model cannot read has none."""
         rollout = self._config.rollout
         engine = TransformersEngine(model, stop_ids(model, self._tokenizer), slots=rollout.max_inflight)
         sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
-        seed = self._config.seed << 32
+        seed = first_seed(self._config)
+        asked, done = list[int](), dict[int, np.ndarray]()
         for index, prompt_ids in enumerate(self._prompts):
-            engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=seed + index))
-        done: dict[int, np.ndarray] = {}
-        while len(done) < len(self._prompts):
+            try:
+                engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=seed + index))
+                asked.append(index)
+            except RequestError as error:
+                log.warning("held-out prompt %d: %s", index, error)
+        while len(done) < len(asked):
             if stopping():
                 raise Stopped
             done.update((trajectory.id, trajectory.token_ids) for trajectory in engine.step())
-        return [done[index] for index in range(len(self._prompts))]
+        return {index: done[index] for index in asked}
 
     async def _score(self, calls: Sequence[Sample], stopping: Stopping) -> list[float]:
         """The rewards there are; a sample whose reward fails for good is left out and counted."""
@@ -98,7 +102,34 @@ class Evaluation:
         return [result for result in results if isinstance(result, float)]
 
 
+def first_seed(config: Config) -> int:
+    """Of the first held-out prompt; those of the others count on from it."""
+    return config.seed << 32
+
+
+def measured(version: Version, rewards: Sequence[float], lengths: Sequence[int], *, failed: int) -> dict[str, float]:
+    """An evaluation as metrics. ``lengths``: sampled tokens of each completion there is; ``failed``: prompts without a
+    reward, which are in no mean. Without any reward there is no ``reward/eval``: none is not 0."""
+    values: dict[str, float] = {}
+    if rewards:
+        values["reward/eval"] = float(np.mean(rewards))
+        log.info("version %d: reward/eval %.3f over %d prompts", version, values["reward/eval"], len(rewards))
+    if lengths:
+        values["length/eval"] = float(np.mean(lengths))
+    if failed:
+        values["reward/eval_failed"] = float(failed)
+        log.error("version %d: %d of %d held-out prompts have no reward", version, failed, failed + len(rewards))
+    return values
+
+
 def open_evaluation(config: Config, directory: Path) -> Evaluation | None:
     """The evaluation of a run; None when it has no held-out prompts, or wants none."""
     held_out = open_eval_prompts(config.prompts, seed=config.seed) if config.trainer.eval_prompts else None
-    return None if held_out is None else Evaluation(config, directory, held_out)
+    if held_out is None:
+        return None
+    rows = [held_out[row] for row in range(min(len(held_out), config.trainer.eval_prompts))]
+    if not config.environment.run:
+        return PromptEvaluation(config, directory, rows)
+    from staleflow.clients.trainer.episode_evaluation import EpisodeEvaluation
+
+    return EpisodeEvaluation(config, directory, rows)

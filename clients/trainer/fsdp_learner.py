@@ -1,8 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """Weights, gradients and optimizer state sharded over the ranks by FSDP2: each layer is whole only while it computes.
 
-The shards are the float32 master weights; a bfloat16 model computes in bfloat16 copies of them, and gradients are
-reduced in float32. FSDP averages what it reduces, hence the factor in ``backward``.
+The shards are the float32 master weights, which each rank reads from the files by itself; a bfloat16 model computes in
+bfloat16 copies of them, and gradients are reduced in float32. FSDP averages what it reduces, hence the factor in
+``backward``.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from staleflow.clients.trainer.plain_learner import PlainLearner
 from staleflow.clients.trainer.ranks import Ranks
 from staleflow.clients.trainer.tensors import named
 from staleflow.clients.trainer.torch_files import load_random, save_random, shard_file
+from staleflow.clients.trainer.weight_files import WeightFiles, distinct, layers
 from staleflow.configs.schema import Config
 
 
@@ -29,7 +31,7 @@ class FsdpLearner(PlainLearner):
     even = True
     whole = False
 
-    def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
+    def __init__(self, model: Any, config: Config, ranks: Ranks, files: WeightFiles | None) -> None:
         self._dtype = getattr(torch, config.model.dtype)
         self._world = ranks.place.world
         mixed = self._dtype != torch.float32
@@ -40,6 +42,8 @@ class FsdpLearner(PlainLearner):
         for layer in layers(model):
             fully_shard(layer, **settings)
         fully_shard(model, **settings)
+        if files is not None:
+            _fill(model, files, ranks)
         super().__init__(model, config, ranks)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -75,10 +79,25 @@ class FsdpLearner(PlainLearner):
         load_random(directory, self.ranks.place.rank, self.ranks.device)
 
 
-def layers(model: Any) -> list[Any]:
-    """What is sharded, and gathered, by itself: the decoder layers."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in kinds]
+def _fill(model: Any, files: WeightFiles, ranks: Ranks) -> None:
+    """Give a sharded model on the meta device this rank's shards, tensor by tensor."""
+    state: dict[str, Tensor] = {}
+    for tensor, names in distinct(model):
+        stored = files.stored(names)
+        if isinstance(tensor, DTensor):
+            rows = _rows(tensor.shape[0], ranks.place.rank, ranks.place.world)
+            local = torch.empty_like(tensor.to_local(), device=ranks.device)
+            filled: Tensor = nn.Parameter(_like(tensor, files.read(stored, local, rows)))
+        else:
+            filled = files.read(stored, torch.empty_like(tensor, device=ranks.device))
+        state |= dict.fromkeys(names, filled)
+    model.load_state_dict(state, assign=True)
+
+
+def _rows(count: int, rank: int, world: int) -> slice:
+    """A rank's part of the first extent: FSDP cuts it as ``torch.chunk`` does."""
+    size = -(-count // world)
+    return slice(min(rank * size, count), min((rank + 1) * size, count))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from staleflow.clients.trainer.ranks import ManyRanks, OneRank
+from staleflow.clients.trainer.weight_files import WeightFiles
 from staleflow.configs.schema import Config
 
 
@@ -51,17 +52,17 @@ class Learner(Protocol):
         ...
 
 
-def make_learner(config: Config, model: Any, ranks: OneRank | ManyRanks) -> Learner:
-    """The configured one; ``model`` is its own from now on."""
+def make_learner(config: Config, model: Any, ranks: OneRank | ManyRanks, files: WeightFiles | None = None) -> Learner:
+    """The configured one; ``model`` is its own from now on. ``files``: where its weights still are (``open_model``)."""
     match config.trainer.backend:
         case "fsdp":
             from staleflow.clients.trainer.fsdp_learner import FsdpLearner
 
-            return FsdpLearner(model, config, ranks)
+            return FsdpLearner(model, config, ranks, files)
         case "deepspeed":
             from staleflow.clients.trainer.deepspeed_learner import DeepspeedLearner
 
-            return DeepspeedLearner(model, config, ranks)
+            return DeepspeedLearner(model, config, ranks, files)
         case "ddp":
             from staleflow.clients.trainer.ddp_learner import DdpLearner
 

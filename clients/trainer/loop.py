@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.clients.trainer.backend import Backend, OutOfMemory, Stopped, batch_values
+from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, batch_values
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
@@ -88,10 +88,10 @@ class TrainingLoop:
         except OutOfMemory as error:
             self._client.finished(str(error))
             raise GaveUp(str(error)) from error
-        except GaveUp as error:
+        except (GaveUp, NoBatch) as error:
             self._save()
             self._client.finished(str(error))
-            raise
+            raise GaveUp(str(error)) from error
         else:
             self._save()
             self._client.finished()

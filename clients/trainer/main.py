@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from staleflow.clients.trainer.backend import Backend, Stopped
+from staleflow.clients.trainer.backend import Backend, NoBatch, Stopped
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import Fenced, Followed, TrainerClient
 from staleflow.clients.trainer.lockstep import Leader, follow
@@ -36,7 +36,7 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
         nonlocal gave_up
         try:
             await _main(config, run_dir, name, scheduler, stop)
-        except (GaveUp, Fenced) as error:
+        except (GaveUp, Fenced, NoBatch) as error:
             log.error("%s", error)
             gave_up = True
 

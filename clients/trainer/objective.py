@@ -22,7 +22,7 @@ from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, sha
 from staleflow.clients.trainer.algorithms.choice import Trained, group_advantage, token_loss
 from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.kl import kl_loss
-from staleflow.clients.trainer.algorithms.losses import TokenLoss, squared_log_ratio
+from staleflow.clients.trainer.algorithms.losses import TokenLoss, clippable, squared_log_ratio
 from staleflow.clients.trainer.algorithms.mismatch import MismatchSums
 from staleflow.clients.trainer.algorithms.second_moment import largest_kept
 from staleflow.clients.trainer.algorithms.sequence_losses import row_mean
@@ -125,7 +125,9 @@ class Objective:
 
     def survey(self, logprobs: Tensor, tokens: Tokens) -> None:
         """Take in the log-probabilities of a micro-batch as the step begins, float32 [T] without gradient."""
-        self._squares.append(squared_log_ratio(logprobs[tokens.mask], tokens.behavior[tokens.mask]))
+        logprobs, behavior = logprobs[tokens.mask], tokens.behavior[tokens.mask]
+        bounded = clippable(logprobs, behavior, self._advantages_of_trained(tokens))
+        self._squares.append(squared_log_ratio(logprobs, behavior)[bounded])
 
     def surveyed(self) -> None:
         """All micro-batches of this rank have been surveyed; called once on every rank, before the first ``loss``."""
@@ -143,7 +145,7 @@ class Objective:
         at = Trained(
             logprobs=logprobs[mask],
             behavior=tokens.behavior[mask],
-            advantages=self._advantages[self._places(tokens.row)[mask]],
+            advantages=self._advantages_of_trained(tokens),
             row=tokens.row[mask],
         )
         found = self._loss(at, self._limit)
@@ -197,6 +199,9 @@ class Objective:
             critic = _flat(batch, _column(batch.token_stages, VALUES))
             return gae(earned, critic, lengths, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda)
         return normalised(returns_to_go(earned, lengths).to(self._device), mask.to(self._device), self._reduce)
+
+    def _advantages_of_trained(self, tokens: Tokens) -> Tensor:
+        return self._advantages[self._places(tokens.row)[tokens.mask]]
 
     def _places(self, row: Tensor) -> Tensor:
         """Where each token's advantage is: its row's first place, and its own number within the row."""

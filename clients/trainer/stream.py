@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 
+from staleflow.clients.trainer.backend import NoBatch
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.shares import shares
 from staleflow.protocols.consistency.effects import Code
@@ -64,11 +65,11 @@ class BatchStream:
         return item
 
     async def fetch(self, step: Step) -> TrainBatch:
-        """This rank's part of the batch of ``step``: all of it for the only rank."""
+        """This rank's part of the batch of ``step``: all of it for the only rank. ``NoBatch`` if there can be none."""
         ask = NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank)
         backoff, attempt = Backoff(0.05, 1.0), 0
         while True:
-            batch = await self._scheduler.ask(ask, Batch, timeout_s=None)
+            batch = await self._batch(ask)
             try:
                 groups = await self._members(self._mine(batch.members))
             except Refused as refused:
@@ -79,6 +80,14 @@ class BatchStream:
                 await asyncio.sleep(backoff.delay_s(attempt))
                 continue
             return await asyncio.to_thread(assemble, batch, groups)
+
+    async def _batch(self, ask: NextBatch) -> Batch:
+        try:
+            return await self._scheduler.ask(ask, Batch, timeout_s=None)
+        except Refused as refused:
+            if refused.code is Code.DENIED:
+                raise NoBatch(refused.detail) from refused
+            raise
 
     def _mine(self, members: Sequence[MemberRef]) -> Sequence[MemberRef]:
         """Whole groups, about equally many tokens a rank; every rank works out the same."""

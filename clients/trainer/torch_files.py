@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -42,7 +43,7 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
             ignore_mismatched_sizes=True,  # they are named below
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             "model directory", str(directory), f"it must hold a causal language model ({error})"
         ) from error

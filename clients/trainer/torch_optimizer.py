@@ -5,7 +5,7 @@ A learning rate of 1e-6 moves a weight by less than bfloat16 can show; summed in
 model the master weights *are* the model's, and nothing is copied.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -103,9 +103,11 @@ class MasterAdamW:
             }
 
 
-def groups(parameters: Iterable[Tensor], config: Trainer) -> list[dict[str, Any]]:
-    """For AdamW: matrices decay, vectors (norms, biases) do not."""
+def groups(
+    parameters: Iterable[Tensor], config: Trainer, ndim: Callable[[Tensor], int] = Tensor.dim
+) -> list[dict[str, Any]]:
+    """For AdamW: matrices decay, vectors (norms, biases) do not. ``ndim``: of the whole tensor."""
     every = list(parameters)
-    decayed, plain = [p for p in every if p.ndim >= 2], [p for p in every if p.ndim < 2]
+    decayed, plain = [p for p in every if ndim(p) >= 2], [p for p in every if ndim(p) < 2]
     both = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in both if group["params"]]

@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from staleflow.clients.out_of_memory import out_of_memory
+from staleflow.clients.trainer.accompanied import accompany, lead
 from staleflow.clients.trainer.backend import OutOfMemory, Published, StepResult, Stopped, Stopping, batch_values
 from staleflow.clients.trainer.batches import TrainBatch, micro_batches
 from staleflow.clients.trainer.evaluation import Evaluation
@@ -31,6 +33,7 @@ from staleflow.clients.trainer.schedule import learning_rate
 from staleflow.clients.trainer.speed import Speed
 from staleflow.clients.trainer.tensors import Streamed, to_arrays
 from staleflow.clients.trainer.torch_files import checkpoint_gradients, load_model, save_model, save_streamed
+from staleflow.clients.trainer.weight_files import WeightFiles, open_model
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
 
@@ -68,13 +71,11 @@ class TorchTrainer:
         """The state of a checkpoint, or of the initial model (None). Every rank does."""
         if directory is None and self._initial:
             return
-        sharded = self._config.trainer.backend == "fsdp"  # its shards are the float32 masters, each moved by itself
-        dtype, device = ("float32", torch.device("cpu")) if sharded else (self._config.model.dtype, self._ranks.device)
-        model = load_model(directory or self._directory, dtype, device)
+        model, files = self._open(directory or self._directory)
         if self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model)
         self._speed = Speed(model, self._ranks, self._config.model.dtype)
-        self.learner = make_learner(self._config, model, self._ranks)
+        self.learner = make_learner(self._config, model, self._ranks, files)
         self._initial = directory is None
         if directory is not None:
             self.learner.load(directory)
@@ -113,19 +114,26 @@ class TorchTrainer:
         self._initial = False
         try:
             return self._train(batch, step, stopping)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error):
                 raise OutOfMemory(self._too_large(batch, step, error)) from error
             raise
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
-        """Mean reward on the held-out prompts, with this model; a sharded one needs every rank to do it."""
+        """Mean reward on the held-out prompts, with this model, from rank 0; a sharded one needs every rank for it.
+
+        ``OutOfMemory`` when the engine's passes do not fit.
+        """
         if self._evaluation is None:
             return {}
-        if self.learner.whole:
-            return self._evaluation.run(self.model, version, stopping)
-        completions = self._evaluation.complete(_Outside(self.model), lambda: self._ranks.any(stopping()))
-        return self._evaluation.score(completions, version, stopping) if self._ranks.place.leads else {}
+        try:
+            return self._evaluate(self._evaluation, version, stopping)
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error):
+                rows, reason = self._config.rollout.max_inflight, first_line(error)
+                what = f"version {version}: out of memory while it answers the held-out prompts"
+                raise OutOfMemory(f"{what}. Lower rollout.max_inflight ({rows}) ({reason})") from error
+            raise
 
     def close(self) -> None:
         """Nothing is held."""
@@ -134,6 +142,23 @@ class TorchTrainer:
     def together(self) -> bool:
         """True when weights and evaluation need every rank."""
         return not self.learner.whole
+
+    def _open(self, directory: Path) -> tuple[Any, WeightFiles | None]:
+        """The model; without its weights, and where they are, for a backend that shards them."""
+        trainer, dtype, device = self._config.trainer, self._config.model.dtype, self._ranks.device
+        if trainer.backend == "fsdp":  # its shards are the float32 masters, each moved by itself
+            return open_model(directory, "float32", torch.device("cpu"))
+        if trainer.backend == "deepspeed" and trainer.zero_stage == 3:
+            return open_model(directory, dtype, device)
+        return load_model(directory, dtype, device), None
+
+    def _evaluate(self, evaluation: Evaluation, version: Version, stopping: Stopping) -> dict[str, float]:
+        if self.learner.whole:
+            return evaluation.run(self.model, version, stopping)
+        if self._ranks.place.leads:
+            return lead(evaluation, self.model, version, self._ranks, stopping)
+        accompany(self.model, self._ranks, stopping)
+        return {}
 
     def _train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
         objective, cuts, began = self._objective, self._passes(batch), time.monotonic()
@@ -197,7 +222,7 @@ class TorchTrainer:
         return self._logprobs(batch, shortest, last=False).sum() * 0.0
 
     def _too_large(self, batch: TrainBatch, step: Step, error: Exception) -> str:
-        micro, (reason, *_) = self._config.trainer.micro_tokens, str(error).splitlines() or [""]
+        micro, reason = self._config.trainer.micro_tokens, first_line(error)
         where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
         return (
             f"step {step}: out of memory{where}; batch {batch.batch} of {len(batch.rewards)} trajectories is kept. "
@@ -205,18 +230,8 @@ class TorchTrainer:
         )
 
 
-class _Outside:
-    """A model whose passes leave inference mode: sharded weights are gathered into tensors that training uses again."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *arguments: Any, **more: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return self._model(*arguments, **more)
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def not_finite(**numbers: float) -> str:

@@ -120,6 +120,8 @@ class GroupView(NamedTuple):
     worker: WorkerId
     lineage: Lineage
     version: Version
+    granted_ms: int
+    """When its lease was granted, by the clock of ``Machine.apply``; 0 once it is none."""
     deadline: Step | None
     spare: bool
     claimed: bool
@@ -141,6 +143,7 @@ def view(group: Group, token_bound: bool) -> GroupView:
         worker=group.worker,
         lineage=group.lineage,
         version=group.version,
+        granted_ms=group.granted_ms,
         deadline=None if token_bound else Step(group.deadline),
         spare=group.spare,
         claimed=group.claim != NO_CLAIM,

@@ -57,7 +57,7 @@ class Machine:
         """
         ledger = self._ledger
         self._handle(event, now_ms)
-        if ledger.out:
+        if ledger.out or type(event) is Tick:  # after a restart the tick tells again who is to truncate
             settle.settle(ledger, now_ms)
         effects = tuple(ledger.out)
         ledger.out.clear()

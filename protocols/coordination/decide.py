@@ -1,13 +1,32 @@
-"""One cycle: snapshot in, orders out. Pure, so it runs unchanged against a simulator."""
+"""One cycle: snapshot in, orders out. Pure, so it runs unchanged in the simulator."""
 
-from staleflow.protocols.coordination.routing import ROUTINGS, Routing
-from staleflow.protocols.coordination.sync import greedy
+import msgspec
+
+from staleflow.protocols.coordination.admission import Admission, admitted
+from staleflow.protocols.coordination.migration import Migration, move
+from staleflow.protocols.coordination.routing import Routing, route
+from staleflow.protocols.coordination.sync import Sync, load
 from staleflow.protocols.coordination.view import Order, Snapshot
 
 
-def decide(snapshot: Snapshot, routing: Routing) -> list[Order]:
-    """What to do now, in order: first who loads weights, then who starts groups.
+class Strategies(msgspec.Struct, frozen=True, kw_only=True):
+    """The chosen strategies and their settings: ``[coordination]`` of the configuration, as far as ``decide`` goes."""
 
-    An instance that is behind starts nothing: it is loading, or is told to within a few cycles.
+    routing: Routing
+    min_gain: float
+    sync: Sync
+    sync_threshold: int
+    migration: Migration
+    migration_gap: float
+    admission: Admission
+
+
+def decide(snapshot: Snapshot, strategies: Strategies) -> list[Order]:
+    """What to do now, in order: who loads weights, who starts groups, which groups go on elsewhere.
+
+    An instance that is behind starts nothing: it loads, or is told to once it has little enough left to write.
     """
-    return [*greedy(snapshot), *ROUTINGS[routing](snapshot)]
+    loads = load(snapshot, strategies.sync, strategies.sync_threshold)
+    starts = route(admitted(snapshot, strategies.admission), strategies.routing, strategies.min_gain)
+    given = {start.worker for start in starts}
+    return [*loads, *starts, *move(snapshot, strategies.migration, strategies.migration_gap, given)]

@@ -13,7 +13,6 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done
 from staleflow.protocols.wire.stages import CRITIC, REWARD
 from staleflow.runtime import trace_events
-from staleflow.runtime.clock import now_ms
 from staleflow.runtime.endpoint import Call
 from staleflow.servers.scheduler import registry
 from staleflow.servers.scheduler.answers import Answers
@@ -50,7 +49,8 @@ class Attachments:
 
     def attach(self, call: Call, body: Attach) -> None:
         no = self._objection(call, body)
-        self._rejects.auth(call.peer, body.role, no[1] if no else "", ok=no is None, now_ms=now_ms())
+        now = self._interpreter.clock.now_ms()
+        self._rejects.auth(call.peer, body.role, no[1] if no else "", ok=no is None, now_ms=now)
         if no is not None:
             self._answers.refuse(call, *no)
             return

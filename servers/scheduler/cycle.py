@@ -4,57 +4,65 @@ Runs at most once a drain, only when something changed that a strategy looks at,
 to decide: with many instances the ledger comes first.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
+from staleflow.configs.schema import Config, Coordination
 from staleflow.protocols.consistency import events
-from staleflow.protocols.consistency.effects import Code, Refused
-from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.coordination import view
-from staleflow.protocols.coordination.decide import decide
-from staleflow.protocols.coordination.routing import Routing
+from staleflow.protocols.consistency.effects import Code, Delivered, Refused
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.sync import MOST_AT_ONCE
-from staleflow.protocols.coordination.view import Load, Order, Snapshot, Start
-from staleflow.servers.scheduler.instance import Instance
+from staleflow.protocols.coordination.view import Load, Move, Order, Start
+from staleflow.protocols.wire.messages import InstanceStats
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.pacing import Pacing
+from staleflow.servers.scheduler.snapshots import MOST_STARTS, Snapshots
 
 REST = 10
 """Time between two decisions, as a multiple of what the last one took."""
-MOST_STARTS = 128
-"""Groups that one cycle starts, so that nobody else waits for more than some milliseconds of leases."""
 
 
 class Cycle:
     """Turns orders into leases and commands."""
 
     def __init__(
-        self, interpreter: Interpreter, instances: Instances, routing: Routing, end: Callable[[], int]
+        self,
+        interpreter: Interpreter,
+        instances: Instances,
+        config: Config,
+        end: Callable[[], int],
+        asked: Callable[[], bool],
     ) -> None:
-        """``end``: the step before which the run is over."""
+        """``end``: the step before which the run is over. ``asked``: the trainer waits for a batch."""
         self._interpreter = interpreter
         self._instances = instances
-        self._routing: Routing = routing
-        self._end = end
-        self._last_served: WorkerId | None = None
+        self._strategies = strategies(config.coordination)
+        self._pacing = Pacing(interpreter.limits, asked)
+        interpreter.listen(Delivered, self._pacing.on_delivered)
+        self._snapshots = Snapshots(interpreter, instances, config, end, self._pacing)
         self.unfinished = False
         """Another cycle should follow soon."""
         self._not_before_ns = 0
-        self._seen: tuple[int, int] = (-1, -1)
-        self._views: dict[WorkerId, view.Instance] = {}
+
+    def heard(self, worker: WorkerId, stats: InstanceStats) -> None:
+        """An instance says how it is; what its steps cost is learned from it."""
+        if self._snapshots.costs is not None:
+            self._snapshots.costs.observe(worker, stats)
 
     def run(self, now_ms: int, *, may_start: bool) -> None:
         """One cycle. ``may_start`` False: weights are still loaded, but nothing new begins."""
         self.unfinished = False
-        started_ns = time.perf_counter_ns()
+        started_ns = self._interpreter.clock.now_ns()
         if not self._instances.changed:
             return
         if started_ns < self._not_before_ns:
             self.unfinished = True
             return
         self._instances.changed = False
-        orders = decide(self._snapshot(now_ms, may_start), self._routing)
-        ended_ns = time.perf_counter_ns()
+        self._pacing.look(self._interpreter.machine, now_ms)
+        orders = decide(self._snapshots.take(now_ms, may_start=may_start), self._strategies)
+        ended_ns = self._interpreter.clock.now_ns()
         self._not_before_ns = ended_ns + REST * (ended_ns - started_ns)
         self._carry_out(orders, now_ms)
 
@@ -69,81 +77,35 @@ class Cycle:
                     loads += 1
                     self._instances.order_pull(instance, order.lineage, order.version, now_ms)
                 case Start():
-                    starts += order.num_groups
+                    starts += len(order.groups)
                     self._start(order)
+                case Move():
+                    self._instances.order_move(order, now_ms)
         if loads >= MOST_AT_ONCE or starts >= MOST_STARTS:
             self._instances.changed = self.unfinished = True
 
     def _start(self, order: Start) -> None:
         """Deal and lease. The ledger has the last word: what it has no room for goes back to the deck."""
-        deck = self._interpreter.deck
-        for _ in range(order.num_groups):
-            group = deck.deal()
-            if group is None:
-                return
+        deck, snapshots = self._interpreter.deck, self._snapshots
+        for group in order.groups:
+            deck.deal_group(group)
             told = self._interpreter.apply(events.Reserve(group=group, worker=order.worker, version=order.version))
             if told and isinstance(told[0], Refused) and told[0].code is not Code.DUPLICATE:
                 deck.again(group)
                 return
-            self._last_served = order.worker
+            snapshots.last_served = order.worker
+            if snapshots.homes is not None:
+                snapshots.homes.given(group % deck.rows, order.worker)
 
-    def _snapshot(self, now_ms: int, may_start: bool) -> Snapshot:
-        machine = self._interpreter.machine
-        newest = machine.version
-        lineage = machine.lineage_of(newest) if newest >= 0 else machine.lineage
-        self._look(lineage, newest, now_ms)
-        views = tuple(self._views.values())
-        versions = {seen.version for seen in views if seen.usable}
-        room = {version: machine.room(version) for version in sorted(versions)} if may_start else {}
-        return Snapshot(
-            lineage=lineage,
-            version=newest,
-            instances=views,
-            room=room,
-            prompts=min(self._interpreter.deck.left(), self._useful(), MOST_STARTS) if may_start else 0,
-            last_served=self._last_served,
-        )
 
-    def _useful(self) -> int:
-        """Groups that could be started and that a step to come can still train; spares come on top."""
-        machine, limits = self._interpreter.machine, self._interpreter.limits
-        steps_left = self._end() - machine.next_step
-        if steps_left <= 0:
-            return 0
-        counts = machine.state_counts()
-        live = counts["leased"] + counts["pushed"] + counts["occupied"]
-        return max(0, steps_left * limits.batch_size + limits.max_spares - live)
-
-    def _look(self, lineage: Lineage, newest: Version, now_ms: int) -> None:
-        """Bring the views up to date: those of instances that changed, or all of them when the newest version did."""
-        touched = self._instances.take_touched()
-        if self._seen != (lineage, newest):
-            self._seen = (lineage, newest)
-            touched = [*dict.fromkeys((*self._views, *touched))]
-        for worker in touched:
-            instance = self._instances.get(worker)
-            if instance is None:
-                self._views.pop(worker, None)
-            else:
-                same_lineage = instance.stats.lineage == lineage
-                self._views[worker] = self._view(instance, same_lineage, newest, now_ms)
-
-    def _view(self, instance: Instance, same_lineage: bool, newest: Version, now_ms: int) -> view.Instance:
-        stats = instance.stats
-        machine = self._interpreter.machine
-        usable = stats.version >= 0 and machine.survives(stats.lineage, stats.version)
-        return view.Instance(
-            worker=instance.worker,
-            lineage=stats.lineage,
-            version=stats.version,
-            usable=usable,
-            behind=newest >= 0 and not (same_lineage and stats.version == newest),
-            pulling=instance.pulling(now_ms),
-            stuck=instance.stuck,
-            held=len(instance.leases),
-            capacity=instance.capacity,
-            running=stats.running,
-            waiting=stats.waiting,
-            kv_used=stats.kv_used,
-            tokens_per_s=stats.tokens_per_s,
-        )
+def strategies(chosen: Coordination) -> Strategies:
+    """What ``decide`` has to know of the configuration."""
+    return Strategies(
+        routing=chosen.routing,
+        min_gain=chosen.min_gain,
+        sync=chosen.sync,
+        sync_threshold=chosen.sync_threshold,
+        migration=chosen.migration,
+        migration_gap=chosen.migration_gap,
+        admission=chosen.admission,
+    )

@@ -1,6 +1,7 @@
 """Which run a store belongs to. What the bound is a promise about may not change under it."""
 
 import secrets
+from pathlib import Path
 
 import msgspec
 
@@ -8,7 +9,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import config_sha, difference, from_json, to_json
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.limits import Limits
-from staleflow.runtime.lmdb_store import Store, Write
+from staleflow.runtime.store import Store, Write
 
 _KEY = b"identity"
 
@@ -23,28 +24,29 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
 
 
-def identify(store: Store, config: Config) -> Identity:
-    """The identity that this start will have. ``ConfigError`` if the store is of another configuration."""
+def identify(store: Store, config: Config, run_dir: Path, run: str = "") -> Identity:
+    """The identity that this start will have. ``ConfigError`` if the store is of another configuration.
+
+    ``run`` names a run that begins; empty: a name of its own.
+    """
     with store.read() as txn:
         raw = txn.get("meta", _KEY)
     sha = config_sha(config)
     if raw is None:
-        run = f"{config.name}-{secrets.token_hex(4)}"
+        run = run or f"{config.name}-{secrets.token_hex(4)}"
         return Identity(run=run, config_sha=sha, config=to_json(config), incarnation=1)
     old = msgspec.msgpack.decode(raw, type=Identity)
     if old.config_sha != sha:
-        raise _differs(store, old, config)
+        raise _differs(run_dir, old, config)
     return msgspec.structs.replace(old, incarnation=old.incarnation + 1)
 
 
-def _differs(store: Store, old: Identity, config: Config) -> ConfigError:
+def _differs(run_dir: Path, old: Identity, config: Config) -> ConfigError:
     found = difference(from_json(old.config), config)
     if found is None:
-        return ConfigError("run directory", str(store.path), "it belongs to another configuration")
+        return ConfigError("run directory", str(run_dir), "it belongs to another configuration")
     key, theirs, ours = found
-    return ConfigError(
-        key, ours, f"the run in {store.path.parent} was started with {theirs}; use another run directory"
-    )
+    return ConfigError(key, ours, f"the run in {run_dir} was started with {theirs}; use another run directory")
 
 
 def save(txn: Write, identity: Identity) -> None:

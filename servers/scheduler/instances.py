@@ -2,18 +2,22 @@
 
 - Every report lists the leases that the instance works on. One that it lacks, though it acknowledged the command, is
   assigned again; one that it should not have is aborted. So a lost command, a lost reply and a restart all heal.
+- An interrupt is ordered again whenever the instance may not have heard it: when it comes back, and with a lease that
+  is assigned again.
 - Nothing is answered before ``answer`` is called, which is after the commit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from staleflow.protocols.consistency.effects import Pushed, Released, Reserved, Truncate
+from staleflow.protocols.consistency.effects import Pushed, Released, Reserved, RolledBack, Truncate
 from staleflow.protocols.consistency.groups import GroupView
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import Abort, Assign, Command, Commands, Interrupt, Report
+from staleflow.protocols.coordination.view import Move
+from staleflow.protocols.wire.messages import Abort, Assign, Command, Commands, Interrupt, Report, Yield
 from staleflow.protocols.wire.trajectory import shard_of
 from staleflow.runtime.endpoint import Call
 from staleflow.servers.scheduler.instance import Instance
+from staleflow.servers.scheduler.moves import Moves
 
 LeasesOf = Callable[[WorkerId], Mapping[LeaseId, GroupView]]
 
@@ -27,6 +31,10 @@ class Instances:
         self._by_worker: dict[WorkerId, Instance] = {}
         self._to_answer: dict[WorkerId, Instance] = {}
         self._touched: dict[WorkerId, None] = {}
+        self._cut: dict[LeaseId, None] = {}
+        """Leases that are to end with the tokens so far."""
+        self.moves = Moves()
+        """Groups on their way between two of them."""
         self.newest = Version(-1)
         """Newest published version; the owner keeps it."""
         self.draining = False
@@ -46,6 +54,8 @@ class Instances:
         if worker not in self._by_worker:
             instance = self._by_worker[worker] = Instance(worker, capacity)
             instance.reload(self._leases_of(worker))
+            for lease in instance.leases:
+                self._cut_again(instance, lease)
         self._touch(worker)
 
     def _touch(self, worker: WorkerId) -> None:
@@ -70,9 +80,12 @@ class Instances:
         self._by_worker.pop(worker, None)
         self._to_answer.pop(worker, None)
         self._touch(worker)
+        self._touch_ends(self.moves.lose(worker))
 
     def reload(self) -> None:
-        """The ledger went back to its last commit: what was not sent was never ordered."""
+        """The ledger went back to its last commit: what was not sent was never ordered, and it says anew who to cut."""
+        self.moves.clear()
+        self._cut.clear()
         for instance in self:
             instance.commands.unsend()
             instance.reload(self._leases_of(instance.worker))
@@ -81,26 +94,48 @@ class Instances:
     # --- what the ledger did ---------------------------------------------------------------------------------
 
     def on_reserved(self, effect: Reserved) -> None:
+        self.moves.arrives(effect.group)
         instance = self._by_worker.get(effect.worker)
         if instance is not None:
             number = self._order(instance, self._assign(effect.group, effect.lease, effect.lineage, effect.version))
             instance.leases[effect.lease] = (effect.group, number)
 
     def on_pushed(self, effect: Pushed) -> None:
+        self._over(effect.group, effect.lease)
         instance = self._by_worker.get(effect.worker)
         if instance is not None and instance.leases.pop(effect.lease, None) is not None:
             instance.pushed[effect.lease] = None
             self._touch(instance.worker)
 
     def on_released(self, effect: Released) -> None:
+        self._over(effect.group, effect.lease)
         instance = self._by_worker.get(effect.worker)
-        if instance is not None and not effect.pushed and instance.leases.pop(effect.lease, None) is not None:
+        if instance is None or effect.pushed or instance.leases.pop(effect.lease, None) is None:
+            return
+        if self.moves.is_leaving(effect.lease):
+            self._touch(instance.worker)  # it stopped by itself, and is told so by the answer
+        else:
             instance.aborting[effect.lease] = self._order(instance, Abort(lease=effect.lease))
 
     def on_truncate(self, effect: Truncate) -> None:
+        self._cut[effect.lease] = None
         instance = self._by_worker.get(effect.worker)
         if instance is not None:
-            self._order(instance, Interrupt(lease=effect.lease))
+            self._cut_again(instance, effect.lease)
+
+    def on_rolled_back(self, _: RolledBack) -> None:
+        self._touch_ends([moving.order for moving in self.moves.pending.values()])
+        self.moves.clear()
+
+    def _over(self, group: GroupId, lease: LeaseId) -> None:
+        """Nobody works under this lease any more."""
+        self._cut.pop(lease, None)
+        self.moves.forget(group)
+        self.end_move(lease)
+
+    def _cut_again(self, instance: Instance, lease: LeaseId) -> None:
+        if lease in self._cut:
+            self._order(instance, Interrupt(lease=lease))
 
     # --- what the instance says ------------------------------------------------------------------------------
 
@@ -132,8 +167,36 @@ class Instances:
                 view = known[lease]
                 number = self._order(instance, self._assign(view.group, lease, view.lineage, view.version))
                 instance.leases[lease] = (view.group, number)
+                self._cut_again(instance, lease)
         instance.pushed = {lease: None for lease in instance.pushed if lease in held}
         instance.aborting = {x: number for x, number in instance.aborting.items() if x in held or number > acked}
+
+    # --- moves -----------------------------------------------------------------------------------------------
+
+    def order_move(self, order: Move, now_ms: int) -> None:
+        """Tell an instance to give a group up, for another one; nothing if either is gone or the group is not there."""
+        instance = self._by_worker.get(order.worker)
+        known = instance is not None and order.lease in instance.leases and order.to in self._by_worker
+        if instance is None or not known or order.lease in self.moves.pending:
+            return
+        self.moves.order(order, now_ms)
+        self._order(instance, Yield(lease=order.lease))
+        self._touch(order.to)
+
+    def end_move(self, lease: LeaseId) -> None:
+        """The group is over, or stays where it is."""
+        if (order := self.moves.end(lease)) is not None:
+            self._touch_ends([order])
+
+    def expire_moves(self, now_ms: int) -> None:
+        """Give up the moves that take too long."""
+        self._touch_ends(self.moves.expire(now_ms))
+
+    def _touch_ends(self, orders: Iterable[Move]) -> None:
+        """Strategies see other ends of these moves than before."""
+        for order in orders:
+            for worker in (order.worker, order.to):
+                self._touch(worker)
 
     # --- answers ---------------------------------------------------------------------------------------------
 
@@ -178,4 +241,5 @@ class Instances:
 
     def _assign(self, group: GroupId, lease: LeaseId, lineage: Lineage, version: Version) -> Assign:
         shard = shard_of(group, self._shards) if self._shards > 1 else 0
-        return Assign(group=group, lease=lease, lineage=lineage, version=version, shard=shard)
+        partial = self.moves.partial(group)
+        return Assign(group=group, lease=lease, lineage=lineage, version=version, shard=shard, partial=partial)

@@ -15,9 +15,9 @@ from staleflow.protocols.consistency.effects import Effect
 from staleflow.protocols.consistency.events import Event
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
-from staleflow.runtime import lmdb_store, trace
-from staleflow.runtime.clock import now_ms
-from staleflow.runtime.lmdb_store import FULL_SHARE, Store, StoreError, Write
+from staleflow.runtime import trace
+from staleflow.runtime.clock import WALL, Clock
+from staleflow.runtime.store import FULL_SHARE, Store, StoreError, StoreFull, Write
 from staleflow.runtime.trace import Trace
 from staleflow.runtime.trace_events import EVENT_OF
 from staleflow.servers.scheduler import deck, ledger_rows
@@ -38,8 +38,9 @@ _PROBE_BYTES = 65_536
 class Interpreter:
     """The only one who applies events to the ledger and writes to the store."""
 
-    def __init__(self, store: Store, limits: Limits, trace: Trace, deck: Deck) -> None:
+    def __init__(self, store: Store, limits: Limits, trace: Trace, deck: Deck, clock: Clock = WALL) -> None:
         self.store = store
+        self.clock = clock
         self.limits = limits
         self.trace = trace
         self.deck = deck
@@ -63,14 +64,14 @@ class Interpreter:
     def load(self) -> None:
         """Become what was committed last."""
         with self.store.read() as txn:
-            self.machine = self._rows.load(txn, self.limits)
+            self.machine = self._rows.load(txn, self.limits, self.clock.now_ms())
             self.deck.load(txn)
             self.totals.load(txn)
         self._touched = False
 
     def apply(self, event: Event) -> tuple[Effect, ...]:
         """Apply one event; its effects are traced and told in order, and durable with the next commit."""
-        effects = self.machine.apply(event, now_ms())
+        effects = self.machine.apply(event, self.clock.now_ms())
         for effect in effects:
             kind = type(effect)
             line = EVENT_OF.get(kind)
@@ -129,7 +130,7 @@ class Interpreter:
             log.warning("commit failed, going back to the last one: %s", error)
             self.trace.forget()
             self.load()
-            self.full = "map" if isinstance(error, lmdb_store.StoreFull) else "disk"
+            self.full = "map" if isinstance(error, StoreFull) else "disk"
             self.failed = True
             return False
         self._touched = False

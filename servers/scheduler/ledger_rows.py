@@ -7,8 +7,7 @@ import msgspec
 
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
-from staleflow.runtime.clock import now_ms
-from staleflow.runtime.lmdb_store import Read, Write, key_number, number_key
+from staleflow.runtime.store import Read, Write, key_number, number_key
 
 TABLE = "groups"
 
@@ -38,7 +37,7 @@ class LedgerRows:
                 txn.put(TABLE, number_key(place), _encode((key, *row)))
         txn.put("meta", _LEDGER, _encode(machine.globals_row()))
 
-    def load(self, txn: Read, limits: Limits) -> Machine:
+    def load(self, txn: Read, limits: Limits, now_ms: int) -> Machine:
         """The machine that was saved last, and where its rows are; a new machine when nothing was."""
         self._places.clear()
         raw = txn.get("meta", _LEDGER)
@@ -49,4 +48,4 @@ class LedgerRows:
             key, *row = _decode(stored)
             self._places[int(key)] = key_number(place)
             rows[int(key)] = row
-        return Machine.restore(limits, _decode(raw), rows.items(), now_ms())
+        return Machine.restore(limits, _decode(raw), rows.items(), now_ms)

@@ -10,15 +10,19 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import PROTOCOL
+from staleflow.runtime import lmdb_store
+from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.endpoint import Endpoint
-from staleflow.runtime.lmdb_store import Store, StoreCorrupt, StoreInUse
+from staleflow.runtime.store import Store, StoreCorrupt, StoreInUse
 from staleflow.runtime.trace import Trace, TraceError
 from staleflow.runtime.trace_events import Open, Recovered
 from staleflow.servers.scheduler import identity as identities
 from staleflow.servers.scheduler.deck import Deck
+from staleflow.servers.scheduler.fresh import BLOCK, Clustering
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.interpreter import TABLES, Interpreter
+from staleflow.servers.scheduler.lengths import Lengths
 from staleflow.servers.scheduler.service import TICK_S, Service
 
 log = logging.getLogger(__name__)
@@ -52,10 +56,10 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard) if hard >= 0 else OPEN_FILES, hard))
 
 
-def _open_store(config: Config, run_dir: Path) -> Store:
+def _open_store(config: Config, run_dir: Path) -> lmdb_store.Store:
     settings = config.scheduler
     try:
-        return Store(
+        return lmdb_store.Store(
             run_dir / "scheduler",
             tables=TABLES,
             map_bytes=settings.map_mb << 20,
@@ -67,9 +71,14 @@ def _open_store(config: Config, run_dir: Path) -> Store:
         raise ConfigError("scheduler's store", str(run_dir / "scheduler"), f"{error}") from error
 
 
-def open_service(config: Config, run_dir: Path, store: Store) -> tuple[Service, Interpreter]:
-    """The service as the store left it, with ``open`` in the trace. ``ConfigError`` if the store is of another run."""
-    identity = identities.identify(store, config)
+def open_service(
+    config: Config, run_dir: Path, store: Store, clock: Clock = WALL, run: str = "", lengths: Lengths | None = None
+) -> tuple[Service, Interpreter]:
+    """The service as the store left it, with ``open`` in the trace. ``ConfigError`` if the store is of another run.
+
+    A new run is named ``run``, or gets a name of its own. ``lengths``: in place of the configured ranker.
+    """
+    identity = identities.identify(store, config, run_dir, run)
     durability = config.scheduler.durability
     try:
         trace = Trace(
@@ -78,16 +87,26 @@ def open_service(config: Config, run_dir: Path, store: Store) -> tuple[Service, 
             run=identity.run,
             incarnation=identity.incarnation,
             durability=durability,
+            clock=clock,
         )
     except TraceError as error:
         raise ConfigError("trace", str(run_dir / "trace.jsonl"), str(error)) from error
-    deck = Deck(seed=config.seed, epochs=config.prompts.epochs)
-    interpreter = Interpreter(store, identities.limits(config), trace, deck)
+    interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), clock)
     service = Service(config, run_dir, identity, interpreter)
     interpreter.with_commit(lambda txn: identities.save(txn, identity))
     trace.add(_opened(config, identity, interpreter))
     service.flush()
     return service, interpreter
+
+
+def _deck(config: Config, lengths: Lengths | None) -> Deck:
+    """The order of prompts that the configuration asks for."""
+    chosen = config.coordination
+    clustering = None
+    if chosen.composition == "length_clustered":
+        clustering = Clustering(batch_size=config.trainer.batch_size, lookahead=chosen.lookahead)
+    lengths = lengths or Lengths(chosen.ranker, ahead=clustering.block if clustering else BLOCK)
+    return Deck(seed=config.seed, epochs=config.prompts.epochs, lengths=lengths, clustering=clustering)
 
 
 def _opened(config: Config, identity: Identity, interpreter: Interpreter) -> Open:

@@ -15,6 +15,7 @@ from staleflow.protocols.consistency.ids import BatchId, Step, Version
 from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.servers.scheduler.instance import Instance
+from staleflow.servers.scheduler.lengths import Lengths
 from staleflow.servers.scheduler.totals import Totals
 
 log = logging.getLogger(__name__)
@@ -25,11 +26,12 @@ Line = dict[str, float | int | None]
 class Metrics:
     """Gathers what the scheduler sees between two steps."""
 
-    def __init__(self, path: Path, limits: Limits, group_size: int, totals: Totals) -> None:
+    def __init__(self, path: Path, limits: Limits, group_size: int, totals: Totals, lengths: Lengths) -> None:
         self._path = path
         self._limits = limits
         self._group_size = group_size
         self._totals = totals
+        self._lengths = lengths
         self._batches: dict[BatchId, Sealed] = {}
         self._staleness: dict[Step, tuple[float, int, float]] = {}
         self._since_ns = 0
@@ -80,6 +82,7 @@ class Metrics:
             line.update(in_flight(machine, self._limits))
             line.update(self._rollout(list(instances), now_ns))
             line.update(self._rates(now_ns))
+            line.update(self._lengths.quality())
         line.update(values)
         self.last = line
         try:

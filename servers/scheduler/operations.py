@@ -6,7 +6,7 @@ What a shard sends again because an answer was lost has its effect once and is a
 from typing import assert_never
 
 from staleflow.protocols.consistency import events
-from staleflow.protocols.consistency.effects import Code, Refused, ReleaseWhy
+from staleflow.protocols.consistency.effects import Code, Refused, Released, ReleaseWhy
 from staleflow.protocols.consistency.errors import TransitionError
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import (
@@ -16,15 +16,17 @@ from staleflow.protocols.wire.messages import (
     RegisterPush,
     RegisterQuarantine,
     RegisterRelease,
+    RegisterYield,
     Result,
     Results,
 )
-from staleflow.runtime.clock import now_ms
 from staleflow.runtime.endpoint import Call
 from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.rejects import Rejects
+from staleflow.servers.scheduler.setbacks import Setbacks
+from staleflow.servers.scheduler.yields import Yields
 
 _DONE = Result()
 
@@ -32,8 +34,18 @@ _DONE = Result()
 class GroupOperations:
     """Applies the operations of shards and workers."""
 
-    def __init__(self, interpreter: Interpreter, answers: Answers, rejects: Rejects, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        answers: Answers,
+        rejects: Rejects,
+        metrics: Metrics,
+        yields: Yields,
+        setbacks: Setbacks,
+    ) -> None:
         self._interpreter = interpreter
+        self._setbacks = setbacks
+        self._yields = yields
         self._answers = answers
         self._rejects = rejects
         self._metrics = metrics
@@ -43,22 +55,29 @@ class GroupOperations:
         self._answers.hold(call, Results(results=results))
 
     def _one(self, peer: str, op: Op) -> Result:
+        if isinstance(op, RegisterYield):
+            return self._yields.one(op)
         if isinstance(op, RegisterPush) and self._interpreter.full:
-            self._rejects.push_refused(peer, op, Code.BUSY.value, now_ms())
+            self._rejects.push_refused(peer, op, Code.BUSY.value, self._interpreter.clock.now_ms())
             return Result(code=Code.BUSY, detail=f"the scheduler's {self._interpreter.full} is full")
         try:
             told = self._interpreter.apply(_event(op))
         except TransitionError as error:
-            self._rejects.refused(peer, Refused(op=type(op).__name__, code=Code.DENIED, group=op.group), now_ms())
+            self._rejects.refused(
+                peer, Refused(op=type(op).__name__, code=Code.DENIED, group=op.group), self._interpreter.clock.now_ms()
+            )
             return Result(code=Code.DENIED, detail=str(error))
         if told and isinstance(refused := told[0], Refused):
-            self._rejects.refused(peer, refused, now_ms())
+            self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
             if refused.code is not Code.DUPLICATE:
                 return Result(code=refused.code, detail=refused.detail)
         elif isinstance(op, RegisterPush):
             self._metrics.pushed(op.samples)
-        elif isinstance(op, RegisterRelease) and op.why is ReleaseWhy.ABORTED and told:
-            self._put_off(op.group)
+            self._interpreter.deck.lengths.observe(op.group, op.samples, truncated=op.truncated)
+        elif isinstance(op, RegisterRelease) and told and isinstance(released := told[0], Released):
+            self._setbacks.released(peer, op, released)
+            if op.why is ReleaseWhy.ABORTED:
+                self._put_off(op.group)
         return _DONE
 
     def _put_off(self, group: GroupId) -> None:
@@ -69,7 +88,7 @@ class GroupOperations:
         deck.again(group, deck.rows)
 
 
-def _event(op: Op) -> events.Event:
+def _event(op: RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine) -> events.Event:
     match op:
         case RegisterPush():
             return events.Push(

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Phase:
-    """Only ever moves forward."""
+    """Only ever moves forward, but for ``stuck``."""
 
+    stuck: str = ""
+    """Why no further step can ever be trained, as things are now."""
     draining: bool = False
     """No new leases."""
     finished: bool = False

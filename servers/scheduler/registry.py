@@ -8,8 +8,8 @@ import msgspec
 
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach
-from staleflow.runtime.clock import now_ms
-from staleflow.runtime.lmdb_store import Read, Write
+from staleflow.runtime.clock import Clock
+from staleflow.runtime.store import Read, Write
 
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "monitor", "admin")
 
@@ -19,10 +19,10 @@ class Process:
 
     __slots__ = ("alive", "attach", "seen_ms")
 
-    def __init__(self, attach: Attach, *, alive: bool) -> None:
+    def __init__(self, attach: Attach, now_ms: int, *, alive: bool) -> None:
         self.attach = attach
         self.alive = alive
-        self.seen_ms = now_ms()
+        self.seen_ms = now_ms
 
     @property
     def worker(self) -> WorkerId:
@@ -40,7 +40,8 @@ class Process:
 class Registry:
     """All processes by name and by id."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, clock: Clock) -> None:
+        self._clock = clock
         self._endpoints = [""] * shards
         self._parameters = ""
         self._names: dict[str, Process] = {}
@@ -50,7 +51,7 @@ class Registry:
     def load(self, txn: Read) -> None:
         """Know again who was attached; nobody counts as alive before it is heard."""
         for _, raw in txn.items("workers"):
-            process = Process(msgspec.msgpack.decode(raw, type=Attach), alive=False)
+            process = Process(msgspec.msgpack.decode(raw, type=Attach), self._clock.now_ms(), alive=False)
             self._know(process)
 
     def attach(self, attach: Attach) -> Process | None:
@@ -58,7 +59,7 @@ class Registry:
         older = self._names.get(attach.name)
         if older is not None:
             self._workers.pop(older.worker, None)
-        self._know(Process(attach, alive=True))
+        self._know(Process(attach, self._clock.now_ms(), alive=True))
         self._replaced.pop(attach.worker, None)
         if older is None or older.worker == attach.worker:
             return None

@@ -4,7 +4,7 @@ Order of one drain: every message is applied to the ledger; batches that became 
 deals new work; all of it is committed; only then do answers leave. A long drain commits every ``COMMIT_MS``.
 """
 
-import time
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.runtime import trace_events
-from staleflow.runtime.clock import now_ms, unix_ns
 from staleflow.runtime.endpoint import Call
-from staleflow.runtime.lmdb_store import FULL_SHARE
+from staleflow.runtime.store import FULL_SHARE
 from staleflow.servers.scheduler.answers import RETRY_MS, Answers
 from staleflow.servers.scheduler.attachments import Attachments
 from staleflow.servers.scheduler.cycle import Cycle
+from staleflow.servers.scheduler.deadlock import Deadlock
+from staleflow.servers.scheduler.describing import Describing
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
@@ -31,8 +32,12 @@ from staleflow.servers.scheduler.operations import GroupOperations
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Registry
 from staleflow.servers.scheduler.rejects import Rejects
+from staleflow.servers.scheduler.setbacks import Setbacks
 from staleflow.servers.scheduler.status import StatusView
 from staleflow.servers.scheduler.training import Training
+from staleflow.servers.scheduler.yields import Yields
+
+log = logging.getLogger(__name__)
 
 COMMIT_MS = 2
 """A drain that takes longer commits in between; DESIGN allows 5."""
@@ -54,19 +59,24 @@ class Service:
 
     def __init__(self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
+        self._clock = interpreter.clock
         self._config = config
         self.phase = Phase()
         self._answers = Answers()
         self._rejects = Rejects(interpreter.trace, interpreter.totals.rejected)
-        self._registry = Registry(config.trajectories.shards)
+        self._registry = Registry(config.trajectories.shards, interpreter.clock)
         with interpreter.store.read() as txn:
             self._registry.load(txn)
         self._instances = Instances(config.trajectories.shards, self._leases_of)
         self._instances.newest = interpreter.machine.version
         group_size = config.rollout.group_size
-        self._metrics = Metrics(run_dir / "metrics.jsonl", interpreter.limits, group_size, interpreter.totals)
+        self._metrics = Metrics(
+            run_dir / "metrics.jsonl", interpreter.limits, group_size, interpreter.totals, interpreter.deck.lengths
+        )
+        self._setbacks = Setbacks()
+        self._deadlock = Deadlock(config, interpreter, self._instances, self._setbacks)
         self._status = StatusView(
-            config, identity, interpreter, self._registry, self._instances, self._metrics, self.phase
+            config, identity, interpreter, self._registry, self._instances, self._metrics, self._deadlock, self.phase
         )
         self._attachments = Attachments(
             config,
@@ -80,8 +90,12 @@ class Service:
         )
         steps = config.trainer.steps
         self._training = Training(interpreter, self._answers, self._rejects, self._status.why, steps)
-        self._operations = GroupOperations(interpreter, self._answers, self._rejects, self._metrics)
-        self._cycle = Cycle(interpreter, self._instances, config.rollout.routing, self._training.end)
+        self._describing = Describing(interpreter.deck, self._registry)
+        yields = Yields(interpreter, self._instances)
+        self._operations = GroupOperations(
+            interpreter, self._answers, self._rejects, self._metrics, yields, self._setbacks
+        )
+        self._cycle = Cycle(interpreter, self._instances, config, self._training.end, self._training.asked)
         self._handlers = self._table()
         self._since_ns = 0
         self._ticks = 0
@@ -101,6 +115,7 @@ class Service:
             messages.Pulled: self._pulled,
             messages.Operations: self._operate,
             messages.Retention: self._retention,
+            messages.Described: self._described,
             messages.Join: self._training.join,
             messages.NextBatch: self._training.next_batch,
             messages.RegisterVersion: self._training.register_version,
@@ -118,7 +133,9 @@ class Service:
         listen(effects.Reserved, self._on_reserved)
         listen(effects.Pushed, instances.on_pushed)
         listen(effects.Pushed, totals.pushed)
+        listen(effects.Pushed, self._setbacks.pushed)
         listen(effects.Occupied, totals.occupied)
+        listen(effects.Occupied, self._setbacks.occupied)
         listen(effects.Released, instances.on_released)
         listen(effects.Released, totals.released)
         listen(effects.Released, self._on_released)
@@ -127,6 +144,7 @@ class Service:
         listen(effects.Sealed, self._metrics.on_sealed)
         listen(effects.Consumed, self._metrics.on_consumed)
         listen(effects.Published, self._on_published)
+        listen(effects.RolledBack, instances.on_rolled_back)
         listen(effects.RolledBack, self._on_rolled_back)
         for effect in (effects.Released, effects.Dropped, effects.Sealed, effects.Consumed, effects.Unsealed):
             listen(effect, self._on_change)
@@ -163,7 +181,7 @@ class Service:
         """One message. Its answer waits for the commit, unless it is only a look."""
         body = call.body
         kind = type(body)
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock.now_ns()
         self._attachments.heard(call.peer, now_ns // 1_000_000)
         if kind is messages.GetStatus:
             call.reply(messages.Status(values=self._status.values(set(self.peers()))))
@@ -187,15 +205,16 @@ class Service:
     def on_gone(self, peer: str) -> None:
         """The transport hears a peer no more."""
         self._attachments.silent(peer)
+        self._describing.lost(peer)
 
     def on_reject(self, peer: str, code: Code, _: str) -> None:
         """The transport could not read what a peer sent."""
-        self._rejects.plain(peer, "message", code.value, now_ms())
+        self._rejects.plain(peer, "message", code.value, self._clock.now_ms())
 
     def flush(self) -> None:
         """Deal, commit, answer: the end of a drain."""
         self._since_ns = 0
-        now = now_ms()
+        now = self._clock.now_ms()
         if self._interpreter.failed:
             self._answers.release()
             return
@@ -218,13 +237,14 @@ class Service:
         self.flush()
 
     def _may_start(self) -> bool:
-        return not (self.phase.draining or self._interpreter.full or "" in self._registry.endpoints())
+        no = self.phase.draining or self.phase.stuck or self._interpreter.full or "" in self._registry.endpoints()
+        return not no
 
     # --- time ------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """What only time brings about."""
-        now = now_ms()
+        now = self._clock.now_ms()
         self._ticks += 1
         if self._ticks % ROOM_TICKS == 0 and not self.phase.closed:
             self._look_at_room()
@@ -233,10 +253,24 @@ class Service:
             self._rejects.flush(now)
             if self._finished_ms and (self._idle() or now - self._finished_ms > CLOSE_AFTER_MS):
                 self.close("finished" if not self.phase.error else self.phase.error)
+        self._interpreter.deck.lengths.learn()
         self._instances.touch_pulling()
+        self._instances.expire_moves(now)
         self.flush()
+        self._describing.ask()
+        self._describing.answer_due(now)
+        self._look_for_deadlock()
         self._training.answer_due(now)
         self._instances.answer_due(now)
+
+    def _look_for_deadlock(self) -> None:
+        """A trainer that waits for what can never come is told, and ends the run as for any other failure."""
+        phase, training = self.phase, self._training
+        if training.waits and not (phase.draining or phase.closed or self._interpreter.full):
+            phase.stuck = self._deadlock.certain()
+            if phase.stuck:
+                log.error("%s", phase.stuck)
+                training.give_up(phase.stuck)
 
     def _idle(self) -> bool:
         counts = self._interpreter.machine.state_counts()
@@ -267,7 +301,8 @@ class Service:
         generated = body.stats.generated_tokens - instance.stats.generated_tokens
         self._interpreter.totals.counts.tokens_generated += max(generated, 0)
         self._interpreter.apply(events.Renew(worker=worker))
-        self._instances.report(instance, call, body, now_ms())
+        self._cycle.heard(worker, body.stats)
+        self._instances.report(instance, call, body, self._clock.now_ms())
 
     def _pulled(self, call: Call, body: messages.Pulled) -> None:
         self._interpreter.trace.add(
@@ -275,7 +310,7 @@ class Service:
         )
         instance = self._instances.get(body.worker)
         if instance is not None and not body.ok:
-            instance.pull_failed(now_ms())
+            instance.pull_failed(self._clock.now_ms())
         self._answers.hold(call, Done())
 
     # --- shards and the parameter server ---------------------------------------------------------------------
@@ -287,6 +322,9 @@ class Service:
         machine = self._interpreter.machine
         keep = [group for group in body.groups if machine.must_keep(group)]
         self._answers.hold(call, messages.Retained(keep=keep))
+
+    def _described(self, call: Call, body: messages.Described) -> None:
+        self._describing.described(call, body, self._clock.now_ms())
 
     def _versions_in_use(self, call: Call, _: messages.VersionsInUse) -> None:
         machine = self._interpreter.machine
@@ -301,7 +339,7 @@ class Service:
 
     def _step_metrics(self, call: Call, body: messages.Metrics) -> None:
         machine = self._interpreter.machine
-        self._metrics.step(body.step, body.values, machine, self._instances, unix_ns())
+        self._metrics.step(body.step, body.values, machine, self._instances, self._clock.unix_ns())
         self._answers.hold(call, Done())
 
     def _finish(self, call: Call, body: messages.Finished) -> None:
@@ -309,7 +347,7 @@ class Service:
             return
         self.phase.error = body.error
         self.phase.finished = True
-        self._finished_ms = self._finished_ms or now_ms()
+        self._finished_ms = self._finished_ms or self._clock.now_ms()
         self.drain()
         self._answers.hold(call, Done())
 
@@ -327,7 +365,7 @@ class Service:
         """Write the last line of this incarnation; nothing changes after it."""
         if not self.phase.closed:
             counts = self._interpreter.machine.state_counts()
-            self._rejects.flush(now_ms() + 10_000)
+            self._rejects.flush(self._clock.now_ms() + 10_000)
             self._interpreter.trace.add(
                 trace_events.Close(why=why, reserved=counts["leased"] + counts["pushed"], occupied=counts["occupied"])
             )

@@ -6,7 +6,7 @@ import msgspec
 
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.runtime.clock import now_ms
+from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
@@ -30,6 +30,7 @@ class StatusView:
         registry: Registry,
         instances: Instances,
         metrics: Metrics,
+        deadlock: Deadlock,
         phase: Phase,
     ) -> None:
         self._config = config
@@ -39,8 +40,8 @@ class StatusView:
         self._instances = instances
         self._metrics = metrics
         self._phase = phase
-        self._why = Why(config, interpreter, registry, instances, phase)
-        self._started_ms = now_ms()
+        self._why = Why(config, interpreter, registry, instances, deadlock, phase)
+        self._started_ms = interpreter.clock.now_ms()
 
     def why(self) -> str:
         """What anything waits for, in one sentence."""
@@ -48,7 +49,7 @@ class StatusView:
 
     def values(self, present: set[str]) -> dict[str, Any]:
         """``present``: peers that the transport hears at the moment."""
-        now = now_ms()
+        now = self._interpreter.clock.now_ms()
         return {
             **self._run(now),
             **self._ledger(),
@@ -60,6 +61,7 @@ class StatusView:
                 "mean": self._metrics.last.get("off_policy/mean", 0.0),
                 "max": self._metrics.last.get("off_policy/max", 0),
             },
+            "lengths": self._lengths(),
             "violations": self._interpreter.totals.counts.violations,
             "metrics": self._metrics.last,
             "finished": self._phase.finished,
@@ -85,6 +87,11 @@ class StatusView:
             "bound": staleness.bound.value,
             "batch_size": self._config.trainer.batch_size,
         }
+
+    def _lengths(self) -> dict[str, Any]:
+        lengths = self._interpreter.deck.lengths
+        ranker = self._config.coordination.ranker
+        return {"ranker": ranker, "described": lengths.num_described, **lengths.quality()}
 
     def _ledger(self) -> dict[str, Any]:
         machine = self._interpreter.machine

@@ -12,7 +12,7 @@ from staleflow.protocols.consistency.effects import (
     Sealed,
 )
 from staleflow.protocols.consistency.ids import Version
-from staleflow.runtime.lmdb_store import Read, Write
+from staleflow.runtime.store import Read, Write
 
 _KEY = b"totals"
 
@@ -32,6 +32,8 @@ class Counts(msgspec.Struct, kw_only=True):
     tokens_pushed: int = 0
     tokens_generated: int = 0
     """As the engines count them, those thrown away included."""
+    moves: int = 0
+    """Groups that went on at another instance."""
     samples_pushed: int = 0
     samples_trained: int = 0
     violations: int = 0

@@ -21,7 +21,6 @@ from staleflow.protocols.wire.messages import (
     Registered,
     RegisterVersion,
 )
-from staleflow.runtime.clock import now_ms
 from staleflow.runtime.endpoint import Call
 from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.interpreter import Interpreter
@@ -63,6 +62,11 @@ class Training:
         """Whether any rank waits for a batch."""
         return bool(self._waiting)
 
+    def asked(self) -> bool:
+        """Whether the trainer waits for the step that it would train now: not while it trains the one before."""
+        step = Step(self._interpreter.machine.version)
+        return any(waiting.body.step == step for waiting in self._waiting)
+
     def join(self, call: Call, body: Join) -> None:
         event = events.Join(trainer=body.trainer, lineage=body.lineage, version=body.version)
         told = self._interpreter.apply(event)
@@ -83,7 +87,7 @@ class Training:
                 call, Code.STALE, f"step {body.step} is consumed; version {machine.version} is published"
             )
             return
-        self._waiting.append(Waiting(call, body, now_ms()))
+        self._waiting.append(Waiting(call, body, self._interpreter.clock.now_ms()))
         self._end = max(self._end, body.step + 1)
         self._sealed = True
 
@@ -150,6 +154,13 @@ class Training:
                 if not waiting.call.done:
                     waiting.call.refuse(Code.BUSY, why, retry_after_ms=1)
 
+    def give_up(self, why: str) -> None:
+        """Turn away all that wait: no batch can ever come."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.call.done:
+                one.call.refuse(Code.DENIED, why)
+
     def register_version(self, call: Call, body: RegisterVersion) -> None:
         if body.batch is None and body.version != 0:
             self._answers.refuse(call, Code.BAD_VERSION, f"version {body.version} needs the batch it was trained on")
@@ -182,14 +193,16 @@ class Training:
     def _fenced(self, call: Call, term: TrainerTerm) -> None:
         now = self._interpreter.machine.trainer_term
         detail = f"trainer term {term} is over, {now} is in charge"
-        self._rejects.refused(call.peer, Refused(op=type(call.body).__name__, code=Code.FENCED), now_ms())
+        self._rejects.refused(
+            call.peer, Refused(op=type(call.body).__name__, code=Code.FENCED), self._interpreter.clock.now_ms()
+        )
         self._answers.refuse(call, Code.FENCED, detail)
 
     def _refuse(self, call: Call, told: tuple[Effect, ...]) -> bool:
         """Pass a no of the ledger on. One that only says "done before" is a yes."""
         for effect in told:
             if isinstance(effect, effects.Refused):
-                self._rejects.refused(call.peer, effect, now_ms())
+                self._rejects.refused(call.peer, effect, self._interpreter.clock.now_ms())
                 if effect.code is not Code.DUPLICATE:
                     self._answers.refuse(call, effect.code, effect.detail)
                     return True

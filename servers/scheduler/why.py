@@ -5,6 +5,7 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.stages import REWARD
+from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.phase import Phase
@@ -15,12 +16,19 @@ class Why:
     """Looks at the same state as everybody else; keeps none."""
 
     def __init__(
-        self, config: Config, interpreter: Interpreter, registry: Registry, instances: Instances, phase: Phase
+        self,
+        config: Config,
+        interpreter: Interpreter,
+        registry: Registry,
+        instances: Instances,
+        deadlock: Deadlock,
+        phase: Phase,
     ) -> None:
         self._config = config
         self._interpreter = interpreter
         self._registry = registry
         self._instances = instances
+        self._deadlock = deadlock
         self._phase = phase
 
     def sentence(self) -> str:
@@ -33,6 +41,8 @@ class Why:
             return f"the trainer stopped: {phase.error}"
         if phase.finished:
             return "the run is finished"
+        if phase.stuck:
+            return phase.stuck
         if phase.draining:
             return "the scheduler drains: no new work is handed out"
         if self._interpreter.full:
@@ -86,7 +96,8 @@ class Why:
             return "; the prompts are used up"
         if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):
             return "; no instance has loaded weights yet"
-        return ""
+        likely = self._deadlock.likely()
+        return f"; {likely}" if likely else ""
 
     def _pinned(self, step: int, group: GroupId, others: int) -> str:
         held = self._interpreter.machine.group(group)
@@ -94,4 +105,6 @@ class Why:
         if held is None:
             return f"step {step} is pinned by group {group}{more}"
         where = f"at {held.worker}" if held.state is State.LEASED else "in stages"
+        if held.state is State.LEASED and self._instances.get(held.worker) is None:
+            where += f", which is silent: its lease ends within {self._config.scheduler.lease_s:g} s"
         return f"step {step} is pinned by group {group}{more}: version {held.version}, {where}"

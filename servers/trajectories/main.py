@@ -10,8 +10,8 @@ from staleflow.configs.stages import seconds_a_group, stages
 from staleflow.protocols.wire.messages import Attach
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
-from staleflow.runtime.lmdb_store import StoreCorrupt, StoreFull, StoreInUse
 from staleflow.runtime.prompts import PromptRows, open_prompts
+from staleflow.runtime.store import StoreCorrupt, StoreFull, StoreInUse
 from staleflow.servers.attached import Tasks, serve_attached
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
@@ -85,5 +85,13 @@ def make_service(
         row=lambda group: prompts[group % len(prompts)],
         seconds_a_group={stage: seconds + STAGE_SLACK_S for stage, seconds in seconds_a_group(config).items()},
     )
-    size = config.rollout.group_size
-    return TrajectoryService(held, calls, prompts, registrar, scheduler, tasks, group_size=size)
+    return TrajectoryService(
+        held,
+        calls,
+        prompts,
+        registrar,
+        scheduler,
+        tasks,
+        group_size=config.rollout.group_size,
+        describes=config.coordination.ranker == "learned",
+    )

@@ -16,13 +16,16 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import (
+    Done,
     FetchGroups,
     FinishStage,
     GetRows,
     GetStatus,
     GroupFrames,
     Groups,
+    PartialFrames,
     PushGroups,
+    PutPartial,
     Result,
     Results,
     Retained,
@@ -39,7 +42,9 @@ from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.prompts import PromptRows
 from staleflow.servers.attached import Tasks
+from staleflow.servers.trajectories.describing import describe
 from staleflow.servers.trajectories.holdings import Held
+from staleflow.servers.trajectories.partials import Partials
 from staleflow.servers.trajectories.records import Key, pushed
 from staleflow.servers.trajectories.registrar import Registrar, Then
 from staleflow.servers.trajectories.shard import Shard
@@ -52,6 +57,8 @@ BUSY_MS = 500
 """A client asks again after this long when there is no room."""
 FETCH_AT_ONCE = 32
 """Groups that are read and checked before the loop has its turn again."""
+MOST_PARTIAL_BYTES = 64 << 20
+"""Of one answer; the groups whose samples would pass it are begun anew."""
 RETAIN_EVERY_S = 2.0
 RETAIN_GROUPS = 4096
 """Groups of one question to the scheduler."""
@@ -94,7 +101,9 @@ class TrajectoryService:
         tasks: Tasks,
         *,
         group_size: int,
+        describes: bool,
     ) -> None:
+        """``describes``: the scheduler wants to know what prompts are like."""
         self._shard = shard
         self._stage_calls = stage_calls
         self._prompts = prompts
@@ -102,8 +111,10 @@ class TrajectoryService:
         self._scheduler = scheduler
         self._tasks = tasks
         self._group_size = group_size
+        self._describes = describes
         self._draining = False
         self._full = asyncio.Event()
+        self._partials = Partials()
 
     def on_call(self, call: Call) -> None:
         """Answer now, or with the commit of this drain, or later."""
@@ -139,9 +150,14 @@ class TrajectoryService:
             case FetchGroups() as body:
                 self._tasks.start(self._answered(call, self._fetch(call, body)))
             case GetRows() as body:
-                call.reply(Rows(rows=[self.row(group) for group in body.groups]))
+                self._rows(call, body)
+            case PutPartial() as body:
+                self._partials.put(Key(body.group, body.lease), body.partial, call.frames)
+                call.reply(Done())
             case GetStatus():
-                call.reply(Status(values={**self._shard.status(), "rows": len(self._prompts)}))
+                call.reply(
+                    Status(values={**self._shard.status(), "rows": len(self._prompts), "partials": len(self._partials)})
+                )
             case _:
                 call.refuse(Code.DENIED, f"a trajectory server does not answer {type(call.body).__name__}")
 
@@ -150,6 +166,22 @@ class TrajectoryService:
         if group < 0:
             raise ProtocolError(Code.MALFORMED, f"{group} is no group")
         return self._prompts[group % len(self._prompts)]
+
+    def _rows(self, call: Call, body: GetRows) -> None:
+        """Prompt rows, and what other instances wrote of the groups; never more than a message takes."""
+        if body.partials and len(body.partials) != len(body.groups):
+            raise ProtocolError(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.partials)} leases")
+        partials: list[PartialFrames | None] = []
+        frames: list[bytes] = []
+        nbytes = 0
+        for key in map(Key, body.groups, body.partials):
+            found = self._partials.find(key)
+            if found is not None and (nbytes := nbytes + found.nbytes) <= MOST_PARTIAL_BYTES:
+                partials.append(found.header)
+                frames += found.frames
+            else:
+                partials.append(None)
+        call.reply(Rows(rows=[self.row(group) for group in body.groups], partials=partials), frames)
 
     # Pushes and stage results ----------------------------------------------------------------------------------------
 
@@ -164,6 +196,7 @@ class TrajectoryService:
         answers = Answers(call, len(taken))
         for index, one in enumerate(taken):
             self._shard.push(one, partial(answers.put, index))
+            self._partials.forget(*one.key)
 
     def _finish(self, call: Call, body: FinishStage) -> None:
         if body.stage not in self._shard.queues:
@@ -234,6 +267,8 @@ class TrajectoryService:
             await self._shard.recover()
             group.create_task(self._stage_calls.watch())
             group.create_task(self._retain())
+            if self._describes:
+                group.create_task(describe(self._scheduler, self._prompts, self._shard.shard))
 
     async def _retain(self) -> None:
         """Ask what may go: every ``RETAIN_EVERY_S``, and at once when a push found no room."""

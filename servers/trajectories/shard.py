@@ -23,7 +23,7 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Op, RegisterOccupy, RegisterQuarantine, RegisterRelease, Result
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
-from staleflow.runtime.lmdb_store import FULL_SHARE, StoreFull
+from staleflow.runtime.store import FULL_SHARE, StoreFull
 from staleflow.servers.trajectories.filters import Filter
 from staleflow.servers.trajectories.holdings import Held, Holdings, Phase, Verdict
 from staleflow.servers.trajectories.records import Key, Pushed, register_push

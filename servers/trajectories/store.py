@@ -16,7 +16,8 @@ from staleflow.configs.schema import Durability
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.tensors import Array, pack, unpack
-from staleflow.runtime.lmdb_store import Read, Store, StoreFull, Write, key_number, number_key
+from staleflow.runtime.lmdb_store import Read, Store, Write
+from staleflow.runtime.store import StoreFull, key_number, number_key
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 
 TABLES = ("records", "payloads", "columns", "turns")

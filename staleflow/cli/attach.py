@@ -48,6 +48,7 @@ def command(
     --run-dir is enough on the machine of the run; --connect asks the scheduler for everything.
     """
     from staleflow.configs.load import addresses
+    from staleflow.configs.presence import check_packages
     from staleflow.supervisor import lifeline
 
     watched = lifeline.hold()
@@ -60,6 +61,7 @@ def command(
         scheduler = connect
     else:
         raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")
+    check_packages(config, role, stage)
     if role == "train" and (ranks := _ranks(config, nproc)) > 1:
         return _launch(config, run_dir, name, scheduler, ranks, watched=watched)
     return _attach(role, config, run_dir, name, scheduler, stage)

@@ -2,11 +2,18 @@
 
 torch's extension builder waits for a lock file for ever. Nothing in the file says who holds it, so a lock counts as
 stale when it is not new and no process works in its folder.
+
+By itself torch has one folder for all environments of a user, and each builds anew what another one built before: the
+commands name its own headers. Half a minute each time, minutes on a busy machine. So every environment, and every torch
+in it, has a folder here.
 """
 
+import hashlib
 import os
+import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -15,11 +22,17 @@ NEW_S = 30.0
 """A build needs no longer from its lock to its first compiler."""
 
 
+FOLDER = "TORCH_EXTENSIONS_DIR"
+"""The environment variable that torch reads."""
+
+
 def extensions() -> Path:
-    """Where torch keeps what it built."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR", "")
+    """Where this environment's builds belong; ``FOLDER`` wins."""
+    chosen = os.environ.get(FOLDER, "")
     cache = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
-    return Path(chosen) if chosen else cache / "torch_extensions"
+    names = [sys.prefix, *(_version(package) for package in ("torch", "deepspeed"))]
+    own = hashlib.sha256(" ".join(names).encode()).hexdigest()[:12]
+    return Path(chosen) if chosen else cache / "staleflow" / "torch_extensions" / own
 
 
 def stale_locks(root: Path, now_s: float | None = None) -> list[Path]:
@@ -37,6 +50,13 @@ def clear_stale_locks(root: Path) -> list[Path]:
     for path in stale:
         path.unlink(missing_ok=True)
     return stale
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _age_s(path: Path, now: float) -> float:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import zmq
 
@@ -22,7 +22,7 @@ from staleflow.runtime import address as addresses
 from staleflow.runtime.drained import DrainedSocket
 from staleflow.runtime.limits import TransportLimits
 
-__all__ = ["Call", "Counts", "Endpoint", "TransportLimits"]
+__all__ = ["Answering", "Call", "Counts", "Endpoint", "Peer", "TransportLimits"]
 
 DEFAULT_LIMITS: Final = TransportLimits()
 _PONG: Final = Pong()
@@ -45,7 +45,7 @@ class Counts:
     """Answers whose peer had left or did not take them."""
 
 
-class _Peer:
+class Peer:
     """One connected client: its route, the worker it is, and its pending calls."""
 
     __slots__ = ("gone", "name", "pending", "route", "seen_s")
@@ -58,13 +58,21 @@ class _Peer:
         self.gone = False
 
 
+class Answering(Protocol):
+    """Who brings an answer to the peer that asked."""
+
+    def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
+        """Send ``body`` to ``peer`` as the answer to its call ``id``; no effect if the peer is gone."""
+        ...
+
+
 class Call:
     """One request that waits for its answer. Keep it to answer later."""
 
-    __slots__ = ("_endpoint", "_from", "answered", "body", "frames", "id")
+    __slots__ = ("_from", "_to", "answered", "body", "frames", "id")
 
-    def __init__(self, endpoint: "Endpoint", peer: _Peer, id: int, body: Request, frames: list[memoryview]) -> None:
-        self._endpoint = endpoint
+    def __init__(self, to: Answering, peer: Peer, id: int, body: Request, frames: list[memoryview]) -> None:
+        self._to = to
         self._from = peer
         self.id = id
         self.body = body
@@ -87,7 +95,7 @@ class Call:
         if self.answered:
             raise RuntimeError(f"call {self.id} of {self.peer} is answered a second time, with {type(body).__name__}")
         self.answered = True
-        self._endpoint._answer(self._from, self.id, body, frames)  # pyright: ignore[reportPrivateUsage]
+        self._to.answer(self._from, self.id, body, frames)
 
     def refuse(self, code: Code, detail: str = "", retry_after_ms: int = 0) -> None:
         """Answer with a normal no."""
@@ -112,7 +120,7 @@ class Endpoint:
         self._on_gone = on_gone
         self._on_reject = on_reject
         self._limits = limits
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._closed = asyncio.Event()
         self._socket = DrainedSocket(
             zmq.ROUTER,
@@ -184,7 +192,8 @@ class Endpoint:
         self.counts.calls += 1
         self._on_call(call)
 
-    def _answer(self, peer: _Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
+    def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
+        """For its calls: they are answered through ``Call.reply``."""
         peer.pending.pop(id, None)
         if not peer.gone:
             self.counts.replies += 1
@@ -208,11 +217,11 @@ class Endpoint:
         self.counts.busy += 1
         self._send(route, id, Refusal(code=Code.BUSY, detail=detail, retry_after_ms=1_000))
 
-    def _welcome(self, route: bytes, id: int) -> _Peer | None:
+    def _welcome(self, route: bytes, id: int) -> Peer | None:
         if len(self._peers) >= self._limits.max_peers:
             self._busy(route, id, f"{len(self._peers)} peers are attached")
             return None
-        peer = self._peers[route] = _Peer(route, time.monotonic())
+        peer = self._peers[route] = Peer(route, time.monotonic())
         return peer
 
     def _sweep_later(self) -> None:

@@ -11,48 +11,16 @@
 import errno
 import fcntl
 import os
-import struct
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lmdb
 
-Buffer = bytes | bytearray | memoryview
-Durability = Literal["process", "power"]
+from staleflow.runtime.store import Buffer, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
 
-FULL_SHARE = 0.9
-"""Share of the map beyond which a server refuses new work; the rest is for what ends work."""
-
-_NUMBER = struct.Struct(">Q")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-class StoreError(Exception):
-    """Base: what this store could not do. Nothing of the failed block was kept."""
-
-
-class StoreFull(StoreError):
-    """The map or the disk has no room."""
-
-
-class StoreInUse(StoreError):
-    """Another live process owns the store."""
-
-
-class StoreCorrupt(StoreError):
-    """LMDB refuses the file; the message names it."""
-
-
-def number_key(number: int) -> bytes:
-    """A key of 8 bytes whose order is that of the numbers; 0 <= number < 2**64."""
-    return _NUMBER.pack(number)
-
-
-def key_number(key: bytes) -> int:
-    """The number of ``number_key``."""
-    return int(_NUMBER.unpack(key)[0])
 
 
 class Read:

@@ -8,12 +8,12 @@
 
 import hashlib
 import os
-import time
 from pathlib import Path
 
 import msgspec
 
-from staleflow.runtime.lmdb_store import Durability, Read, Store, Write, key_number, number_key
+from staleflow.runtime.clock import WALL, Clock
+from staleflow.runtime.store import Durability, Read, Store, Write, key_number, number_key
 from staleflow.runtime.trace_events import SCHEMA, TraceEvent
 
 NO_HASH = "0" * 16
@@ -59,8 +59,11 @@ class Trace:
     ``trace.forget()`` if the transaction failed.
     """
 
-    def __init__(self, path: Path, store: Store, *, run: str, incarnation: int, durability: Durability) -> None:
+    def __init__(
+        self, path: Path, store: Store, *, run: str, incarnation: int, durability: Durability, clock: Clock = WALL
+    ) -> None:
         self.path = path
+        self._clock = clock
         self._power = durability == "power"
         self._prefix = b'{"schema":%d,"run":%b,"inc":%d,"seq":' % (SCHEMA, _encode(run), incarnation)
         self._events: list[tuple[TraceEvent, int, int]] = []
@@ -71,7 +74,7 @@ class Trace:
             self._file = _recover(path, txn, self._head)
             self._written = [key_number(key) for key in txn.keys("outbox")]
         self._trimmed = 0
-        self._synced_ns = time.monotonic_ns()
+        self._synced_ns = self._clock.now_ns()
 
     @property
     def seq(self) -> int:
@@ -86,7 +89,7 @@ class Trace:
     def add(self, event: TraceEvent) -> None:
         """Append a line with the next commit; no effect after ``end``."""
         if not self._ended:
-            self._events.append((event, time.time_ns(), time.monotonic_ns()))
+            self._events.append((event, self._clock.unix_ns(), self._clock.now_ns()))
 
     def end(self) -> None:
         """This incarnation tells nothing more."""
@@ -105,10 +108,10 @@ class Trace:
         """Forget in the outbox what the file has; after a sync when a power failure counts."""
         self._trimmed = 0
         if self._power:
-            if time.monotonic_ns() - self._synced_ns < _SYNC_NS:
+            if self._clock.now_ns() - self._synced_ns < _SYNC_NS:
                 return
             os.fdatasync(self._file)
-            self._synced_ns = time.monotonic_ns()
+            self._synced_ns = self._clock.now_ns()
         for offset in self._written:
             txn.delete("outbox", number_key(offset))
         self._trimmed = len(self._written)

@@ -1,5 +1,6 @@
 """Bad input: one line that names the thing, the value and what is allowed; exit code 2; nothing started or written."""
 
+import importlib.util
 import socket
 from pathlib import Path
 
@@ -44,6 +45,21 @@ def test_a_model_directory_without_tokenizer(cli: Cli, short_dir: Path) -> None:
     (model / "config.json").write_text("{}")
     said = cli("run", SIMULATED, f"model.path={model}", "rollout.engine=transformers")
     refused(said, f'model.path is "{model.resolve()}"; it has no tokenizer', ["model"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_engine_that_is_not_installed(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    words = "the package vllm is not installed: pip install 'staleflow[vllm]'"
+    refused(cli("run", SIMULATED.parent / "quickstart-vllm.toml"), words)
+    write_resolved(load(SIMULATED.parent / "quickstart-vllm.toml"), short_dir / "r")
+    refused(cli("attach", "rollout", "--run-dir", "r"), words, ["r"])
+    assert not (short_dir / "r" / "model").exists()
+
+
+def test_a_key_of_a_stage_that_the_run_does_not_have(cli: Cli) -> None:
+    refused(cli("run", SIMULATED, "reference.threads=2"), "reference.threads is 2; the run has no reference stage")
 
 
 def test_a_port_in_use(cli: Cli) -> None:

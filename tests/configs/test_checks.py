@@ -26,13 +26,59 @@ from tests.configs.conftest import MINIMAL, Write
             r'rollout\.on_update is "recompute"; rollout\.engine "simulated" has nothing to',
         ),
         (["trainer.eval_every=5"], r"trainer\.eval_every is 5; it needs held-out prompts: prompts\.eval_path or"),
+        (
+            ["rollout.simulated.lengths=trace"],
+            r"rollout\.simulated\.trace is missing; with rollout\.simulated\.lengths \"trace\" it must be a \.jsonl",
+        ),
+        (["rollout.simulated.trace=/t.jsonl"], r'trace is "/t\.jsonl"; rollout\.simulated\.lengths is "lognormal"'),
+        (
+            ["rollout.simulated.lengths=uniform", "rollout.simulated.min_tokens=99", "rollout.max_new_tokens=9"],
+            r"rollout\.simulated\.min_tokens is 99; lengths are uniform up to 9: at most that",
+        ),
         (["reward.run=score"], r'reward\.run is "score"; it must be module:function or file\.py:function'),
         (["reward.run=a:"], r'reward\.run is "a:"; it must be module:function'),
         (['reward.run=""'], r'reward\.run is ""; it must be module:function'),
-        (["environment.options.x=1"], r"environment\.options is \{'x': 1\}; these are options of environment\.run"),
+        (["environment.options.x=1"], r"environment\.options is \{'x': 1\}; this is for environment\.run, which is"),
+        (["environment.timeout_s=9"], r"environment\.timeout_s is 9\.0; .* environment\.run, .*; leave it at 120\.0"),
+        (
+            ["reference.path=/m"],
+            r'reference\.path is "/m"; the run has no reference stage: .*kl_coef is 0.* leave it at ""',
+        ),
+        (["reference.threads=2"], r"reference\.threads is 2; the run has no reference stage: .*; leave it at 1$"),
+        (
+            ["critic.path=/m"],
+            r'critic\.path is "/m"; the run has no critic stage: .*advantage is not "gae"; leave it at',
+        ),
+        (
+            ["critic.lr=0.1", "trainer.algorithm.kl_coef=1", "model.path=/m"],
+            r"critic\.lr is 0\.1; the run has no critic",
+        ),
+        (["reference.batch=2", "trainer.algorithm.advantage=gae", "model.path=/m"], r"the run has no reference stage"),
+        (
+            ["environment.run=a:B", "coordination.migration=idle"],
+            r'coordination\.migration is "idle"; it must be "none" with environment\.run: an episode cannot leave',
+        ),
         (["environment.run=a"], r'environment\.run is "a"; it must be module:function or file\.py:function'),
-        (["environment.run=a:B", "prompts.eval_source=a:b"], r"evaluation on held-out prompts plays no environment"),
         (["staleness.bound=token", "staleness.on_overdue=drop"], r'staleness\.on_overdue is "drop"; with staleness'),
+        (
+            ["coordination.min_gain=0.4", "coordination.routing=sticky"],
+            r'coordination\.min_gain is 0\.4; .*"cost_model"; leave it at 0\.',
+        ),
+        (["coordination.sync_threshold=4"], r'coordination\.sync_threshold is 4; .*"threshold"; leave it at 8$'),
+        (["coordination.sync=idle", "coordination.sync_threshold=4"], r"coordination\.sync_threshold is 4; it is the"),
+        (
+            ["coordination.migration_gap=3", "coordination.migration=idle"],
+            r'migration_gap is 3\.0; .*"throughput"; leave',
+        ),
+        (["coordination.lookahead=5"], r'coordination\.lookahead is 5; .*"length_clustered"; leave it at 20$'),
+        (
+            ["coordination.composition=length_clustered", "coordination.ranker=none"],
+            r'composition is "length_clustered"; with coordination\.ranker "none" no length is expected: "iid", or a',
+        ),
+        (
+            ["rollout.redundancy.groups=2", "rollout.max_inflight=8", "trainer.batch_size=8"],
+            r"redundancy\.groups is 2\.0; .*1 x rollout\.max_inflight 8 hold 2 groups, the bound alone admits 24",
+        ),
         (["staleness.min_trainable=0.5"], r"staleness\.min_trainable is 0\.5; it means something only with"),
         (["rollout.max_inflight=7"], r"rollout\.max_inflight is 7; a group of 8 samples must fit: at least 8"),
         (["rollout.max_inflight=8", "rollout.redundancy.samples=1.1"], r"a group of 9 samples must fit: at least 9"),
@@ -86,3 +132,10 @@ def test_prompts_that_cannot_fill_every_batch_are_named_with_how_many_passes_wou
 def test_with_an_environment_the_reward_may_be_left_to_it(write: Write) -> None:
     config = load(write(), ["environment.run=a:B", 'reward.run=""'])
     assert (config.environment.run, config.reward.run) == ("a:B", "")
+
+
+@pytest.mark.parametrize("backend", ["torch", "ddp", "fsdp", "deepspeed"])
+def test_an_environment_may_have_held_out_prompts_with_every_trainer(write: Write, backend: str) -> None:
+    overrides = ["environment.run=a:B", "prompts.eval_source=a:b", "trainer.eval_every=5", "environment.timeout_s=9"]
+    config = load(write(), [*overrides, "model.path=/m", f"trainer.backend={backend}", "trainer.zero_stage=3"])
+    assert (config.trainer.eval_every, config.environment.timeout_s) == (5, 9.0)

@@ -68,6 +68,18 @@ def test_the_last_of_two_overrides_counts(write: Write) -> None:
         ("trainer.betas=[1]", "trainer.betas is [1]; it must be a list of 2, each a number"),
         ("trainer.betas=[0.9, 1.0]", "trainer.betas is [0.9, 1.0]; each must be at least 0 and below 1"),
         ("prompts.columns.a=3", "prompts.columns is {'a': 3}; it must be a table of strings"),
+        ("rollout.gpus=[0,-1]", "rollout.gpus is [0, -1]; it must be a list, each an integer >= 0"),
+        (
+            "simulation.fleet=3",
+            "simulation.fleet is 3; it must be a list, each a table with count, speed, slots, kv_tokens",
+        ),
+        ("simulation.fleet=[{count=1}, {}]", "simulation.fleet[1].count is missing; it must be an integer >= 1"),
+        ("simulation.fleet=[{count=1,speed=0}]", "simulation.fleet[0].speed is 0; it must be a number > 0"),
+        (
+            "simulation.fleet=[{count=1,spede=0}]",
+            "simulation.fleet[0].spede is 0; there is no such key, did you mean simulation.fleet.speed?",
+        ),
+        ("rollout.simulated.k1=nan", "rollout.simulated.k1 is nan; it must be a finite number"),
         ("prompts.chat_template=1", "prompts.chat_template is 1; it must be true or false"),
         ("name=3", "name is 3; it must be a string"),
         ("name=a/b", "name is \"a/b\"; it names run directories: letters, digits, '.', '_' and '-' only"),

@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
-from staleflow.configs.presence import check_model_dir, present
+from staleflow.configs.presence import check_model_dir, check_packages, present
 from staleflow.configs.probe import Question
 from tests.configs.conftest import MINIMAL, Write
 
@@ -41,6 +42,35 @@ def test_an_engine_that_is_not_installed_is_named_with_what_to_install(
     assert refused(write, "trainer.backend=deepspeed", "model.build=a:b") == (
         "trainer.backend is \"deepspeed\"; the package deepspeed is not installed: pip install 'staleflow[deepspeed]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("rollout.engine=transformers",), 'rollout.engine is "transformers"'),
+        (("trainer.backend=torch",), 'trainer.backend is "torch"'),
+        (("trainer.backend=fsdp",), 'trainer.backend is "fsdp"'),
+        (("trainer.algorithm.kl_coef=1",), 'stage is "reference"'),
+        (("trainer.algorithm.advantage=gae",), 'stage is "critic"'),
+    ],
+)
+def test_without_torch_what_needs_it_is_named_with_the_extra_that_brings_it(
+    write: Write, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    expected = f"{said}; the package torch is not installed: pip install 'staleflow[train]'"
+    assert refused(write, *overrides, "model.build=a:b") == expected
+
+
+def test_a_worker_needs_the_packages_of_its_own_role_only(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    everything = ["rollout.engine=transformers", "trainer.algorithm.kl_coef=1", "model.build=a:b"]
+    config = load(write(MINIMAL), everything)
+    check_packages(config, "train")
+    check_packages(config, "stage", "reward")
+    for role, stage in (("rollout", "reward"), ("stage", "reference")):
+        with pytest.raises(ConfigError, match=r"staleflow\[train\]"):
+            check_packages(config, role, stage)
 
 
 def test_a_reward_that_cannot_be_imported_is_named_with_the_reason(write: Write, tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from tests.process.running import Run, audited
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
 
-SMALL = ("trainer.steps=4", "rollout.workers=1", "model.options.steps=80", "model.options.limit=20")
+SMALL = (
+    *("trainer.steps=4", "trainer.eval_every=2", "trainer.eval_prompts=16"),
+    *("rollout.workers=1", "model.options.steps=80", "model.options.limit=20"),
+)
 END_S = 120
 
 
@@ -26,6 +29,10 @@ def test_a_model_with_a_calculator_is_trained_end_to_end(run_dir: Path) -> None:
     assert len(trained) == 4
     assert all(line["mismatch_kl"] < 0.5 for line in trained)
     assert all(2 <= line["length/mean"] <= 16 for line in trained), "the tool's tokens were counted as the model's"
+    held_out = {line["step"]: line for line in lines if "reward/eval" in line}
+    assert sorted(held_out) == [-1, 1, 3]
+    assert all(0 <= line["reward/eval"] <= 1 and 2 <= line["length/eval"] <= 16 for line in held_out.values())
+    assert not any("reward/eval_failed" in line for line in lines)
 
 
 def test_an_environment_that_fails_now_and_then_costs_its_groups_only(run_dir: Path) -> None:

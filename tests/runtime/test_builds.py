@@ -36,9 +36,18 @@ def test_a_lock_of_a_build_that_still_runs_is_left_alone(tmp_path: Path) -> None
     assert stale_locks(tmp_path) == [held]
 
 
-def test_torch_builds_where_its_variable_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_environment_builds_in_a_folder_of_its_own_unless_told_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert extensions() == tmp_path
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert extensions() == Path("/cache/torch_extensions")
+    here = extensions()
+    assert here.is_relative_to("/cache/staleflow/torch_extensions")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(sys, "prefix", "/another/environment")
+        assert extensions().parent == here.parent
+        assert extensions() != here
+    monkeypatch.setattr("staleflow.runtime.builds.version", {"torch": "2.0", "deepspeed": "0.1"}.__getitem__)
+    assert extensions() != here

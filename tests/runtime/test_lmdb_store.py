@@ -8,15 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.runtime.lmdb_store import (
-    Durability,
-    Store,
-    StoreCorrupt,
-    StoreFull,
-    StoreInUse,
-    key_number,
-    number_key,
-)
+from staleflow.runtime.lmdb_store import Store
+from staleflow.runtime.store import Durability, StoreCorrupt, StoreFull, StoreInUse, key_number, number_key
 
 SMALL = 1 << 20
 
@@ -126,7 +119,8 @@ def test_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from staleflow.runtime.lmdb_store import Store, number_key
+from staleflow.runtime.lmdb_store import Store
+from staleflow.runtime.store import number_key
 store = Store(Path(sys.argv[1]), tables=("a",), map_bytes=16 << 20, durability="process")
 for number in range(100):
     with store.write() as txn:

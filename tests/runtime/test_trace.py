@@ -9,7 +9,8 @@ import pytest
 
 from staleflow.protocols.consistency.effects import Consumed, Released, ReleaseWhy
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, WorkerId
-from staleflow.runtime.lmdb_store import Durability, Store
+from staleflow.runtime.lmdb_store import Store
+from staleflow.runtime.store import Durability
 from staleflow.runtime.trace import NO_HASH, TABLES, Trace, TraceError
 from staleflow.runtime.trace_events import EVENT_OF, Attach, Occupy
 

@@ -38,7 +38,7 @@ def test_stages_beyond_the_reward_are_there_when_the_algorithm_needs_them() -> N
         *("attach", "stage", "--run-dir", "/r", "--name", "reference-0", "--stage", "reference"),
     )
     assert (reference.kind, reference.threads) == (Kind.WORKER, 3)
-    without = workers(load(SIMULATED, ["reference.workers=2"]), Path("/r"))
+    without = workers(load(SIMULATED), Path("/r"))
     assert not any(role.name.startswith(("reference", "critic")) for role in without)
 
 

@@ -34,7 +34,8 @@ def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
 
         A_i = (r_i - mean(r_g)) / (std(r_g) + eps)
 
-    Source: Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision.
+    Source: Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision; which of the two
+    deviations is left open there.
     """
     centred, group, count = _centred(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, centred**2)
@@ -59,7 +60,8 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
         A_i = r_i - 1 / (n - 1) * sum_{j != i} r_j = n / (n - 1) * (r_i - mean(r_g))
 
-    Source: Ahmadian et al., Back to Basics (arXiv 2402.14740), section 3.2; Kool et al. (2019).
+    Source: Ahmadian et al., Back to Basics (arXiv 2402.14740), section 2.3, RLOO; Kool et al., Buy 4 REINFORCE Samples,
+    Get a Baseline for Free! (2019).
     """
     centred, group, count = _centred(rewards, group_ids)
     return centred * (count / (count - 1).clamp(min=1))[group]
@@ -73,7 +75,8 @@ def normalised(advantages: Tensor, mask: Tensor, reduce: Reduction, eps: float =
 
         A'_t = (A_t - mean(A)) / (std(A) + eps),  mean and std over the trained tokens of the batch
 
-    Source: Hu et al., REINFORCE++ (arXiv 2501.03262), section 3: one baseline and scale for the batch, no group.
+    Source: Hu et al., REINFORCE++ (arXiv 2501.03262v9), section 3.1, equation 5: one baseline and scale for the batch,
+    no group.
     """
     chosen = advantages[mask].to(torch.float64)
     count, total = reduce.sum(torch.stack([torch.ones_like(chosen).sum(), chosen.sum()])).unbind()

@@ -21,7 +21,7 @@ class Aggregation(Enum):
     (arXiv 2402.03300), equation 3; GSPO (arXiv 2507.18071), equation 5."""
     CONSTANT = auto()
     """``1 / (N L)``, L the longest completion allowed: length neither dilutes nor adds weight. N counts every
-    trajectory. Dr. GRPO (arXiv 2503.20783), section 3.2."""
+    trajectory. Dr. GRPO (arXiv 2503.20783), section 3.2: the constant is the generation budget."""
 
 
 def aggregation_of(advantage: str, loss: str) -> Aggregation:

@@ -43,7 +43,7 @@ def truncated(old: Tensor, behavior: Tensor, *, cap: float) -> Correction:
     """TIS: ``min(k_t, cap)``.
 
     Source: Ionides, Truncated Importance Sampling (2008); for engine/trainer pairs: Yao et al., Your Efficient RL
-    Framework Secretly Brings You Off-Policy RL Training (2025); per token as in IMPALA (arXiv 1802.01561).
+    Framework Secretly Brings You Off-Policy RL Training (2025); per token as in IMPALA (arXiv 1802.01561), section 4.1.
     """
     ratio = _log_ratio(old, behavior).exp()
     return Correction(weight=ratio.clamp(max=cap), masked=_never(ratio), truncated=ratio > cap)
@@ -52,8 +52,8 @@ def truncated(old: Tensor, behavior: Tensor, *, cap: float) -> Correction:
 def decoupled(old: Tensor, behavior: Tensor) -> Correction:
     """Decoupled PPO: ``k_t`` as it is; unbiased token by token, and of unbounded variance.
 
-    Source: Hilton et al., Batch size-invariance for policy optimization (arXiv 2110.00641), equation 4; for language
-    models: AReaL (arXiv 2505.24298), equation 5.
+    Source: Hilton et al., Batch size-invariance for policy optimization (arXiv 2110.00641), the decoupled clipped
+    objective, with old as its proximal policy; for language models: AReaL (arXiv 2505.24298), equation 5.
     """
     ratio = _log_ratio(old, behavior).exp()
     return Correction(weight=ratio, masked=_never(ratio), truncated=_never(ratio))
@@ -62,7 +62,7 @@ def decoupled(old: Tensor, behavior: Tensor) -> Correction:
 def masked_tokens(old: Tensor, behavior: Tensor, *, low: float, high: float) -> Correction:
     """IcePop, masked importance sampling by token: ``k_t`` if ``low <= k_t <= high``, else 0.
 
-    Source: Ring-1T (arXiv 2510.18855), section 3, IcePop.
+    Source: Ring-1T (arXiv 2510.18855), section 2.3.2, equation 2, IcePop; its mean over trajectories is not meant here.
     """
     ratio = _log_ratio(old, behavior).exp()
     out = (ratio < low) | (ratio > high)

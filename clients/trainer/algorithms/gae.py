@@ -15,7 +15,8 @@ def token_rewards(rewards: Tensor, lengths: Tensor, costs: Tensor | None = None)
         r_t = [t is last] * R - cost_t
 
     A trajectory without tokens has no place for its reward. With ``costs = kl_coef * (behaviour - reference)`` this is
-    the reward of RLHF: Ouyang et al., InstructGPT (arXiv 2203.02155), equation 2, per token.
+    the reward of RLHF, whose penalty is per token: Ouyang et al., InstructGPT (arXiv 2203.02155), section 3.5 and
+    equation 2.
     """
     made = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=rewards.device)
     some = lengths > 0
@@ -35,7 +36,7 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
     lambda 1 is the return minus V_t (no bias, most variance), lambda 0 the one-step error. A value's target is A_t +
     V_t.
 
-    Source: Schulman et al., GAE (arXiv 1506.02438), equations 11 to 16.
+    Source: Schulman et al., GAE (arXiv 1506.02438), section 3, equation 16.
     """
     rows, width = len(lengths), int(lengths.max()) if lengths.numel() else 0
     inside = torch.arange(width, device=rewards.device) < lengths.unsqueeze(1)
@@ -56,7 +57,7 @@ def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
 
         G_t = sum_{i >= t} r_i
 
-    Source: Hu et al., REINFORCE++ (arXiv 2501.03262), equation of the advantage before normalisation.
+    Source: Hu et al., REINFORCE++ (arXiv 2501.03262v9), section 3.1, equation 4.
     """
     zeros = torch.zeros_like(rewards)
     return gae(rewards, zeros, lengths, gamma=1.0, gae_lambda=1.0)

@@ -3,7 +3,7 @@
 
 With ``d_t = logp_t - ref_t`` and tokens of the current policy, all three estimate KL(current || reference) in nats a
 token. An estimator's value and its gradient are two things: what descends KL is ``E[d_t * grad logp_t]`` (Tang and
-Munos, On a few pitfalls in KL divergence gradient estimation for RL, arXiv 2506.09477, section 3).
+Munos, On a few pitfalls in KL divergence gradient estimation for RL, arXiv 2506.09477).
 """
 
 from typing import Final
@@ -24,11 +24,12 @@ def kl_loss(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
         k3    exp(-d_t) - 1 + d_t           without bias, never negative
 
     Gradient. k2: ``d_t * grad logp_t``, that of KL. k3: ``(1 - exp(-d_t)) * grad logp_t``, the same to first order in
-    d_t, and bounded by 1 where the model has grown too sure. k1: differentiating ``d_t`` would give ``grad logp_t``, 0
-    on average, a loss that holds nothing back; so k1 here has the value ``d_t`` and, by a detached factor, the gradient
-    ``d_t * grad logp_t``.
+    d_t: at most 1 where the model has grown too sure, without bound where it has grown too unsure. k1: differentiating
+    ``d_t`` would give ``grad logp_t``, 0 on average, a loss that holds nothing back; so k1 here has the value ``d_t``
+    and, by a detached factor, the gradient ``d_t * grad logp_t``.
 
-    The reference is a constant. Old tokens are not weighted: off-policy it is the divergence where the engine went.
+    The reference is a constant. Old tokens are not weighted: off-policy it is the divergence where the engine went
+    (DeepSeek-V3.2, arXiv 2512.02556, equation 7, has the weight).
 
     Source: Schulman, Approximating KL Divergence (2020); k3 in the loss: DeepSeekMath (arXiv 2402.03300), equation 4.
     """

@@ -65,8 +65,9 @@ def ppo_clip(
 
     ``low``: A_t < 0 and r_t < 1 - clip_low. ``high``: A_t > 0 and r_t > 1 + clip_high, or cut by the second clip.
 
-    Source: Schulman et al., PPO (arXiv 1707.06347), equation 7; apart bounds (clip-higher): Yu et al., DAPO (arXiv
-    2503.14476), section 3.1; second clip: Ye et al. (arXiv 1912.09729), equation 5.
+    Source: Schulman et al., PPO (arXiv 1707.06347), section 3, equation 7; apart bounds (clip-higher): Yu et al., DAPO
+    (arXiv 2503.14476), section 3.1; second clip: Ye et al., Mastering Complex Control in MOBA Games (arXiv 1912.09729),
+    equation 5.
     """
     ratio, advantages = ratio_of(logprobs, old), advantages.detach()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages)
@@ -100,7 +101,7 @@ def aipo(logprobs: Tensor, behavior: Tensor, advantages: Tensor, *, aipo_cap: fl
         w_t    = min(exp(logp_t - behaviour_t), aipo_cap), a constant
         loss_t = -w_t * A_t * logp_t
 
-    Source: LlamaRL (arXiv 2505.24034), section 5, AIPO.
+    Source: Wu et al., LlamaRL (arXiv 2505.24034), the update of AIPO, with its constant rho between 2 and 10.
     """
     ratio = ratio_of(logprobs, behavior).detach()
     weight = ratio.clamp(max=aipo_cap)
@@ -110,17 +111,27 @@ def aipo(logprobs: Tensor, behavior: Tensor, advantages: Tensor, *, aipo_cap: fl
 def m2po(logprobs: Tensor, behavior: Tensor, advantages: Tensor, *, limit: float) -> TokenLoss:
     """The unclipped surrogate without the tokens that make the batch's second moment too large::
 
-        loss_t = -M_t * exp(logp_t - behaviour_t) * A_t,   M_t = [(logp_t - behaviour_t)^2 <= limit]
+        loss_t = -M_t * exp(logp_t - behaviour_t) * A_t
+        M_t    = 0 if A_t * (logp_t - behaviour_t) > 0 and (logp_t - behaviour_t)^2 > limit, else 1
 
-    ``limit`` is ``second_moment.largest_kept`` of the whole batch, so that the mean of the squares kept is at most the
-    threshold. Masked tokens stay in the denominator of the mean.
+    The first condition is ``clippable``. ``limit`` is ``second_moment.largest_kept`` of those tokens of the whole
+    batch, so that the mean of the squares that they keep is at most the threshold. Masked tokens stay in the
+    denominator of the mean.
 
-    Source: Zheng et al., M2PO (arXiv 2510.01161), section 4.
+    Source: Zheng et al., M2PO (arXiv 2510.01161v2), section 5.2, algorithm 1 and equation 5.
     """
     ratio = ratio_of(logprobs, behavior)
-    masked = squared_log_ratio(logprobs, behavior) > limit
+    masked = clippable(logprobs, behavior, advantages) & (squared_log_ratio(logprobs, behavior) > limit)
     loss = -torch.where(masked, torch.zeros_like(ratio), ratio * advantages.detach())
     return plain(loss, masked=masked)
+
+
+def clippable(logprobs: Tensor, behavior: Tensor, advantages: Tensor) -> Tensor:
+    """Bool: what PPO's clip can act on, good tokens that have grown likelier and bad ones less likely.
+
+    Elsewhere the step goes back towards behaviour, which nothing has to bound: M2PO (arXiv 2510.01161v2), section 5.2.
+    """
+    return advantages.detach() * (logprobs - behavior).detach() > 0
 
 
 def squared_log_ratio(logprobs: Tensor, behavior: Tensor) -> Tensor:

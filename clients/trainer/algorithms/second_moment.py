@@ -17,7 +17,7 @@ def largest_kept(squares: Tensor, threshold: float, reduce: Reduction) -> float:
     with c, so bisection finds the place. It runs over the bits of a float64, which order as the numbers do: 63 sums
     over the ranks, exact.
 
-    Source: Zheng et al., M2PO (arXiv 2510.01161), section 4: mean(M2) <= threshold over the tokens kept.
+    Source: Zheng et al., M2PO (arXiv 2510.01161v2), section 5.2, algorithm 1, where one token leaves at a time.
     """
     low, high = 0, 0x7FEF_FFFF_FFFF_FFFF  # bits of 0.0 and of the largest finite float64
     for _ in range(_BITS):

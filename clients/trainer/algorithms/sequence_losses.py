@@ -26,7 +26,7 @@ def gspo(
     Meant for ``aggregation.sequence_mean``, which turns equal tokens into one term a trajectory. With advantages that
     differ inside a trajectory this is the paper's GSPO-token in value and not in gradient.
 
-    Source: Zheng et al., GSPO (arXiv 2507.18071), equations 5 and 7.
+    Source: Zheng et al., GSPO (arXiv 2507.18071v2), section 4.1, equations 5 and 7.
     """
     distance = row_mean(logprobs - behavior.detach(), row)
     # the clip of a ratio to nothing: ppo_clip takes a logarithm and what is below the fraction
@@ -51,7 +51,7 @@ def opsm(
 
     Meant for ``aggregation.sequence_mean``.
 
-    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, off-policy sequence masking.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, equations 8 and 9, off-policy sequence masking.
     """
     clipped = ppo_clip(logprobs, behavior, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     distance = row_mean((behavior - logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), row)

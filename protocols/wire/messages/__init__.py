@@ -28,6 +28,7 @@ from staleflow.protocols.wire.messages.instances import (
     Pull,
     Pulled,
     Report,
+    Yield,
 )
 from staleflow.protocols.wire.messages.operations import (
     Op,
@@ -36,6 +37,7 @@ from staleflow.protocols.wire.messages.operations import (
     RegisterPush,
     RegisterQuarantine,
     RegisterRelease,
+    RegisterYield,
     Result,
     Results,
     Retained,
@@ -54,6 +56,7 @@ from staleflow.protocols.wire.messages.parameters import (
     TensorEntry,
     Unpin,
 )
+from staleflow.protocols.wire.messages.prompts import FEATURES, Describe, Described
 from staleflow.protocols.wire.messages.training import (
     Batch,
     Finished,
@@ -74,8 +77,10 @@ from staleflow.protocols.wire.messages.trajectories import (
     GetRows,
     GroupFrames,
     Groups,
+    PartialFrames,
     PushGroups,
     PushItem,
+    PutPartial,
     Rows,
     StageItem,
     StageResult,
@@ -93,6 +98,7 @@ Request = (
     | Pulled
     | Operations
     | Retention
+    | Described
     | Join
     | NextBatch
     | RegisterVersion
@@ -102,6 +108,7 @@ Request = (
     | Finished
     | GetRows
     | PushGroups
+    | PutPartial
     | TakeStage
     | FinishStage
     | FetchGroups
@@ -122,6 +129,7 @@ Reply = (
     | Commands
     | Results
     | Retained
+    | Describe
     | Joined
     | Batch
     | Registered
@@ -135,6 +143,7 @@ Reply = (
 )
 
 __all__ = [
+    "FEATURES",
     "PROTOCOL",
     "Abort",
     "Assign",
@@ -146,6 +155,8 @@ __all__ = [
     "Command",
     "Commands",
     "CommitPublish",
+    "Describe",
+    "Described",
     "Detach",
     "Done",
     "Drain",
@@ -172,6 +183,7 @@ __all__ = [
     "Op",
     "Operations",
     "Part",
+    "PartialFrames",
     "Ping",
     "Pong",
     "PublishChunk",
@@ -180,6 +192,7 @@ __all__ = [
     "Pulled",
     "PushGroups",
     "PushItem",
+    "PutPartial",
     "Refusal",
     "RegisterCheckpoint",
     "RegisterOccupy",
@@ -187,6 +200,7 @@ __all__ = [
     "RegisterQuarantine",
     "RegisterRelease",
     "RegisterVersion",
+    "RegisterYield",
     "Registered",
     "Reply",
     "Report",
@@ -205,4 +219,5 @@ __all__ = [
     "TensorSpec",
     "Unpin",
     "VersionsInUse",
+    "Yield",
 ]

@@ -6,7 +6,7 @@ import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
 
 

@@ -13,13 +13,21 @@ class InstanceStats(Part, frozen=True, kw_only=True):
     running: int = 0
     """Samples being decoded."""
     waiting: int = 0
-    """Samples queued in the engine."""
+    """Samples queued in the engine, or on their way there."""
     kv_used: float = 0.0
     """Share of the KV cache in use, 0 to 1."""
+    kv_tokens: int = 0
+    """Tokens in the KV cache."""
+    kv_capacity: int = 0
+    """Tokens that the KV cache holds; 0: the engine cannot say."""
+    slots: int = 0
+    """Samples that the engine decodes at once; 0: it cannot say."""
     tokens_per_s: float = 0.0
     """Over the last few seconds."""
     generated_tokens: int = 0
     """Since the process started."""
+    steps: int = 0
+    """Decode steps since the process started: each wrote a token of every running sample."""
     busy_s: float = 0.0
     """Seconds with at least one running sample, since the process started."""
 
@@ -49,6 +57,8 @@ class Assign(Message, frozen=True, kw_only=True):
     version: Version
     shard: int
     """Trajectory server that has the prompt row and takes the payload."""
+    partial: LeaseId = LeaseId(0)
+    """Lease under which that server keeps what another instance wrote of it, to go on from; 0: none."""
 
 
 class Pull(Message, frozen=True, kw_only=True):
@@ -70,7 +80,16 @@ class Abort(Message, frozen=True, kw_only=True):
     lease: LeaseId
 
 
-Command = Assign | Pull | Interrupt | Abort
+class Yield(Message, frozen=True, kw_only=True):
+    """Command: stop and keep this lease's tokens; give them to the shard (``PutPartial``), then say ``RegisterYield``.
+
+    The lease stays held until that is answered. A group that is done by then is pushed as if nothing had been said.
+    """
+
+    lease: LeaseId
+
+
+Command = Assign | Pull | Interrupt | Abort | Yield
 
 
 class Commands(Message, frozen=True, kw_only=True):

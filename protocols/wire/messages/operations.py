@@ -2,7 +2,7 @@
 
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Message, Part
 
 
@@ -37,6 +37,8 @@ class RegisterRelease(Message, frozen=True, kw_only=True):
     lease: LeaseId
     why: ReleaseWhy
     detail: str = ""
+    hopeless: bool = False
+    """The worker's engine can never serve it: too long, say."""
 
 
 class RegisterQuarantine(Message, frozen=True, kw_only=True):
@@ -45,7 +47,22 @@ class RegisterQuarantine(Message, frozen=True, kw_only=True):
     group: GroupId
 
 
-Op = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine
+class RegisterYield(Message, frozen=True, kw_only=True):
+    """Op of a worker that was told to yield: its shard has the samples so far, another instance may go on with them.
+
+    Done: the lease is over and the group is leased anew elsewhere. ``stale_lease``: it was over before. Any other code:
+    nothing has changed, and the worker goes on under the same lease.
+    """
+
+    group: GroupId
+    lease: LeaseId
+    lineage: Lineage
+    """Of ``version``."""
+    version: Version
+    """Newest that wrote any of it; the lease's own when nothing is written."""
+
+
+Op = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterYield
 
 
 class Operations(Message, frozen=True, kw_only=True):

@@ -2,20 +2,43 @@
 
 from typing import Any
 
+import msgspec
+
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages.base import Message, Part, TensorSpec
 
 
 class GetRows(Message, frozen=True, kw_only=True):
-    """Prompt rows by group id. -> Rows"""
+    """Prompt rows by group id, and what was written of some of the groups. -> Rows"""
 
     groups: list[GroupId]
+    partials: list[LeaseId] = msgspec.field(default_factory=list[LeaseId])
+    """Empty, or for each group the lease under which its samples so far were put; 0: none are wanted."""
+
+
+class PartialFrames(Part, frozen=True, kw_only=True):
+    """Samples of a group so far: the next frames, described by ``frames``."""
+
+    origin: LeaseId
+    """The first lease that any of it was written under: what is still to be drawn is drawn by its seeds."""
+    frames: list[TensorSpec]
 
 
 class Rows(Message, frozen=True, kw_only=True):
-    """In the order asked: the columns of each row."""
+    """In the order asked: the columns of each row, and the samples so far; None when they are not wanted, or lost."""
 
     rows: list[dict[str, Any]]
+    partials: list[PartialFrames | None] = msgspec.field(default_factory=list[PartialFrames | None])
+    """Empty, or one a row."""
+
+
+class PutPartial(Message, frozen=True, kw_only=True):
+    """The samples of a group so far, all that were started (``trajectory.GroupPayload``; what is not done is marked
+    interrupted). Kept in memory for whoever goes on with them. -> Done, or Refusal when there is no room"""
+
+    group: GroupId
+    lease: LeaseId
+    partial: PartialFrames
 
 
 class PushItem(Part, frozen=True, kw_only=True):

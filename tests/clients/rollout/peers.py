@@ -19,10 +19,13 @@ from staleflow.protocols.wire.messages import (
     Done,
     GetRows,
     Operations,
+    PartialFrames,
     Pull,
     Pulled,
     PushGroups,
+    PutPartial,
     RegisterRelease,
+    RegisterYield,
     Report,
     Result,
     Results,
@@ -42,6 +45,9 @@ class Scheduler:
     commands: list[Command] = field(default_factory=list[Command])
     reports: list[Report] = field(default_factory=list[Report])
     released: list[RegisterRelease] = field(default_factory=list[RegisterRelease])
+    yielded: list[RegisterYield] = field(default_factory=list[RegisterYield])
+    stays: Code | None = None
+    """What every yield is answered with; None moves the group."""
     pulled: list[Pulled] = field(default_factory=list[Pulled])
     detached: list[str] = field(default_factory=list[str])
     drain: bool = False
@@ -70,7 +76,10 @@ class Scheduler:
                     asyncio.get_running_loop().call_later(0.05, self._answer, call)
             case Operations():
                 self.released += [op for op in call.body.ops if isinstance(op, RegisterRelease)]
-                call.reply(Results(results=[Result()] * len(call.body.ops)))
+                yielded = [op for op in call.body.ops if isinstance(op, RegisterYield)]
+                self.yielded += yielded
+                code = self.stays if yielded else None
+                call.reply(Results(results=[Result(code=code, detail="said the test")] * len(call.body.ops)))
             case Pulled():
                 self.pulled.append(call.body)
                 call.reply(Done())
@@ -103,6 +112,15 @@ class Shard:
     truncated: dict[int, bool] = field(default_factory=dict[int, bool])
     codes: dict[int, list[Code]] = field(default_factory=dict[int, list[Code]])
     """Refusals to come, by group."""
+    partials: dict[tuple[int, int], tuple[PartialFrames, list[memoryview]]] = field(
+        default_factory=dict[tuple[int, int], tuple[PartialFrames, list[memoryview]]]
+    )
+    """By group and lease."""
+    no_partials: Code | None = None
+    """What they are refused with."""
+    refused: int = 0
+    """How often they were."""
+    asked: list[GetRows] = field(default_factory=list[GetRows])
     hold: bool = False
     """Keep pushes unanswered."""
     pushes: list[Call] = field(default_factory=list[Call])
@@ -112,13 +130,35 @@ class Shard:
     def hear(self, call: Call) -> None:
         match call.body:
             case GetRows():
-                call.reply(Rows(rows=[self.rows.get(group, {"prompt": f"{group}="}) for group in call.body.groups]))
+                self._rows(call, call.body)
+            case PutPartial() as put if self.no_partials is None:
+                self.partials[put.group, put.lease] = put.partial, call.frames
+                call.reply(Done())
+            case PutPartial():
+                self.refused += 1
+                call.refuse(self.no_partials or Code.BUSY, "said the test")
             case PushGroups():
                 self.pushes.append(call)
                 if not self.hold:
                     self.answer(call)
             case _:
                 call.refuse(Code.DENIED, "not in this play")
+
+    def _rows(self, call: Call, asked: GetRows) -> None:
+        self.asked.append(asked)
+        found = [self.partials.get(key) for key in zip(asked.groups, asked.partials, strict=bool(asked.partials))]
+        call.reply(
+            Rows(
+                rows=[self.rows.get(group, {"prompt": f"{group}="}) for group in asked.groups],
+                partials=[None if one is None else one[0] for one in found],
+            ),
+            [frame for one in found if one is not None for frame in one[1]],
+        )
+
+    def partial(self, group: int, lease: int) -> tuple[PartialFrames, GroupPayload]:
+        """What that lease left."""
+        header, frames = self.partials[group, lease]
+        return header, GroupPayload.from_arrays(arrays(header.frames, frames))
 
     def answer(self, call: Call) -> None:
         assert isinstance(call.body, PushGroups)
@@ -200,9 +240,14 @@ class Stage:
             endpoint.close()
 
 
-def assign(group: int, lease: int = 0, version: int = 0) -> Assign:
+def assign(group: int, lease: int = 0, version: int = 0, partial: int = 0) -> Assign:
     return Assign(
-        group=GroupId(group), lease=LeaseId(lease or group), lineage=Lineage(0), version=Version(version), shard=0
+        group=GroupId(group),
+        lease=LeaseId(lease or group),
+        lineage=Lineage(0),
+        version=Version(version),
+        shard=0,
+        partial=LeaseId(partial),
     )
 
 

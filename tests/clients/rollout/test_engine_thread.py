@@ -11,7 +11,7 @@ import pytest
 from staleflow.clients.rollout.engine import EngineError, Request, RequestError, Sampling, Trajectory
 from staleflow.clients.rollout.engine_thread import EngineThread
 from staleflow.clients.rollout.simulated_engine import SimulatedEngine
-from staleflow.configs.schema import Simulated
+from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 from tests.clients.rollout.waiting import until
@@ -138,6 +138,21 @@ async def test_draining_ends_what_runs_before_the_load_and_starts_what_waits_aft
         assert [s.version for s in (await second).segments] == [2]
 
 
+async def test_what_is_to_go_on_elsewhere_ends_with_what_it_has_and_what_waits_with_nothing() -> None:
+    engine = Gated(slots=1, tokens=50)
+    async with threaded(engine) as thread:
+        calls = [asyncio.ensure_future(thread.generate(ask(id))) for id in range(3)]
+        await begun(engine)
+        for id in (0, 2):
+            thread.interrupt(id, least=0)
+        engine.open()
+        first, second, third = await asyncio.gather(*calls)
+        assert (first.finish, first.token_ids.size) == (Finish.INTERRUPTED, 2)
+        assert second.finish is Finish.STOP
+        assert (third.finish, third.segments) == (Finish.INTERRUPTED, ())
+        thread.interrupt(99, least=0)
+
+
 async def test_a_step_that_does_not_return_shows_and_closing_leaves_it_behind() -> None:
     engine = Gated()
     async with threaded(engine) as thread:
@@ -150,6 +165,42 @@ async def test_a_step_that_does_not_return_shows_and_closing_leaves_it_behind() 
         await until(lambda: thread.stuck_s() == 0.0)
 
 
+async def test_closing_without_a_limit_waits_for_the_step_under_way() -> None:
+    engine = Gated()
+    async with threaded(engine) as thread:
+        call = asyncio.ensure_future(thread.generate(ask(0)))
+        await begun(engine)
+        await thread.close(limit_s=0)
+        assert thread.stuck_s() > 0, "left behind"
+        closing = asyncio.ensure_future(thread.close(limit_s=None))
+        engine.open()
+        await closing
+        assert thread.stuck_s() == 0
+        assert all(running.name != "engine" for running in threading.enumerate())
+        assert call.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("error", "advised"),
+    [
+        (MemoryError("Unable to allocate 8 GiB"), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("shapes do not match"), False),
+    ],
+)
+async def test_an_engine_out_of_memory_says_what_to_change(error: Exception, advised: bool) -> None:
+    class Broken(Gated):
+        def step(self) -> list[Trajectory]:
+            raise error
+
+    async with threaded(Broken()) as thread:
+        with pytest.raises(EngineError) as failed:
+            await thread.generate(ask(0))
+        told = "; lower rollout.max_inflight, or rollout.max_new_tokens" if advised else ""
+        assert str(failed.value) == f"the engine failed: {error!r}{told}"
+
+
 async def test_an_engine_that_raises_fails_every_caller_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Gated):
         def step(self) -> list[Trajectory]:
@@ -158,7 +209,8 @@ async def test_an_engine_that_raises_fails_every_caller_and_says_so(caplog: pyte
     async with threaded(Broken()) as thread:
         failed = await asyncio.gather(thread.generate(ask(0)), thread.generate(ask(1)), return_exceptions=True)
         assert all(isinstance(error, EngineError) for error in failed)
-        with pytest.raises(EngineError, match="out of memory"):
+        with pytest.raises(EngineError, match="out of memory") as failure:
             await thread.failure
+        assert isinstance(failure.value.__cause__, RuntimeError)
         with pytest.raises(EngineError):
             await thread.generate(ask(2))

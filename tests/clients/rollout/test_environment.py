@@ -20,7 +20,8 @@ from staleflow.clients.rollout.environment_runner import EpisodeFailed
 from staleflow.clients.rollout.groups import Held, Recipe, interrupt
 from staleflow.clients.rollout.simulated_engine import SimulatedEngine
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Config, Environment, Prompts, Reward, Simulated
+from staleflow.configs.schema import Config, Environment, Prompts, Reward
+from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 from tests.clients.rollout.peers import assign

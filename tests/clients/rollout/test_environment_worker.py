@@ -14,10 +14,11 @@ from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.main import text_bytes
 from staleflow.clients.rollout.simulated_engine import SimulatedEngine
 from staleflow.clients.rollout.worker import Worker
-from staleflow.configs.schema import Config, Environment, Prompts, Reward, Simulated
+from staleflow.configs.schema import Config, Environment, Prompts, Reward
+from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId
-from staleflow.protocols.wire.messages import Abort, Interrupt
+from staleflow.protocols.wire.messages import Abort, Interrupt, Yield
 from tests.clients.rollout.peers import Stage, assign, pull
 from tests.clients.rollout.waiting import until
 
@@ -51,11 +52,12 @@ async def test_bad_episodes_give_their_leases_back_and_good_ones_are_pushed(shor
         await until(lambda: len(scheduler.released) == 2)
         scheduler.order(assign(4), assign(5), assign(6), Abort(lease=LeaseId(5)))
         await until(lambda: len(scheduler.released) == 4)
-        scheduler.order(assign(8), Interrupt(lease=LeaseId(8)))
+        scheduler.order(assign(8), Yield(lease=LeaseId(8)), Interrupt(lease=LeaseId(8)))  # episodes do not move
         await until(lambda: 8 in shard.payloads)
         assert shard.truncated == {2: False, 8: True}
         await until(lambda: scheduler.held == [])
-        assert {op.why for op in scheduler.released} == {ReleaseWhy.ABORTED}
+        assert scheduler.yielded == []
+        assert {(op.why, op.hopeless) for op in scheduler.released} == {(ReleaseWhy.ABORTED, False)}
         assert {op.group: op.detail for op in scheduler.released} == {
             1: f"group 1: at {stage.me}, the environment raised ValueError: no such planet",
             3: f"group 3: at {stage.me}, the environment's process ended with code 7",

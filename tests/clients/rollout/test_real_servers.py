@@ -3,6 +3,8 @@
 
 import asyncio
 import itertools
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +19,13 @@ import pytest
 from staleflow.clients.attachment import attach
 from staleflow.clients.parameters import Publisher
 from staleflow.clients.rollout import main
-from staleflow.configs.load import addresses, write_resolved
+from staleflow.clients.rollout.engine import Trajectory
+from staleflow.clients.rollout.engine_thread import EngineThread
+from staleflow.clients.rollout.simulated_engine import SimulatedEngine
+from staleflow.clients.rollout.worker import Encode
+from staleflow.configs.load import addresses, read_run, write_resolved
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Scheduler
+from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
@@ -152,11 +159,66 @@ def test_a_signal_ends_a_worker_that_waits_for_its_run(tmp_path: Path) -> None:
         assert worker.wait(10) == 0
 
 
-@pytest.mark.parametrize("missing", ["directory", "tokenizer"])
-def test_a_model_directory_that_cannot_be_used_is_the_operators_error(tmp_path: Path, missing: str) -> None:
+class Broken(SimulatedEngine):
+    """Fails at its first step, with whatever it has been given."""
+
+    def step(self) -> list[Trajectory]:
+        raise MemoryError("Unable to allocate 8 GiB")
+
+
+def test_an_engine_that_crashes_ends_its_worker_and_the_leases_go_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published, run_dir = model_directory(tmp_path / "model", seed=0), tmp_path / "run"
+    configured(run_dir, tmp_path / "model")
+    config = read_run(run_dir)
+
+    async def opened(*_: object) -> tuple[EngineThread, Encode]:
+        return EngineThread(Broken(Simulated(), slots=8)), main.text_bytes
+
+    async def asked(before: bool) -> dict[str, Any]:
+        scheduler = Client(addresses(config, run_dir).scheduler, worker=ME)
+        try:
+            if before:
+                await publish(scheduler, published)
+            return (await scheduler.ask(GetStatus(), Status)).values
+        finally:
+            scheduler.close()
+
+    monkeypatch.setattr(main, "open_engine", opened)
+    with servers(run_dir):
+        asyncio.run(asked(before=True))
+        assert main.attach(config, run_dir, "rollout-0", addresses(config, run_dir).scheduler) == 1
+        status = asyncio.run(asked(before=False))
+    log = (run_dir / "logs" / "rollout-0.log").read_text()
+    named = re.search(r"the engine of (rollout-0\.\w+) failed; the leases of its groups go back: (\d+(?:, \d+)*)", log)
+    assert named is not None
+    assert "MemoryError('Unable to allocate 8 GiB'); lower rollout.max_inflight, or rollout.max_new_tokens" in log
+    assert [worker["role"] for worker in status["workers"] if worker["role"] == "rollout"] == []
+    assert status["ledger"]["leased"] == 0
+    events = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()]
+    released = {str(event["group"]) for event in events if event["ev"] == "release" and event["why"] == "aborted"}
+    assert released >= set(named[2].split(", "))
+
+
+@pytest.mark.parametrize("missing", ["directory", "tokenizer", "embeddings"])
+def test_a_model_directory_that_cannot_be_used_is_the_operators_error(
+    tmp_path: Path, missing: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if missing == "embeddings":
+        model_directory(tmp_path / "model", seed=0)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+        tokenizer.add_tokens(["more"])
+        tokenizer.save_pretrained(tmp_path / "model")
     if missing == "tokenizer":
         model_directory(tmp_path / "model", seed=0)
         for file in (tmp_path / "model").glob("tokenizer*"):
             file.unlink()
     config = configured(tmp_path / "run", tmp_path / "model")
     assert main.attach(config, tmp_path / "run", "rollout-0", "ipc:///nowhere") == 2
+    told = {
+        "directory": "no such directory",
+        "tokenizer": "it has no tokenizer",
+        "embeddings": "they do not belong together",
+    }
+    assert f"{told[missing]}" in capfd.readouterr().err

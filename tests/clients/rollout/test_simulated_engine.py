@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from staleflow.clients.rollout.engine import Request, RequestError, Sampling, Trajectory
 from staleflow.clients.rollout.simulated_engine import SimulatedEngine
-from staleflow.configs.schema import Simulated
+from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 
@@ -26,7 +27,7 @@ class Clock:
         self.now_s += seconds
 
 
-def build(clock: Clock | None = None, *, slots: int = 4, seed: int = 0, **cost: float) -> SimulatedEngine:
+def build(clock: Clock | None = None, *, slots: int = 4, seed: int = 0, **cost: Any) -> SimulatedEngine:
     clock = clock or Clock()
     return SimulatedEngine(Simulated(**cost), slots=slots, seed=seed, now=clock.now, sleep=clock.sleep)
 
@@ -58,6 +59,19 @@ def test_a_step_lasts_what_the_cost_model_says() -> None:
     before = clock.now_s
     engine.step()
     assert clock.now_s - before == pytest.approx(0.001 * 4 + 0.5 + 0.1)
+
+
+def test_its_counters_tell_what_a_step_costs() -> None:
+    """Tokens, steps and seconds between two looks: how many ran and how long a step took."""
+    engine = build(slots=2, sigma=0, mean_tokens=10)
+    for id in range(3):
+        engine.submit(ask(id))
+    engine.step()
+    engine.step()
+    seen = engine.stats()
+    assert (seen.running, seen.waiting, seen.slots, seen.steps, seen.generated_tokens) == (2, 1, 2, 2, 4)
+    assert seen.kv_tokens == 2 * (4 + 1)  # the newest token is not in the cache yet
+    assert seen.kv_used == pytest.approx(seen.kv_tokens / seen.kv_capacity)
 
 
 def test_time_that_a_sleep_overshot_is_caught_up() -> None:

@@ -9,7 +9,13 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from staleflow.clients.rollout.tokens import encoder, open_tokenizer, stop_ids  # noqa: E402
+from staleflow.clients.rollout.tokens import (  # noqa: E402
+    check_same_tokens,
+    check_vocabulary,
+    encoder,
+    open_tokenizer,
+    stop_ids,
+)
 from staleflow.configs.errors import ConfigError  # noqa: E402
 from staleflow.quickstart.model import character_tokenizer  # noqa: E402
 
@@ -50,6 +56,39 @@ def test_a_directory_without_a_readable_tokenizer_is_the_operators_error(directo
         path.unlink()
     with pytest.raises(ConfigError, match="no tokenizer"):
         open_tokenizer(directory)
+
+
+def test_a_tokenizer_of_another_model_is_the_operators_error() -> None:
+    tokenizer: Any = character_tokenizer()
+
+    def model(rows: int) -> Any:
+        text = SimpleNamespace(vocab_size=rows)
+        return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+
+    count = len(tokenizer)
+    check_vocabulary(tokenizer, model(count))
+    check_vocabulary(tokenizer, model(count + 44))  # padded embeddings are usual
+    with pytest.raises(ConfigError, match=rf'tokenizer is "{count} tokens"; the model\'s vocabulary has {count - 1}'):
+        check_vocabulary(tokenizer, model(count - 1))
+
+
+def test_another_model_must_have_every_token_of_the_policy_under_the_same_number(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    tokenizer: Any = character_tokenizer()
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(other)
+    transformers.Qwen3Config().save_pretrained(other)
+    check_same_tokens("reference.path", other, directory)
+    with pytest.raises(ConfigError, match=r"^critic\.path is .* 1 tokens differ: 'more' is missing, not \d+$"):
+        check_same_tokens("critic.path", directory, other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"1":', '"X":').replace('"2":', '"1":').replace('"X":', '"2":'))
+    with pytest.raises(
+        ConfigError, match=r"its tokenizer is not the policy's, of which 2 tokens differ: '1' is \d+, not"
+    ):
+        check_same_tokens("reference.path", other, directory)
 
 
 def test_a_completion_stops_at_every_end_that_model_and_tokenizer_name() -> None:

@@ -280,6 +280,22 @@ def test_an_interrupt_ends_a_trajectory_with_the_tokens_so_far_and_at_least_one(
     }
 
 
+def test_its_counters_tell_what_a_step_costs() -> None:
+    """Tokens, decode steps and seconds between two looks: how many ran and how long a step took."""
+    engine = TransformersEngine(build("qwen3"), [], slots=2)
+    for id in range(3):
+        engine.submit(ask(id, [1, 2, id], 6))
+    engine.step()
+    before = engine.stats()
+    engine.step()
+    engine.step()
+    seen = engine.stats()
+    assert (seen.running, seen.waiting, seen.slots) == (2, 1, 2)
+    assert (seen.steps - before.steps, seen.generated_tokens - before.generated_tokens) == (2, 4)
+    assert seen.kv_tokens - before.kv_tokens == 4
+    assert seen.kv_used == pytest.approx(seen.kv_tokens / seen.kv_capacity)
+
+
 def test_an_abort_forgets_a_trajectory_and_frees_its_row() -> None:
     engine = TransformersEngine(build("qwen3"), [], slots=2)
     for id in range(4):

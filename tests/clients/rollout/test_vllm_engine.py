@@ -280,6 +280,33 @@ async def test_a_prefix_goes_on_where_it_was_left_and_stays_as_first_sampled(mak
     np.testing.assert_allclose(again.segments[1].logprobs, expected, atol=1e-4)
 
 
+async def test_what_is_to_go_on_elsewhere_ends_at_once_and_what_has_no_token_without_one(make: Make) -> None:
+    """Four run, the fifth and sixth wait; one of these has a prefix. Each goes on from there as if it had stayed."""
+    model = build()
+    engine = await make(model)
+    alone = [await engine.generate(ask(10 + n, [4, 5], 30)) for n in range(SLOTS)]
+    tasks = [asyncio.ensure_future(engine.generate(ask(10 + n, [4, 5], 30))) for n in range(SLOTS)]
+    await running(engine, tasks)
+    prefix = alone[0].segments
+    short = TokenSegment(
+        lineage=Lineage(0), version=Version(0), token_ids=prefix[0].token_ids[:3], logprobs=prefix[0].logprobs[:3]
+    )
+    waiting = [asyncio.ensure_future(engine.generate(ask(20 + n, [4, 5], 30, prefix=(short,) * n))) for n in range(2)]
+    await asyncio.sleep(0)
+    for id in (*range(10, 10 + SLOTS), 20, 21):
+        engine.interrupt(id, least=0)
+    left, (empty, begun) = await asyncio.gather(*tasks), await asyncio.gather(*waiting)
+    assert (empty.segments, empty.finish, begun.finish) == ((), Finish.INTERRUPTED, Finish.INTERRUPTED)
+    assert begun.token_ids.tolist()[:3] == short.token_ids.tolist()
+    assert all(trajectory.finish is Finish.INTERRUPTED and 0 < len(trajectory.token_ids) < 30 for trajectory in left)
+    for n, trajectory in enumerate(left):
+        again = await engine.generate(ask(30 + n, [4, 5], 30, prefix=trajectory.segments))
+        count = len(trajectory.token_ids)
+        np.testing.assert_array_equal(again.token_ids[:count], trajectory.token_ids)
+        np.testing.assert_array_equal(again.logprobs[:count], trajectory.logprobs)
+        assert len(again.token_ids) == 30
+
+
 async def test_an_interrupt_ends_a_trajectory_with_the_tokens_so_far_and_at_least_one(make: Make) -> None:
     model = build()
     engine = await make(model)
@@ -394,11 +421,14 @@ async def test_stats_are_the_engines_own_and_a_full_cache_preempts_without_harm(
     now = engine.stats()
     assert now.running == SLOTS
     assert 0 < now.kv_used <= 1
+    assert now.slots == SLOTS
+    assert 0 < now.kv_tokens <= now.kv_capacity < 1600
     assert engine.stuck_s() < 5
     samples = await asyncio.gather(*tasks)
     after = engine.stats()
     assert (after.running, after.waiting, after.kv_used) == (0, 0, 0)
     assert after.generated_tokens - before.generated_tokens == 400 * SLOTS
+    assert 400 <= after.steps - before.steps <= 400 * SLOTS
     assert after.preemptions > before.preemptions  # 1,600 tokens do not fit a cache of 1 MiB
     assert engine.tokens_per_s() > 0
     assert engine.busy_s() > 0

@@ -9,28 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.clients.rollout.engine import EngineError, Request, RequestError, Sampling, Trajectory
+from staleflow.clients.rollout.engine import EngineError, LoadError, Request, RequestError, Sampling, Trajectory
 from staleflow.clients.rollout.engine_thread import EngineThread
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.main import text_bytes
 from staleflow.clients.rollout.simulated_engine import SimulatedEngine
 from staleflow.clients.rollout.worker import STUCK_S, Worker
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Simulated
+from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId, Version
 from staleflow.protocols.wire.messages import Abort, Interrupt
 from staleflow.protocols.wire.trajectory import Finish
 from staleflow.runtime.errors import Refused
-from tests.clients.rollout.peers import Stage, assign, pull
+from tests.clients.rollout.peers import ME, Stage, assign, pull
 from tests.clients.rollout.waiting import until
 
 
 class Paced(SimulatedEngine):
     """Fast, unless the test closes the gate or makes a step fail; refuses prompts of more than 20 tokens."""
 
-    def __init__(self, tokens: float = 8, sigma: float = 0.3) -> None:
-        super().__init__(Simulated(mean_tokens=tokens, sigma=sigma, k2=1e-4), slots=16)
+    def __init__(self, tokens: float = 8, sigma: float = 0.3, step_s: float = 1e-4) -> None:
+        super().__init__(Simulated(mean_tokens=tokens, sigma=sigma, k2=step_s), slots=16)
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -197,7 +197,7 @@ async def test_what_a_shard_calls_stale_is_thrown_away_and_counted(short_dir: Pa
         await until(lambda: 4 in play.shard.payloads)  # offered again until there is room
         await until(lambda: play.scheduler.held == [])
         assert list(play.shard.payloads) == [4]
-        assert play.worker.counts == {"pushed": 2, "thrown_away": 2, "released": 0, "loaded": 1}
+        assert play.worker.counts == {"pushed": 2, "moved": 0, "thrown_away": 2, "released": 0, "loaded": 1}
         assert play.scheduler.released == []
 
 
@@ -214,6 +214,7 @@ async def test_what_goes_wrong_with_a_group_costs_that_group_alone(short_dir: Pa
             (3, 13, ReleaseWhy.ABORTED, "group 3: the prompt is empty"),
             (4, 14, ReleaseWhy.ABORTED, "group 4: its push is refused: malformed said the test"),
         }
+        assert {op.group for op in play.scheduler.released if op.hopeless} == {1, 2, 3}, "no engine can serve them"
         await until(lambda: play.scheduler.held == [])
 
 
@@ -241,6 +242,23 @@ async def test_a_version_that_cannot_be_had_is_reported_and_the_old_one_stays(sh
         await until(lambda: len(play.scheduler.pulled) == 2)
         assert [(pulled.version, pulled.ok) for pulled in play.scheduler.pulled] == [(0, True), (5, False)]
         assert play.scheduler.reports[-1].stats.version == 0
+
+
+async def test_weights_that_do_not_fit_the_model_are_named_and_reported_and_the_old_ones_go_on(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: object) -> None:
+        raise LoadError("tensor lm_head.weight is missing")
+
+    async with playing(short_dir) as play:
+        await loaded(play)
+        monkeypatch.setattr(play.engine, "load", refuses)
+        play.scheduler.order(pull(1), assign(1), assign(2, version=1))
+        await until(lambda: 1 in play.shard.payloads and play.scheduler.released)
+        assert [(pulled.version, pulled.ok) for pulled in play.scheduler.pulled] == [(0, True), (1, False)]
+        assert [op.detail for op in play.scheduler.released] == ["group 2: version 1 is not loaded here"]
+        assert "version 1 of lineage 0 is not loaded: tensor lm_head.weight is missing" in caplog.text
+        await until(lambda: play.scheduler.held == [])
 
 
 async def test_no_group_is_written_with_weights_older_than_its_lease_names(short_dir: Path) -> None:
@@ -281,13 +299,16 @@ async def test_an_engine_that_hangs_stops_the_renewals_and_goes_on_when_it_retur
         await until(lambda: 1 in play.shard.payloads and play.scheduler.held == [])
 
 
-async def test_an_engine_that_fails_ends_the_worker(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_fails_ends_the_worker_and_its_groups_are_named(
+    short_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with playing(short_dir) as play:
         await loaded(play)
         play.engine.error = RuntimeError("out of memory")
-        play.scheduler.order(assign(1))
+        play.scheduler.order(assign(1), assign(4))
         with pytest.raises(EngineError, match="out of memory"):
             await asyncio.wait_for(play.running, 10)
+        assert f"the engine of {ME} failed; the leases of its groups go back: 1, 4" in caplog.text
 
 
 @pytest.mark.parametrize(("code", "error"), [(Code.FENCED, ConfigError), (Code.DENIED, Refused)])

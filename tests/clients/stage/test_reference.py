@@ -1,18 +1,23 @@
 # pyright: basic, reportMissingImports=false
 """The reference model's log-probabilities stand at the tokens that they are of."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from staleflow.clients.stage.main import open_judge
 from staleflow.clients.stage.model_stage import Ended
 from staleflow.clients.stage.reference import Reference
 from staleflow.clients.stage.worker import Failed
 from staleflow.clients.trainer.batches import FetchedGroup, assemble
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config
 from tests.clients.stage.judged import asked_to_end, column, going_on, group, ragged, sequences
 from tests.clients.trainer.making import header
 
@@ -74,6 +79,27 @@ def test_a_group_with_tokens_of_another_vocabulary_fails_alone(model_directory: 
     good, bad = reference(model_directory).judge([group(2), strange], going_on)
     assert bad == Failed("it has token 20; the model of this stage knows 20 tokens")
     assert len(column(good, "logprobs")) == 10
+
+
+def test_a_group_longer_than_the_models_context_fails_alone(model_directory: Path) -> None:
+    long, fits = group(1, prompt=100, lengths=(4, 29)), group(2, prompt=100, lengths=(28,))
+    bad, good = reference(model_directory).judge([long, fits], going_on)
+    assert bad == Failed("it has 129 tokens in a row; the context of this stage's model is 128")
+    assert len(column(good, "logprobs")) == 28
+
+
+@pytest.mark.parametrize("stage", ["reference", "critic"])
+def test_a_stage_whose_model_reads_other_tokens_than_the_policy_is_the_operators_error(
+    model_directory: Path, tmp_path: Path, stage: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_directory, other)
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"+":', '"?":'))
+    table = {"prompts": {"source": "a:b"}, "reward": {"run": "a:b"}, "model": {"path": str(model_directory)}}
+    config = msgspec.convert(table | {stage: {"path": str(other)}}, Config)
+    with pytest.raises(ConfigError, match=rf"^{stage}\.path is .*, of which 1 tokens differ: '\+' is missing, not 10$"):
+        open_judge(config, tmp_path, stage)
 
 
 def test_a_model_that_is_broken_fails_the_group_by_name(model_directory: Path) -> None:

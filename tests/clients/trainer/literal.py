@@ -108,9 +108,15 @@ def ppo(ratio: float, advantage: float, low: float, high: float, dual: float = 0
     return -ratio * advantage, -ratio * advantage, ""
 
 
-def m2_limit(batch: list[Written], threshold: float) -> float:
+def clippable(at: Token, advantage: float) -> bool:
+    """Good and grown likelier, or bad and grown less likely."""
+    return (advantage > 0 and at.logprob > at.behavior) or (advantage < 0 and at.logprob < at.behavior)
+
+
+def m2_limit(batch: list[Written], gained: dict[int, float], threshold: float) -> float:
     """The largest square that stays when the largest leave one after the other until the mean is small enough."""
-    squares = sorted((t.logprob - t.behavior) ** 2 for one in batch for t in one.trained)
+    tokens = [token for one in batch for token in one.trained if clippable(token, gained[id(token)])]
+    squares = sorted((token.logprob - token.behavior) ** 2 for token in tokens)
     while squares and sum(squares) / len(squares) > threshold:
         squares.pop()
     return squares[-1] if squares else -1.0
@@ -136,7 +142,7 @@ def token(how: Algorithm, one: Written, at: Token, advantage: float, limit: floa
             weight = min(ratio, how.aipo_cap)
             return -weight * advantage * at.logprob, -weight * advantage, "cut" if weight != ratio else ""
         case "m2po":
-            if (at.logprob - at.behavior) ** 2 > limit:
+            if clippable(at, advantage) and (at.logprob - at.behavior) ** 2 > limit:
                 return 0.0, 0.0, "masked"
             return -ratio * advantage, -ratio * advantage, ""
         case "opsm":
@@ -183,7 +189,8 @@ def share(how: Algorithm, batch: list[Written], one: Written, longest: int) -> f
 
 def step(how: Algorithm, batch: list[Written], longest: int) -> Step:
     found, fates, silent = Step(), list[str](), 0
-    gained, limit = advantages(how, batch), m2_limit(batch, how.m2_threshold)
+    gained = advantages(how, batch)
+    limit = m2_limit(batch, gained, how.m2_threshold)
     ratios: list[float] = []
     apart = 0.0
     for one in batch:

@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 
 from staleflow.clients.trainer.backend import Stopped
+from staleflow.clients.trainer.evaluation import open_evaluation
 from staleflow.clients.trainer.ranks import ManyRanks, open_ranks
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
-from staleflow.protocols.consistency.ids import Step
+from staleflow.protocols.consistency.ids import Step, Version
 from tests.clients.trainer.making import share
 
 PATIENCE_S = 180.0
@@ -34,7 +35,8 @@ def main() -> None:
     task: dict[str, Any] = json.loads(Path(sys.argv[1]).read_bytes())
     config = msgspec.convert(task["config"], Config)
     ranks = open_ranks(config.trainer.backend)
-    trainer = TorchTrainer(config, Path(task["directory"]), ranks=ranks)
+    directory = Path(task["directory"])
+    trainer = TorchTrainer(config, directory, open_evaluation(config, directory), ranks)
     if task.get("load"):
         trainer.load(Path(task["load"]))
     where, results = ranks.place, list[dict[str, Any]]()
@@ -49,6 +51,8 @@ def main() -> None:
             results.append({"bad": "stopped"})
         else:
             results.append({**result.values, "bad": result.bad})
+        if step in task.get("evaluated", []) and (where.leads or trainer.together):
+            results[-1] |= trainer.evaluate(Version(step + 1), lambda: False)
         if step == task.get("save_after"):
             trainer.save(Path(task["save"]))
             keep(trainer, where.leads, task["out"] + "-saved.npz")

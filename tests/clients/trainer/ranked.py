@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from staleflow.configs.ranks import LISTEN_FD
 from staleflow.configs.schema import Config
 
 LIMIT_S = 200.0
@@ -24,30 +25,37 @@ def ranked(config: Config, directory: Path, folder: Path, nproc: int = 1, **task
     file.write_text(json.dumps(told, default=str))
     if "save" in task:
         Path(task["save"]).mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": Path.cwd()}
     processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(nproc):
-            variables = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.clients.trainer.rank_process", str(file)],
-                    env=os.environ | variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        said = [process.communicate(timeout=LIMIT_S)[0].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    spoken = [folder / f"rank-{rank}.txt" for rank in range(nproc)]  # a pipe that nobody reads would stop its rank
+    with socket.create_server(("127.0.0.1", 0)) as meeting:
+        try:
+            processes += [_start(rank, nproc, meeting, file, spoken[rank]) for rank in range(nproc)]
+            for process in processes:
+                process.wait(timeout=LIMIT_S)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     codes = [process.returncode for process in processes]
-    return Outcome(codes, said, Path(out))
+    return Outcome(codes, [path.read_text() for path in spoken], Path(out))
+
+
+def _start(rank: int, nproc: int, meeting: socket.socket, task: Path, spoken: Path) -> "subprocess.Popen[bytes]":
+    """The first rank takes over the socket: its port cannot be taken by anybody in between."""
+    host, port = meeting.getsockname()
+    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc}
+    told |= {"MASTER_ADDR": host, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    told |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": Path.cwd()}
+    if rank == 0:
+        told[LISTEN_FD] = meeting.fileno()
+    with spoken.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.clients.trainer.rank_process", str(task)],
+            env=os.environ | {name: str(value) for name, value in told.items()},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[meeting.fileno()] if rank == 0 else [],
+        )
 
 
 class Outcome:

@@ -204,11 +204,18 @@ def test_one_broken_token_gives_a_large_number_and_not_infinity() -> None:
 @pytest.mark.parametrize("threshold", [1e-3, 0.04, 0.3, 1.0, 10.0])
 def test_the_second_moment_is_cut_where_a_loop_from_the_largest_down_stops(threshold: float) -> None:
     squares = drawn(200, seed=1) ** 2
-    batch = [literal.Written(0.0, 0, [literal.Token(math.sqrt(s), 0.0, True) for s in squares.tolist()])]
+    tokens = [literal.Token(math.sqrt(s), 0.0, True) for s in squares.tolist()]
     limit = largest_kept(squares, threshold, LOCAL)
-    expected = literal.m2_limit(batch, threshold)
+    expected = literal.m2_limit([literal.Written(0.0, 0, tokens)], {id(t): 1.0 for t in tokens}, threshold)
     assert (squares <= limit).sum() == sum(s <= expected + 1e-12 for s in squares.tolist())
     assert threshold > 3 or float(squares[squares <= limit].mean()) <= threshold
+
+
+def test_m2po_leaves_out_what_runs_away_and_never_what_comes_back() -> None:
+    distance, advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.1]), torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0])
+    found = losses.m2po(distance, torch.zeros(5), advantages, limit=0.5)
+    assert found.masked.tolist() == [True, False, False, True, False]
+    assert (found.loss == 0).tolist() == found.masked.tolist()
 
 
 def test_the_second_moment_of_nothing_and_of_a_broken_token() -> None:

@@ -2,6 +2,7 @@
 """Every backend against plain torch: the same losses on one rank and on two, resumed or not, and the same refusals."""
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from staleflow.clients.trainer.evaluation import open_evaluation
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
-from staleflow.protocols.consistency.ids import Step
+from staleflow.protocols.consistency.ids import Step, Version
 from tests.clients.trainer.making import batch, config
 from tests.clients.trainer.ranked import ranked
 
@@ -45,6 +47,13 @@ TWO_RANKS = [
     case("deepspeed", 2, 2, short=False),
     case("deepspeed", 3, 2, short=False),
 ]
+EVALUATED = [
+    case("ddp", 2, 2, short=False),
+    case("fsdp", 2, 1, short=False),
+    case("fsdp", 2, 2, short=True),
+    case("deepspeed", 3, 1, short=False),
+    case("deepspeed", 3, 2, short=False),
+]
 SHARDED = [case("fsdp", 2, 2, short=False), case("deepspeed", 2, 2, short=False)]
 
 
@@ -52,6 +61,16 @@ def settings(backend: str = "torch", stage: int = 2, **trainer: Any) -> Config:
     return config(
         backend=backend, zero_stage=stage, micro_tokens=40, warmup_steps=3, grad_clip=1.0, weight_decay=0.1, **trainer
     )
+
+
+def held_out(config: Config, folder: Path, *, environment: bool) -> Config:
+    """With five prompts to evaluate on, whose reward is the length of what comes back."""
+    here, table, rows = Path(__file__).parent, msgspec.to_builtins(config), folder / "held_out.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "then": "tokens"}) + "\n" for n in range(5)))
+    table["prompts"] |= {"eval_path": str(rows)}
+    table["reward"] |= {"run": f"{here.parent}/stage/rewards.py:length"}
+    table["environment"] |= {"run": f"{here}/held_out_environment.py:Asked" if environment else ""}
+    return msgspec.convert(table, Config)
 
 
 def going_on() -> bool:
@@ -110,6 +129,21 @@ def test_a_step_that_is_bad_or_given_up_on_one_rank_changes_nothing_on_any(
     clean = TorchTrainer(settings(), model_directory).train(batch(2), Step(2), going_on).values
     assert math.isnan(bad["loss"])
     assert (good["loss"], good["grad_norm"]) == pytest.approx((clean["loss"], clean["grad_norm"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("environment", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("backend", "stage", "nproc"), EVALUATED)
+def test_every_backend_says_of_the_held_out_prompts_what_plain_torch_says_and_trains_on(
+    model_directory: Path, tmp_path: Path, backend: str, stage: int, nproc: int, environment: bool
+) -> None:
+    chosen = held_out(settings(backend, stage), tmp_path, environment=environment)
+    alone = TorchTrainer(settings(), model_directory, open_evaluation(chosen, model_directory))
+    for step in range(2):
+        alone.train(batch(step), Step(step), going_on)
+    expected = alone.evaluate(Version(2), going_on)
+    _, evaluated, after = ranked(chosen, model_directory, tmp_path, nproc, steps=[0, 1, 2], evaluated=[1]).results
+    assert {name: evaluated[name] for name in expected} == pytest.approx(expected)
+    assert after["loss"] == pytest.approx(alone.train(batch(2), Step(2), going_on).values["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize(("backend", "stage", "nproc"), TWO_RANKS)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.trainer.backend import OutOfMemory, StepResult, Stopped, Stopping, Weights
+from staleflow.clients.trainer.backend import NoBatch, OutOfMemory, StepResult, Stopped, Stopping, Weights
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
@@ -182,6 +182,22 @@ def test_a_step_that_does_not_fit_the_device_stops_the_run_with_its_batch_kept(t
         loop(tmp_path, client, Small()).run()
     assert client.published[-1] == (3, [3.0])
     assert client.told[-1] == ("finished", "step 3: out of memory; batch 4 of 2 trajectories is kept")
+
+
+def test_a_batch_that_can_never_come_ends_the_run_with_the_reason_and_keeps_what_was_learned(tmp_path: Path) -> None:
+    class Spent(Told):
+        def batches(self, steps: int) -> Iterator[TrainBatch]:
+            yield from super().batches(3)
+            raise NoBatch("step 3 can never be trained: the prompts are used up")
+
+    client = Spent()
+    with pytest.raises(GaveUp, match="step 3 can never be trained: the prompts are used up"):
+        loop(tmp_path, client, Counting()).run()
+    assert client.published[-1] == (3, [3.0])
+    assert client.told[-2:] == [
+        ("checkpointed", 0, 3),
+        ("finished", "step 3 can never be trained: the prompts are used up"),
+    ]
 
 
 def test_asked_to_end_it_keeps_the_last_whole_step_and_says_nothing_of_finishing(tmp_path: Path) -> None:

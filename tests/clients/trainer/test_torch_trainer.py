@@ -251,19 +251,39 @@ def test_tied_weights_are_published_once_and_load_into_an_engine(model_directory
     assert same(copied(trainer), copied(other))
 
 
-def test_evaluation_draws_the_same_numbers_each_time_and_disturbs_nothing(
-    model_directory: Path, tmp_path: Path
-) -> None:
+def evaluating(directory: Path, folder: Path, prompts: list[str], reward: str) -> TorchTrainer:
+    """With some held-out prompts, of which the first five are used."""
     from staleflow.clients.trainer.evaluation import open_evaluation
 
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(9)))
+    held_out = folder / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     rewards = Path(__file__).parent.parent / "stage" / "rewards.py"
     table = msgspec.to_builtins(config(eval_prompts=5))
     table["prompts"] |= {"eval_path": str(held_out)}
-    table["reward"] |= {"run": f"{rewards}:length"}
+    table["reward"] |= {"run": f"{rewards}:{reward}", "retries": 0}
     settings = msgspec.convert(table, Config)
-    trainer = TorchTrainer(settings, model_directory, open_evaluation(settings, model_directory))
+    return TorchTrainer(settings, directory, open_evaluation(settings, directory))
+
+
+def test_held_out_prompts_that_get_no_reward_or_no_completion_are_left_out_and_counted(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    good = evaluating(model_directory, tmp_path, ["1+1=", "2+7"], "length").evaluate(Version(0), going_on)
+    some = evaluating(model_directory, tmp_path, ["1+1=", "2+7", "1" * 128], "picky").evaluate(Version(0), going_on)
+    alone = evaluating(model_directory, tmp_path, ["1+1="], "length").evaluate(Version(0), going_on)
+    assert some == alone | {"length/eval": good["length/eval"], "reward/eval_failed": 2.0}
+    none = evaluating(model_directory, tmp_path, ["1" * 128, "7"], "picky").evaluate(Version(0), going_on)
+    assert none.keys() == {"length/eval", "reward/eval_failed"}
+    assert evaluating(model_directory, tmp_path, ["1" * 200], "length").evaluate(Version(0), going_on) == {
+        "reward/eval_failed": 1.0
+    }
+
+
+def test_evaluation_draws_the_same_numbers_each_time_and_disturbs_nothing(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    settings = config()
+    trainer = evaluating(model_directory, tmp_path, [f"{n}+1=" for n in range(9)], "length")
     clean = TorchTrainer(settings, model_directory)
     before = torch.get_rng_state()
     first = trainer.evaluate(Version(0), going_on)

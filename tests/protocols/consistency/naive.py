@@ -1,7 +1,6 @@
 """The protocol as the paper writes it: versioned buffers with ``batch_size`` places, filled entry by entry.
 
-As naive as possible and independent of the machine: no counters, no Hall, no deadlines-first. After every operation the
-As naive as possible and independent of the machine: no counters, no Hall. After every operation the
+As naive as possible and independent of the machine: no counters, no Hall, no deadlines-first.
 Occupy is greedy: a finished entry takes the earliest buffer that still leaves the unfinished ones a place.
 """
 

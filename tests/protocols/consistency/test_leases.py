@@ -1,5 +1,7 @@
 """Leases: expiry by holder, renewal, migration, and what a late worker is told."""
 
+from dataclasses import replace
+
 from staleflow.protocols.consistency.effects import Code, Released, ReleaseWhy, Reserved
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Version, WorkerId
@@ -96,6 +98,21 @@ def test_migration_is_one_transaction_at_the_same_version_under_a_new_lease() ->
     assert (released.lease, released.worker, released.why) == (1, "a", ReleaseWhy.ABORTED)
     assert (reserved.lease, reserved.worker, reserved.version, reserved.deadline) == (2, "b", 0, 0)
     assert scene.machine.leases_of(WorkerId("a")) == ()
+
+
+def test_what_was_written_before_a_migration_is_pushed_by_the_new_lease_alone() -> None:
+    """Version 0 wrote three tokens at a, version 1 goes on at b: the group is of version 0 wherever it is."""
+    scene = Scene(max_staleness=1, batch_size=1)
+    scene.reserve(0, 1, worker="a")
+    before = scene.push_event(0, (0, 3))
+    scene.finish(1)
+    scene.train(0)
+    scene.migrate(0, "b")
+    assert code(scene.apply(before)) is Code.STALE_LEASE
+    assert code(scene.apply(replace(before, worker=WorkerId("b")))) is Code.STALE_LEASE
+    assert [type(effect).__name__ for effect in scene.push(0, (0, 3), (1, 4))] == ["Pushed"]
+    assert code(scene.apply(before)) is Code.STALE_LEASE
+    assert (scene.view(0).version, scene.view(0).deadline, scene.view(0).tokens) == (0, 1, 7)
 
 
 def test_migration_of_what_is_pushed_is_refused() -> None:

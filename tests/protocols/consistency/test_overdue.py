@@ -48,7 +48,17 @@ def test_truncate_is_told_again_after_a_restart() -> None:
     scene = stalled(OnOverdue.TRUNCATE)
     scene.finish(3)
     scene.machine = scene.restart()
-    assert [type(effect).__name__ for effect in scene.push(4)] == ["Pushed", "Truncate"]
+    assert scene.at(1) == (Truncate(group=GroupId(1), lease=LeaseId(2), worker=WorkerId("w")),)
+    assert scene.at(2) == (), "once"
+
+
+def test_truncate_is_told_again_to_where_the_straggler_has_moved() -> None:
+    scene = stalled(OnOverdue.TRUNCATE)
+    scene.finish(3)
+    released, reserved, truncate = scene.migrate(1, to="other")
+    assert isinstance(released, Released)
+    assert isinstance(reserved, Reserved)
+    assert truncate == Truncate(group=GroupId(1), lease=reserved.lease, worker=WorkerId("other"))
 
 
 def test_retry_leases_the_straggler_anew_at_the_newest_version_in_one_transaction() -> None:

@@ -1,67 +1,96 @@
-"""One cycle: loads first, and nobody starts on weights that are about to change."""
+"""One cycle: what all strategies together order."""
 
-import time
+from typing import Any, get_args
 
 import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.coordination.decide import decide
-from staleflow.protocols.coordination.sync import MOST_AT_ONCE
-from staleflow.protocols.coordination.view import Instance, Load, Snapshot, Start
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Version, WorkerId
+from staleflow.protocols.coordination.admission import Admission
+from staleflow.protocols.coordination.decide import Strategies, decide
+from staleflow.protocols.coordination.migration import Migration
+from staleflow.protocols.coordination.routing import Routing
+from staleflow.protocols.coordination.sync import Sync
+from staleflow.protocols.coordination.view import Flight, Move, Snapshot, Start
+from tests.protocols.coordination.views import behind, check_orders, instance, load, snapshot, snapshots, start
 
-FRESH = Instance(
-    worker=WorkerId("a"),
-    lineage=Lineage(0),
-    version=Version(3),
-    usable=True,
-    behind=False,
-    pulling=False,
-    held=0,
-    capacity=2,
+
+def chosen(**strategies: Any) -> Strategies:
+    """The plainest of everything, but for what is named."""
+    plain: dict[str, Any] = {
+        "routing": "least_loaded", "min_gain": 0.0, "sync": "greedy", "sync_threshold": 8,
+        "migration": "none", "migration_gap": 2.0, "admission": "fill",
+    }  # fmt: skip
+    return Strategies(**plain | strategies)
+
+
+CHOICES = st.builds(
+    Strategies,
+    routing=st.sampled_from(get_args(Routing)),
+    min_gain=st.sampled_from([0.0, 0.5]),
+    sync=st.sampled_from(get_args(Sync)),
+    sync_threshold=st.just(4),
+    migration=st.sampled_from(get_args(Migration)),
+    migration_gap=st.just(2.0),
+    admission=st.sampled_from(get_args(Admission)),
 )
-BEHIND = msgspec.structs.replace(FRESH, worker=WorkerId("b"), version=Version(2), behind=True)
 
 
-def snapshot(*instances: Instance, version: int = 3) -> Snapshot:
-    room = {Version(2): 10, Version(3): 10}
-    return Snapshot(lineage=Lineage(0), version=Version(version), instances=instances, room=room, prompts=1000)
+@settings(deadline=None)
+@given(seen=snapshots(), strategies=CHOICES)
+def test_whatever_is_chosen_orders_can_be_carried_out(seen: Snapshot, strategies: Strategies) -> None:
+    orders = decide(seen, strategies)
+    check_orders(seen, orders)
+    assert orders == decide(seen, strategies)
 
 
-def test_who_is_behind_loads_and_starts_nothing_in_that_cycle() -> None:
-    assert decide(snapshot(FRESH, BEHIND), "least_loaded") == [
-        Load(worker=WorkerId("b"), lineage=Lineage(0), version=Version(3)),
-        Start(worker=WorkerId("a"), version=Version(3), num_groups=2),
-    ]
+def test_who_is_behind_loads_and_starts_nothing() -> None:
+    seen = snapshot(instance("a", capacity=2), behind("b"))
+    assert decide(seen, chosen()) == [load("b"), start("a", 0, 1)]
 
 
-def test_an_order_is_not_given_twice() -> None:
-    pulling = msgspec.structs.replace(BEHIND, pulling=True)
-    assert decide(snapshot(pulling), "least_loaded") == []
-
-
-def test_before_version_0_nothing_is_loaded() -> None:
-    empty = msgspec.structs.replace(BEHIND, version=Version(-1), usable=False)
-    assert decide(snapshot(empty, version=-1), "round_robin") == []
-
-
-def test_a_decision_over_1024_instances_is_the_same_each_time_and_fits_a_cycle() -> None:
-    many = [msgspec.structs.replace(FRESH, worker=WorkerId(f"w{n}"), held=n % 2) for n in range(1024)]
-    view = msgspec.structs.replace(snapshot(*many), room={Version(3): 512})
-    started = time.perf_counter()
-    orders = decide(view, "least_loaded")
-    elapsed_s = time.perf_counter() - started
-    assert orders == decide(view, "least_loaded")
-    assert sum(order.num_groups for order in orders if isinstance(order, Start)) == 512
-    assert elapsed_s < 1.0  # a test deadline; bench/control_plane.py measures
+@pytest.mark.parametrize("sync", ["threshold", "idle"])
+def test_who_may_not_load_yet_starts_nothing_either_and_so_comes_to_load(sync: Sync) -> None:
+    seen = snapshot(instance("a", capacity=2), behind("b", running=9))
+    assert decide(seen, chosen(sync=sync)) == [start("a", 0, 1)]
 
 
 def test_who_cannot_load_goes_on_with_what_it_has() -> None:
-    stuck = msgspec.structs.replace(BEHIND, pulling=True, stuck=True)
-    assert decide(snapshot(stuck), "round_robin") == [Start(worker=WorkerId("b"), version=Version(2), num_groups=2)]
+    stuck = behind("b", pulling=True, stuck=True, capacity=2)
+    assert decide(snapshot(stuck), chosen(routing="round_robin")) == [start("b", 0, 1, version=2)]
 
 
-def test_a_crowd_is_told_to_load_in_parts() -> None:
-    crowd = [msgspec.structs.replace(BEHIND, worker=WorkerId(f"w{n}")) for n in range(MOST_AT_ONCE + 5)]
-    assert len(decide(snapshot(*crowd), "least_loaded")) == MOST_AT_ONCE
-    told = [msgspec.structs.replace(i, pulling=n < MOST_AT_ONCE) for n, i in enumerate(crowd)]
-    assert [order.worker for order in decide(snapshot(*told), "least_loaded")] == [i.worker for i in crowd[-5:]]
+def test_before_version_0_nothing_happens() -> None:
+    empty = behind("b", version=Version(-1), usable=False)
+    seen = msgspec.structs.replace(snapshot(empty), version=Version(-1), room={})
+    assert decide(seen, chosen()) == []
+
+
+def test_nothing_moves_to_who_begins_groups_in_the_same_cycle() -> None:
+    queued = Flight(
+        group=GroupId(7), lease=LeaseId(9), worker=WorkerId("a"), version=Version(3), deadline=None, age_ms=60_000
+    )
+    seen = snapshot(instance("a", held=1, running=4, waiting=1), instance("b"), flights=(queued,), groups=1)
+    assert decide(seen, chosen(migration="idle")) == [start("b", 0)]
+    none_left = msgspec.structs.replace(seen, next=())
+    assert decide(none_left, chosen(migration="idle")) == [
+        Move(group=GroupId(7), lease=LeaseId(9), worker=WorkerId("a"), to=WorkerId("b"))
+    ]
+
+
+def test_just_in_time_starts_nothing_while_a_sealed_batch_is_there() -> None:
+    seen = snapshot(instance("a", capacity=2), room=2, leased=4, sealed=4)
+    assert decide(seen, chosen(admission="just_in_time")) == []
+    assert decide(seen, chosen()) == [start("a", 0, 1)]
+    nothing_sealed = msgspec.structs.replace(seen, sealed=0)
+    assert decide(nothing_sealed, chosen(admission="just_in_time")) == [start("a", 0, 1)]
+
+
+def test_a_decision_over_1024_instances_is_the_same_each_time() -> None:
+    many = [instance(f"w{n}", held=n % 2, capacity=2) for n in range(1024)]
+    seen = snapshot(*many, room=512, groups=1000)
+    orders = decide(seen, chosen())
+    assert orders == decide(seen, chosen())
+    assert sum(len(order.groups) for order in orders if isinstance(order, Start)) == 512

@@ -276,6 +276,8 @@ async def test_one_line_of_metrics_a_step(world: World) -> None:
         "staleness/masked_token_ratio",
         "staleness/dropped",
         "staleness/length_bias",
+        "length/ranker_tau",
+        "length/ranker_n",
         "perf/tokens_per_second",
         "perf/samples_per_second",
         "rollout/running",

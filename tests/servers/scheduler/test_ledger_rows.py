@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.runtime.lmdb_store import Store, key_number
+from staleflow.runtime.lmdb_store import Store
+from staleflow.runtime.store import key_number
 from staleflow.servers.scheduler.ledger_rows import TABLE, LedgerRows
 from tests.protocols.consistency.scenes import Scene
 
@@ -50,7 +51,7 @@ def test_a_store_has_the_rows_of_the_ledger_and_no_others(tmp_path: Path) -> Non
         assert len(places(store)) == len(scene.machine.rows())
         again = LedgerRows()
         with store.read() as txn:
-            machine = again.load(txn, scene.limits)
+            machine = again.load(txn, scene.limits, now_ms=0)
         assert machine.snapshot() == scene.machine.snapshot()
         rows, scene.machine = again, machine
         scene.release(7)
@@ -67,7 +68,7 @@ def test_a_group_that_is_leased_anew_has_one_row(tmp_path: Path) -> None:
             rows.save(txn, scene.machine)
         scene.release(7)
     with store.read() as txn:
-        machine = LedgerRows().load(txn, scene.limits)
+        machine = LedgerRows().load(txn, scene.limits, now_ms=0)
     assert places(store) == [2]
     assert machine.group(GroupId(7)) is not None
     store.close()

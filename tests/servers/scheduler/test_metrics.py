@@ -7,6 +7,7 @@ from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
+from staleflow.servers.scheduler.lengths import Lengths
 from staleflow.servers.scheduler.metrics import Metrics, length_bias
 from staleflow.servers.scheduler.totals import Totals
 
@@ -21,7 +22,7 @@ def machine() -> Machine:
 
 
 def metrics(path: Path) -> Metrics:
-    return Metrics(path, LIMITS, 2, Totals())
+    return Metrics(path, LIMITS, 2, Totals(), Lengths())
 
 
 def lines(path: Path) -> list[dict[str, float]]:

@@ -5,7 +5,7 @@ from typing import cast
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.runtime.client import Client
-from staleflow.runtime.lmdb_store import StoreFull
+from staleflow.runtime.store import StoreFull
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.holdings import Held
 from staleflow.servers.trajectories.records import Key, Record

@@ -1,0 +1,183 @@
+"""Does a real run do what the simulator says? ``configs/skewed.toml`` with all its processes, and in virtual time.
+
+Both write the same trace, so both are read alike: steps a minute (without the first and the last steps), staleness,
+and what is between two steps: how long a version takes to reach an engine, a group to be written and to be judged.
+Where the two differ in these, the configuration's [simulation] is not what this machine is like. The machine must have
+two cores to itself. Exit 1 when steps a minute or staleness differ by more than 10 %.
+
+    python -m bench.skewed [CONFIG] [KEY=VALUE]... [--markdown]
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from staleflow.configs.load import load
+from staleflow.configs.schema import Config
+from staleflow.sim.measure import steps_per_min
+from staleflow.sim.result import StepRow
+from staleflow.sim.simulate import TRACE, simulate
+
+CONFIG = Path(__file__).parent.parent / "configs" / "skewed.toml"
+WITHIN = 0.1
+SEEDS = 5
+"""Simulations; the real run is compared with their mean."""
+NS = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a trace says of a run; seconds are medians."""
+
+    steps_per_min: float
+    staleness: float
+    train_s: float
+    """From the later of batch and last version to the next version."""
+    pull_s: float
+    """From a version to an engine that has it."""
+    stages_s: float
+    """From a pushed group to one that may train."""
+    group_s: float
+    """From a lease to its push."""
+    longest_s: float
+    """The same, of the group that only one in a hundred is longer than."""
+
+
+LINES: tuple[tuple[str, Callable[[Seen], float], bool], ...] = (
+    ("steps a minute", lambda seen: seen.steps_per_min, True),
+    ("staleness, mean", lambda seen: seen.staleness, True),
+    ("train step, s", lambda seen: seen.train_s, False),
+    ("version to an engine, s", lambda seen: seen.pull_s, False),
+    ("push to occupied, s", lambda seen: seen.stages_s, False),
+    ("lease to push, s", lambda seen: seen.group_s, False),
+    ("lease to push, 99 %, s", lambda seen: seen.longest_s, False),
+)
+"""What is shown, and what must agree."""
+
+
+def read(trace: Path, max_staleness: int) -> Seen:
+    """A trace of one incarnation."""
+    books = _Books()
+    for line in trace.read_text().splitlines():
+        books.take(json.loads(line))
+    return Seen(
+        steps_per_min=steps_per_min(books.rows, max_staleness + 1),
+        staleness=statistics.fmean(row.staleness_mean for row in books.rows),
+        train_s=statistics.median(row.ended_s - row.began_s for row in books.rows),
+        pull_s=statistics.median(books.pull_s),
+        stages_s=statistics.median(books.stages_s),
+        group_s=statistics.median(books.group_s),
+        longest_s=statistics.quantiles(books.group_s, n=100)[-1],
+    )
+
+
+class _Books:
+    """Adds up one event after the other."""
+
+    def __init__(self) -> None:
+        self.rows: list[StepRow] = []
+        self.pull_s: list[float] = []
+        self.stages_s: list[float] = []
+        self.group_s: list[float] = []
+        self._reserved: dict[int, float] = {}
+        self._pushed: dict[int, float] = {}
+        self._published: dict[int, float] = {}
+        self._delivered: dict[int, float] = {}
+        self._sealed: dict[int, dict[str, Any]] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        now_s = event["m"] / NS
+        match event["ev"]:
+            case "reserve":
+                self._reserved[event["lease"]] = now_s
+            case "push":
+                self.group_s.append(now_s - self._reserved.pop(event["lease"]))
+                self._pushed[event["group"]] = now_s
+            case "occupy":
+                self.stages_s.append(now_s - self._pushed.pop(event["group"]))
+            case "publish":
+                self._published[event["version"]] = now_s
+            case "pull":
+                self.pull_s.append(now_s - self._published[event["version"]])
+            case "seal":
+                self._sealed[event["step"]] = event
+            case "deliver":
+                self._delivered.setdefault(event["step"], now_s)
+            case "consume":
+                self._row(event["step"], now_s)
+            case _:
+                pass
+
+    def _row(self, step: int, now_s: float) -> None:
+        sealed, delivered_s = self._sealed.pop(step), self._delivered.pop(step)
+        ages = [step - member["version"] for member in sealed["members"]]
+        self.rows.append(
+            StepRow(
+                step=step,
+                delivered_s=delivered_s,
+                began_s=max([delivered_s, *(row.ended_s for row in self.rows[-1:])]),
+                ended_s=now_s,
+                staleness_mean=statistics.fmean(ages),
+                staleness_max=max(ages),
+                tokens=sealed["tokens"],
+                masked=sealed["masked_tokens"],
+            )
+        )
+
+
+def real(file: Path, overrides: Sequence[str], max_staleness: int) -> Seen:
+    """``staleflow run``; its view goes to the terminal's error stream."""
+    with tempfile.TemporaryDirectory(prefix="sf-") as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, "-m", "staleflow.cli", "run", str(file), *overrides, "--run-dir", str(run_dir)]
+        subprocess.run([*command, "--json"], stdout=subprocess.DEVNULL, check=True)
+        return read(run_dir / TRACE, max_staleness)
+
+
+def simulated(config: Config) -> Seen:
+    """The same configuration in virtual time."""
+    with tempfile.TemporaryDirectory(prefix="sf-") as folder:
+        simulate(config, run_dir=Path(folder))
+        return read(Path(folder) / TRACE, config.staleness.max_staleness)
+
+
+@click.command(help=__doc__)
+@click.argument("file", default=CONFIG, type=click.Path(exists=True, path_type=Path), metavar="[CONFIG]")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--markdown", is_flag=True, help="For bench/results/.")
+def main(file: Path, overrides: tuple[str, ...], markdown: bool) -> None:
+    config = load(file, overrides)
+    ran = real(file, overrides, config.staleness.max_staleness)
+    seeds = [simulated(load(file, (*overrides, f"seed={seed}"))) for seed in range(SEEDS)]
+    rows: list[tuple[str, ...]] = []
+    agrees = True
+    for what, of, judged in LINES:
+        one, others = of(ran), [of(seen) for seen in seeds]
+        mean = statistics.fmean(others)
+        differs = one / mean - 1.0 if mean else 0.0
+        agrees = agrees and not (judged and abs(differs) > WITHIN)
+        met = "" if not judged else "yes" if abs(differs) <= WITHIN else "no"
+        rows.append((what, f"{one:.3f}", f"{mean:.3f} ± {statistics.stdev(others):.3f}", f"{differs:+.1%}", met))
+    titles = (file.name, "real run", f"simulated, {SEEDS} seeds", "difference", f"within {WITHIN:.0%}")
+    if markdown:
+        click.echo("\n".join(f"| {' | '.join(row)} |" for row in (titles, ("---",) * len(titles), *rows)))
+    else:
+        table = Table(*titles)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+    sys.exit(0 if agrees else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Keys of ``coordination`` that must agree: a key that means nothing with the rest is left at its default."""
+
+from collections.abc import Iterator
+
+from staleflow.configs.errors import ConfigError, shown
+from staleflow.configs.schema import Config, Coordination
+
+
+def groups_held(slots: int, started: int) -> int:
+    """Groups in flight that keep ``slots`` samples running although the ``started`` of a group end at different
+    times."""
+    return max(2, -(-3 * slots // (2 * started)))
+
+
+def check_coordination(config: Config) -> None:
+    """``ConfigError`` for the first key of ``coordination`` that does not go with the others."""
+    chosen = config.coordination
+    for meaningful, key, allowed in _conditions(chosen):
+        default = getattr(Coordination(), key)
+        if not meaningful and (value := getattr(chosen, key)) != default:
+            raise ConfigError(f"coordination.{key}", value, f"{allowed}; leave it at {shown(default)}")
+    if chosen.composition == "length_clustered" and chosen.ranker == "none":
+        allowed = 'with coordination.ranker "none" no length is expected: "iid", or a ranker of "history" and "learned"'
+        raise ConfigError("coordination.composition", chosen.composition, allowed)
+    if config.environment.run and chosen.migration != "none":
+        allowed = 'it must be "none" with environment.run: an episode cannot leave the process that plays it'
+        raise ConfigError("coordination.migration", chosen.migration, allowed)
+
+
+def _conditions(chosen: Coordination) -> Iterator[tuple[bool, str, str]]:
+    """(does it mean anything, key, what it is for)."""
+    yield chosen.routing == "cost_model", "min_gain", 'it holds back groups of coordination.routing "cost_model"'
+    yield chosen.sync == "threshold", "sync_threshold", 'it is the threshold of coordination.sync "threshold"'
+    yield chosen.migration == "throughput", "migration_gap", 'it is the gap of coordination.migration "throughput"'
+    clusters = chosen.composition == "length_clustered"
+    yield clusters, "lookahead", 'it is that of coordination.composition "length_clustered"'
+
+
+def check_spares(config: Config, started: int) -> None:
+    """The engines can hold more groups than the bound admits without spares; ``started``: samples begun a group."""
+    rollout = config.rollout
+    held = rollout.workers * groups_held(rollout.max_inflight, started)
+    counted = config.trainer.batch_size * (config.staleness.max_staleness + 1)
+    if rollout.redundancy.groups > 1 and held <= counted:
+        allowed = (
+            f"rollout.workers {rollout.workers} x rollout.max_inflight {rollout.max_inflight} hold {held} groups, the "
+            f"bound alone admits {counted}: no spare would ever start; leave it at 1.0, or add engines"
+        )
+        raise ConfigError("rollout.redundancy.groups", rollout.redundancy.groups, allowed)

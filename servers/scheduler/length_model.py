@@ -1,0 +1,108 @@
+# pyright: basic, reportMissingImports=false
+"""Log-lengths of prompts that were never seen, from their features: scikit-learn's linear regression by SGD, online.
+
+Each lesson takes what is new and a sample of what was learned before, so that no phase of the run, in which all lengths
+are alike, makes it forget the others. Features are scaled to mean 0 and deviation 1 and cut off at ``MOST``.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from sklearn.linear_model import SGDRegressor
+from sklearn.preprocessing import StandardScaler
+
+from staleflow.protocols.wire.messages import FEATURES
+from staleflow.protocols.wire.tensors import Array
+
+LEAST = 32
+"""Groups seen before anything is expected."""
+LESSON = 16
+"""New groups that are worth a lesson."""
+NEW = 256
+"""New groups of one lesson at most."""
+REPEATED = 512
+"""Groups of one lesson that were learned before."""
+MOST = 3.0
+"""Features beyond this many deviations count as this."""
+
+
+class LengthModel:
+    """Knows the features of the last ``remembered`` prompt rows that were described, and learns from as many groups."""
+
+    def __init__(self, *, remembered: int) -> None:
+        self._scaler = StandardScaler()
+        self._regressor = SGDRegressor(
+            loss="huber", epsilon=1.0, alpha=1e-3, learning_rate="invscaling", eta0=0.02, power_t=0.25, random_state=0
+        )
+        self._slots: dict[int, int] = {}
+        self._rows = np.full(remembered, -1, np.int64)
+        self._features = np.zeros((remembered, FEATURES), np.float16)
+        self._described = 0
+        self._seen = np.zeros((remembered, FEATURES), np.float16)
+        self._lengths = np.zeros(remembered, np.float32)
+        self._num_seen = self._num_learned = 0
+        self._offset = 0.0
+        """Log-length of the first lesson: the regressor learns what differs from it."""
+        self._mean, self._scale, self._slope = np.zeros(FEATURES), np.ones(FEATURES), np.zeros(FEATURES)
+        self._level = 0.0
+        self._random = np.random.default_rng(0)
+
+    @property
+    def num_described(self) -> int:
+        """Rows whose features are known."""
+        return len(self._slots)
+
+    def features(self, row: int) -> Array | None:
+        """Of a described row; None when it was not, or too long ago."""
+        slot = self._slots.get(row)
+        return None if slot is None else self._features[slot]
+
+    def describe(self, rows: Sequence[int], features: Array) -> None:
+        """Features [len(rows), FEATURES] of prompt rows."""
+        for row, values in zip(rows, features, strict=True):
+            slot = self._slots.get(row)
+            if slot is None:
+                slot = self._described % len(self._rows)
+                self._described += 1
+                self._slots.pop(int(self._rows[slot]), None)
+                self._slots[row] = slot
+                self._rows[slot] = row
+            self._features[slot] = values
+
+    def add(self, features: Array, length: float) -> None:
+        """A group of a prompt with these features had this mean log-length."""
+        slot = self._num_seen % len(self._lengths)
+        self._seen[slot] = features
+        self._lengths[slot] = length
+        self._num_seen += 1
+
+    def learn(self) -> None:
+        """One lesson, when there is enough that is new; about a millisecond."""
+        new = min(self._num_seen - self._num_learned, len(self._lengths))
+        if new < LESSON or self._num_seen < LEAST:
+            return
+        have = min(self._num_seen, len(self._lengths))
+        fresh = np.arange(self._num_seen - min(new, NEW), self._num_seen) % len(self._lengths)
+        chosen = np.concatenate((self._random.integers(0, have, REPEATED), fresh))
+        lengths = self._lengths[chosen].astype(np.float64)
+        self._scaler.partial_fit(self._seen[fresh].astype(np.float64))
+        self._mean, self._scale = np.asarray(self._scaler.mean_), np.asarray(self._scaler.scale_)
+        if not self._num_learned:
+            self._offset = float(lengths.mean())
+        self._regressor.partial_fit(self._scaled(self._seen[chosen]), lengths - self._offset)
+        self._slope = np.asarray(self._regressor.coef_)
+        self._level = self._offset + float(np.asarray(self._regressor.intercept_)[0])
+        self._num_learned = self._num_seen
+
+    def of(self, rows: Sequence[int]) -> Array:
+        """Expected log-lengths [len(rows)]; not a number for rows without features, and before the first lesson."""
+        found = np.full(len(rows), np.nan)
+        if not self._num_learned:
+            return found
+        slots = np.array([self._slots.get(row, -1) for row in rows], dtype=np.int64)
+        known = slots >= 0
+        found[known] = self._scaled(self._features[slots[known]]) @ self._slope + self._level
+        return found
+
+    def _scaled(self, features: Array) -> Array:
+        return np.clip((features.astype(np.float64) - self._mean) / self._scale, -MOST, MOST)

@@ -1,0 +1,28 @@
+"""Describes prompts to the scheduler, as it asks for them.
+
+Consumes rows that the deck is about to deal, produces their features; waits inside one call at a time.
+"""
+
+import asyncio
+
+from staleflow.protocols.wire.messages import Describe, Described
+from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.prompts import PromptRows
+from staleflow.servers.trajectories.prompt_features import described
+
+
+async def describe(scheduler: Client, prompts: PromptRows, shard: int) -> None:
+    """Until the run is over."""
+    rows: list[int] = []
+    while True:
+        features = {"features": await asyncio.to_thread(described, prompts, rows)} if rows else {}
+        specs, frames = specs_and_frames(features)
+        try:
+            answer = await scheduler.ask(
+                Described(shard=shard, rows=rows, frames=specs), Describe, frames, timeout_s=None
+            )
+        except Refused:
+            return
+        rows = answer.rows

@@ -1,0 +1,131 @@
+"""``staleflow plan``: which bound, policy and split of devices suit a workload."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from staleflow.configs.schema import Config
+    from staleflow.sim.plan import Choice
+
+TRACE = "trace.jsonl"
+NOT_PASTED = ("trainer.simulated_step_s",)
+"""Overrides of a simulation that a real run has no use for."""
+
+
+@click.command("plan", short_help="Search the simulator for a bound, a policy and a split of devices.")
+@click.argument("source", type=options.FILE, metavar="CONFIG|RUN_DIR")
+@options.overrides
+@click.option("--etas", default="0,1,2,3,4", show_default=True, metavar="LIST", help="Values of max_staleness to try.")
+@click.option("--devices", type=click.IntRange(min=2), metavar="N", help="Also try splits of N devices.")
+@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(min=1), metavar="J")
+@options.as_json
+def command(source: Path, overrides: tuple[str, ...], etas: str, devices: int | None, jobs: int, as_json: bool) -> int:
+    """Simulate CONFIG, or what RUN_DIR's trace says of a real run, under many choices; print the best ones.
+
+    Printed is the Pareto front: nothing else that was tried is at once faster, fresher and less wasteful. Below it the
+    lines to paste. Searched are max_staleness, the bound, the overdue policy, composition, admission, redundancy and,
+    with --devices, engines against trainer ranks.
+    """
+    import tempfile
+
+    from staleflow.sim.plan import front, plan
+
+    wanted = _etas(etas)
+    with tempfile.TemporaryDirectory(prefix="staleflow-plan-") as place:
+        config = _config(source, overrides, Path(place))
+        found = front(_gather(plan(config, wanted, devices=devices, jobs=jobs), as_json))
+    if not found:
+        raise click.ClickException(
+            "nothing that was tried trains a step: see staleflow simulate for one choice's reason"
+        )
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        _show(found, config, devices)
+    return 0
+
+
+def _etas(text: str) -> list[int]:
+    try:
+        wanted = [int(part) for part in text.split(",")]
+    except ValueError:
+        wanted = [-1]
+    if min(wanted) < 0:
+        raise ConfigError("--etas", text, "whole numbers from 0 on, with commas between them")
+    return wanted
+
+
+def _config(source: Path, overrides: tuple[str, ...], place: Path) -> "Config":
+    """The configuration to be searched round; of a run directory with what its trace says."""
+    from staleflow.configs.load import load, read_run
+
+    if not source.is_dir():
+        return load(source, overrides)
+    from staleflow.sim.compare import changed
+    from staleflow.sim.measured import LENGTHS, measure
+
+    run = read_run(source)
+    return changed(run, (*measure(source / TRACE).overrides(place / LENGTHS), *overrides))
+
+
+def _gather(choices: "Iterator[Choice]", quiet: bool) -> "list[Choice]":
+    from rich.console import Console
+
+    done: list[Choice] = []
+    with Console(stderr=True, quiet=quiet).status("simulating ...") as status:
+        for one in choices:
+            done.append(one)
+            status.update(f"simulating ... {len(done)} choices at length")
+    return done
+
+
+def _show(found: "list[Choice]", config: "Config", devices: int | None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.ROUNDED, title=f"{config.name}: {len(found)} choices that nothing else beats")
+    for name in ("", "steps/min", "of the trainer", "staleness mean / max", "tokens wasted", "length bias"):
+        table.add_column(name, justify="right", no_wrap=name in ("", "steps/min"))
+    for number, one in enumerate(found, start=1):
+        table.add_row(
+            str(number),
+            f"{one.steps_per_min:.3f}",
+            f"{one.of_limit:.1%}",
+            f"{one.staleness_mean:.2f} / {one.staleness_max}",
+            f"{one.waste:.1%}",
+            f"{one.length_bias:.3f}",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for number, one in enumerate(found, start=1):
+        console.print(f"{number}:  {'  '.join(_pasted(one, config, devices))}", soft_wrap=True, markup=False)
+    console.print("staleflow run CONFIG takes each as it is, KEY=VALUE by KEY=VALUE", style="dim")
+
+
+def _pasted(one: "Choice", config: "Config", devices: int | None) -> list[str]:
+    """The overrides that change something in a real run."""
+    import msgspec
+
+    table = msgspec.to_builtins(config)
+    lines = [override for override in one.overrides if not override.startswith(NOT_PASTED) and _new(override, table)]
+    engines = dict(override.split("=", 1) for override in one.overrides).get("rollout.workers")
+    lines += [f"trainer.nproc={devices - int(engines)}"] if devices and engines else []
+    return lines or ["as it is"]
+
+
+def _new(override: str, table: Any) -> bool:
+    key, _, value = override.partition("=")
+    for part in key.split("."):
+        table = table[part]
+    return str(table) != value

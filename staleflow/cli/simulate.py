@@ -1,0 +1,128 @@
+"""``staleflow simulate``: what a configuration would do, by the shipped scheduler on a virtual clock."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staleflow.configs.schema import Config
+    from staleflow.sim.result import Result
+
+
+@click.command("simulate", short_help="What a configuration would do, in virtual time.")
+@click.argument("file", type=options.FILE, metavar="CONFIG")
+@options.overrides
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Train steps (default: trainer.steps).")
+@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="Instead of the configuration's.")
+@click.option("--trace", type=options.DIRECTORY, metavar="DIR", help="Keep trace.jsonl and metrics.jsonl there.")
+@click.option("--compare", "beside", is_flag=True, help="In one table with other bounds, and other systems' rules.")
+@click.option("--peers", metavar="A,B", help="With --compare, only these systems (default: all; none: '').")
+@click.option("--plot", "stem", type=options.FILE, metavar="STEM", help="Draw STEM.png and STEM.html.")
+@options.as_json
+def command(
+    file: Path,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    seed: int | None,
+    trace: Path | None,
+    beside: bool,
+    peers: str | None,
+    stem: Path | None,
+    as_json: bool,
+) -> int:
+    """Run CONFIG with simulated engines and trainer: the shipped scheduler and strategies, no model, no wait.
+
+    Engines follow [rollout.simulated] and [simulation], the trainer takes trainer.simulated_step_s. The trace is
+    audited; exit code 1 when it violates a rule. With --compare each bound and overdue policy of this service, and the
+    rules of other systems, have the same engines, prompts, lengths and trainer.
+    """
+    from staleflow.configs.load import load
+    from staleflow.sim.world import Stalled
+
+    _fit(trace, beside, peers)
+    config = load(file, overrides if seed is None else (*overrides, f"seed={seed}"))
+    try:
+        results = _compared(config, peers, steps, as_json) if beside else [_simulated(config, steps, trace)]
+    except Stalled as error:
+        click.echo(f"staleflow: {error}", err=True)
+        return 1
+    drawn = _drawn(results, config, stem)
+    if as_json:
+        import msgspec
+
+        found = [result.summary() for result in results]
+        click.echo(msgspec.json.encode(found if beside else found[0]).decode())
+    else:
+        _show(results, config, beside)
+        click.echo("".join(f"{path}\n" for path in drawn), nl=False)
+    own = results if not beside else [result for result in results if result.trace_hash]
+    return 0 if not any(result.violations for result in own) else 1
+
+
+def _fit(trace: Path | None, beside: bool, peers: str | None) -> None:
+    """``ConfigError`` for options that mean nothing together."""
+    if beside and trace is not None:
+        raise ConfigError("--trace", str(trace), "it keeps the trace of one run: leave it out, or --compare")
+    if peers is not None and not beside:
+        raise ConfigError("--peers", peers, "it needs --compare")
+
+
+def _simulated(config: "Config", steps: int | None, trace: Path | None) -> "Result":
+    from staleflow.sim.simulate import simulate
+
+    return simulate(config, steps=steps, run_dir=trace)
+
+
+def _compared(config: "Config", peers: str | None, steps: int | None, quiet: bool) -> "list[Result]":
+    from staleflow.cli.compare_table import gather
+    from staleflow.sim.compare import compare
+    from staleflow.sim.peers.presets import PEERS
+
+    names = list(PEERS) if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
+    return gather(compare(config, names, steps=steps), quiet)
+
+
+def _drawn(results: "list[Result]", config: "Config", stem: Path | None) -> list[Path]:
+    if stem is None:
+        return []
+    from staleflow.sim.plot import plot
+
+    return plot(results, config.staleness.max_staleness, stem)
+
+
+def _show(results: "list[Result]", config: "Config", beside: bool) -> None:
+    if not beside:
+        return _print(results[0])
+    from staleflow.cli.compare_table import show
+
+    return show(results, f"{config.name}: max_staleness {config.staleness.max_staleness}, seed {config.seed}")
+
+
+def _print(result: "Result") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{result.name}: {len(result.steps):,} steps in {result.seconds:,.1f} s of virtual time"
+    table = Table(box=box.ROUNDED, title=title)
+    table.add_column("measure")
+    table.add_column("value", justify="right", no_wrap=True)
+    for name, value in (
+        ("steps a minute", f"{result.steps_per_min:.3f}"),
+        ("of the trainer's limit", f"{result.steps_per_min / result.trainer_limit:.1%} of {result.trainer_limit:.3f}"),
+        ("of the engines' limit", f"{result.steps_per_min / result.rollout_limit:.1%} of {result.rollout_limit:.3f}"),
+        ("staleness, mean and max", f"{result.staleness_mean:.2f}, {result.staleness_max}"),
+        ("violations of the audit", f"{result.violations:,}"),
+        ("tokens thrown away", f"{result.discarded:.1%}"),
+        ("tokens filtered away", f"{result.filtered:.1%}"),
+        ("tokens masked", f"{result.masked:.1%}"),
+        ("length trained / drawn", f"{result.length_bias:.3f}"),
+        ("engines idle", f"{result.engine_idle:.1%}"),
+        ("trainer idle", f"{result.trainer_idle:.1%}"),
+    ):
+        table.add_row(name, value)
+    Console(highlight=False).print(table)

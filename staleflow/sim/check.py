@@ -1,0 +1,78 @@
+"""What a configuration must fulfil before it can be simulated. ``ConfigError`` for the first thing that it does not."""
+
+import math
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config
+from staleflow.configs.simulation import Fleet
+from staleflow.sim.cost import StepCost
+from staleflow.sim.workload import Workload
+
+LONGEST_STEP_S = 3_600.0
+"""A decode step that would take longer is a mistake in the coefficients."""
+
+
+def fleet(config: Config) -> list[Fleet]:
+    """One entry an engine, in order of their numbers, with slots and KV capacity filled in."""
+    kinds = config.simulation.fleet or [Fleet(count=config.rollout.workers)]
+    return [
+        Fleet(
+            count=1,
+            speed=kind.speed,
+            slots=kind.slots or config.rollout.max_inflight,
+            kv_tokens=kind.kv_tokens or config.simulation.kv_tokens,
+        )
+        for kind in kinds
+        for _ in range(kind.count)
+    ]
+
+
+def check(config: Config, workload: Workload) -> None:
+    """The engines can hold a group, their steps take a time that makes sense, and events are about engines that are."""
+    engines = fleet(config)
+    _steps_take_time(config, engines)
+    _engines_hold_a_group(config, engines, workload)
+    _events_are_possible(config, engines)
+
+
+def _steps_take_time(config: Config, engines: list[Fleet]) -> None:
+    simulation = config.simulation
+    longest = simulation.prompt_tokens + config.rollout.max_new_tokens
+    for kind in engines:
+        cost = StepCost.of(config.rollout.simulated, prefill_s=simulation.prefill_s, speed=kind.speed)
+        kv = min(kind.slots * longest, kind.kv_tokens or kind.slots * longest)
+        for running, held in ((1, 0), (kind.slots, kv)):
+            seconds = cost.steps_s(1, running, held)
+            if not math.isfinite(seconds) or not 0 < seconds <= LONGEST_STEP_S:
+                allowed = (
+                    f"with {running} running samples and {held} tokens in KV cache a step of an engine of speed "
+                    f"{kind.speed:g} would last {seconds:g} s: above 0, at most {LONGEST_STEP_S:g} s"
+                )
+                one = config.rollout.simulated
+                raise ConfigError(
+                    "rollout.simulated", f"k1 {one.k1:g}, k2 {one.k2:g}, k3 {one.k3:g}, k4 {one.k4:g}", allowed
+                )
+
+
+def _engines_hold_a_group(config: Config, engines: list[Fleet], workload: Workload) -> None:
+    for number, kind in enumerate(engines):
+        if kind.slots < workload.started:
+            allowed = (
+                f"engine {number} must hold the {workload.started} samples of a group "
+                f"(rollout.group_size x rollout.redundancy.samples): at least {workload.started}"
+            )
+            raise ConfigError("simulation.fleet.slots", kind.slots, allowed)
+    most = max((kind.kv_tokens or math.inf) for kind in engines)
+    least = config.simulation.prompt_tokens + 1
+    if most < least:
+        allowed = f"no engine could hold a prompt of {least - 1} tokens and one more: at least {least}, or 0 for no end"
+        raise ConfigError("simulation.kv_tokens", most, allowed)
+
+
+def _events_are_possible(config: Config, engines: list[Fleet]) -> None:
+    joining = {event.engine for event in config.simulation.events if event.what == "join"}
+    known = {*range(len(engines)), *joining}
+    for event in config.simulation.events:
+        if event.engine not in known:
+            allowed = f'engines are 0 to {len(engines) - 1}; one beyond them has to "join" first'
+            raise ConfigError("simulation.events.engine", event.engine, allowed)

@@ -1,0 +1,230 @@
+"""What every peer works with: engines, groups under way, finished groups, and the version that is out.
+
+A rule (``rule.Rule``) decides; this carries out and counts. A group is the samples of one prompt on one engine, as in
+the service's own run; the n-th group begun here has the prompt and the lengths of the service's lease n. A prompt whose
+group is lost does not come back (no peer here deals it again), so what a rule loses is missing from what it trains.
+"""
+
+from collections.abc import Callable, Sequence
+
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
+from staleflow.servers.scheduler.deck import Deck
+from staleflow.sim.check import fleet
+from staleflow.sim.cost import StepCost
+from staleflow.sim.engine import OnUpdate, SimEngine
+from staleflow.sim.sample import Sample
+from staleflow.sim.timeline import Timeline
+from staleflow.sim.workload import Workload
+
+LINEAGE = Lineage(0)
+"""Peers know no rollback."""
+
+
+class Group:
+    """One prompt's samples."""
+
+    __slots__ = ("done", "id", "number", "over", "replica", "samples", "version")
+
+    def __init__(self, id: GroupId, number: LeaseId, replica: "Replica", samples: list[Sample]) -> None:
+        self.id = id
+        self.number = number
+        """From 1, in order of beginning."""
+        self.replica = replica
+        """Where it is written."""
+        self.version = replica.version
+        """What it began with."""
+        self.samples = samples
+        self.done: list[Sample] = []
+        self.over = False
+        """Written or lost: its engine is rid of it."""
+
+    def oldest(self) -> Version:
+        """The oldest version that wrote any of its tokens; it is all there."""
+        return min(segment.version for sample in self.done for segment in sample.segments)
+
+
+class Replica:
+    """An engine, and what it works on."""
+
+    def __init__(self, number: int, engine: SimEngine) -> None:
+        self.number = number
+        self.engine = engine
+        self.version = Version(-1)
+        """What a sample that is submitted now begins with."""
+        self.groups: dict[Group, None] = {}
+        """Not over, in order of coming."""
+        self.active = 0
+        """Samples that run, wait, or are at a tool."""
+
+
+class Pool:
+    """``arrived`` is told of each group that may be trained, ``filtered`` of each that the filter refused instead."""
+
+    def __init__(
+        self,
+        config: Config,
+        timeline: Timeline,
+        on_update: OnUpdate,
+        *,
+        arrived: Callable[[Group], None],
+        filtered: Callable[[Group], None],
+    ) -> None:
+        self.config = config
+        self.timeline = timeline
+        self.batch_size = config.trainer.batch_size
+        self.max_staleness = config.staleness.max_staleness
+        self.version = Version(-1)
+        """The newest that is out."""
+        self.step = 0
+        """The next step to be trained, so the number of steps begun."""
+        self.training = False
+        self.running: dict[Group, None] = {}
+        """Begun and not rewarded, in order of beginning."""
+        self.finished: dict[Group, None] = {}
+        """Could be trained, in order of finishing."""
+        self.begun: list[Group] = []
+        self.steps: list[Sequence[Group]] = []
+        """The groups of each step that was begun."""
+        self.lost_tokens = 0
+        self.filtered_tokens = 0
+        self.changed = True
+        """Something happened that the rule has not seen."""
+        self.fleet = fleet(config)
+        self.replicas = [self._replica(number, on_update) for number in range(len(self.fleet))]
+        self._arrived = arrived
+        self._filtered = filtered
+        self._workload = Workload(config)
+        self._deck = Deck(seed=config.seed, epochs=config.prompts.epochs)
+        self._deck.set_source(self._workload.rows, "simulated")
+        self._at: dict[Sample, tuple[Group, Replica]] = {}
+        """Samples that an engine has."""
+
+    def _replica(self, number: int, on_update: OnUpdate) -> Replica:
+        kind, config = self.fleet[number], self.config
+        engine = SimEngine(
+            self.timeline,
+            StepCost.of(config.rollout.simulated, prefill_s=config.simulation.prefill_s, speed=kind.speed),
+            slots=kind.slots,
+            kv_capacity=kind.kv_tokens,
+            on_update=on_update,
+            on_end=self._ended,
+        )
+        return Replica(number, engine)
+
+    # --- groups ----------------------------------------------------------------------------------------------
+
+    def upcoming(self) -> GroupId | None:
+        """The prompt of the next group; None at the end of the prompts."""
+        first = self._deck.upcoming(1)
+        return first[0] if first else None
+
+    def least_active(self) -> Replica:
+        """The replica with the fewest samples that run or wait; the first of several."""
+        return min(self.replicas, key=lambda replica: replica.active)
+
+    def begin(self, replica: Replica | None = None) -> bool:
+        """Begin the next group, on the least active replica by default; False at the end of the prompts."""
+        prompt = self._deck.deal()
+        if prompt is None:
+            return False
+        number = LeaseId(len(self.begun) + 1)
+        replica = replica or self.least_active()
+        group = Group(prompt, number, replica, self._workload.samples(prompt, number))
+        self.begun.append(group)
+        self.running[group] = None
+        replica.groups[group] = None
+        for sample in group.samples:
+            self._submit(group, sample)
+        return True
+
+    def _submit(self, group: Group, sample: Sample) -> None:
+        replica = group.replica
+        self._at[sample] = group, replica
+        replica.active += 1
+        replica.engine.submit(sample)
+
+    def tokens(self, group: Group) -> int:
+        """What is written of a group by now."""
+        there = (self._at[sample][1].engine.written(sample) for sample in group.samples if sample in self._at)
+        return sum(there) + sum(sample.written for sample in group.done)
+
+    def lose(self, group: Group) -> None:
+        """Throw a group away, running or finished, with its tokens."""
+        if not group.over:
+            self._clear(group)
+        self.lost_tokens += sum(sample.written for sample in group.done)
+        self.running.pop(group, None)
+        self.finished.pop(group, None)
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """They are the batch of the next step."""
+        for group in groups:
+            self.finished.pop(group, None)
+        self.steps.append(groups)
+        self.step += 1
+        self.training = True
+
+    def move(self, group: Group, to: Replica) -> None:
+        """Let another replica go on with a group: its samples leave at the next step, and are read in again there."""
+        del group.replica.groups[group]
+        to.groups[group] = None
+        group.replica = to
+        for sample in group.samples:
+            if sample in self._at:
+                self._at[sample][1].engine.withdraw(sample)
+
+    def _ended(self, sample: Sample) -> None:
+        """An engine is done with a sample: it moves on, or is written; the last one its group needs completes it."""
+        if sample not in self._at:  # thrown away in the same instant
+            return
+        group, replica = self._at.pop(sample)
+        replica.active -= 1
+        if sample.written < sample.length:
+            self._submit(group, sample)
+            return
+        group.done.append(sample)
+        if len(group.done) == self._workload.group_size:
+            self._clear(group)
+            self.timeline.after(self.config.simulation.reward_s, lambda: self._rewarded(group))
+
+    def _clear(self, group: Group) -> None:
+        """Its engine is rid of it; samples that are not written are thrown away."""
+        group.over = True
+        del group.replica.groups[group]
+        for sample in group.samples:
+            if sample in self._at:
+                _, replica = self._at.pop(sample)
+                replica.active -= 1
+                self.lost_tokens += replica.engine.written(sample)
+                replica.engine.abort(sample)
+
+    def _rewarded(self, group: Group) -> None:
+        if group not in self.running:
+            return
+        del self.running[group]
+        self.changed = True
+        if self._workload.filtered(group.id, group.number):
+            self.filtered_tokens += sum(sample.written for sample in group.done)
+            self._filtered(group)
+        else:
+            self._arrived(group)
+
+    # --- weights ---------------------------------------------------------------------------------------------
+
+    def load(self, replica: Replica) -> None:
+        """Let a replica have the newest weights, ``pull_s`` from now."""
+        version, pull_s = self.version, self.config.simulation.pull_s
+        if pull_s:
+            self.timeline.after(pull_s, lambda: self._load(replica, version))
+        else:
+            self._load(replica, version)
+
+    def _load(self, replica: Replica, version: Version) -> None:
+        replica.version = version
+        replica.engine.load(LINEAGE, version, self.config.simulation.load_s)
+        self.changed = True
+
+    def loaded(self) -> bool:
+        """Whether every replica has the newest weights."""
+        return all(replica.version == self.version for replica in self.replicas)

@@ -1,0 +1,177 @@
+"""``simulate_peer``: a configuration and a peer's rule in, a ``Result`` out.
+
+The trainer is the service's: it takes a batch when it is free and there is one, works for ``simulated_step_s``, and the
+next version is out at the end of its step (or at its beginning, see ``simulation.publish``).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.ids import Version
+from staleflow.sim.check import check
+from staleflow.sim.engine import EngineFull
+from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min
+from staleflow.sim.peers.pool import Group, Pool
+from staleflow.sim.peers.presets import PEERS
+from staleflow.sim.result import Result, StepRow
+from staleflow.sim.timeline import Timeline
+from staleflow.sim.workload import Workload
+
+
+def simulate_peer(name: str, config: Config, *, steps: int | None = None, seconds: float | None = None) -> Result:
+    """Run ``config`` in virtual time under a peer's rule: all of its train steps, or ``steps``, at most ``seconds``."""
+    if name not in PEERS:
+        raise ConfigError("peer", name, f"one of {', '.join(PEERS)}")
+    if config.simulation.events:
+        raise ConfigError("simulation.events", len(config.simulation.events), "0: the engines of peers never fail")
+    if steps is not None:
+        config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
+    check(config, Workload(config))
+    run = PeerRun(config, name)
+    try:
+        run.run(seconds)
+    except EngineFull as error:
+        raise ConfigError("simulation.kv_tokens", config.simulation.kv_tokens, f"{error}; 0 has no end") from error
+    return _result(name, run)
+
+
+class PeerRun:
+    """A run under one rule."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        kind = PEERS[name]
+        self.timeline = Timeline()
+        self.pool = Pool(
+            config,
+            self.timeline,
+            kind.on_update,
+            arrived=self._arrived,
+            filtered=self._filtered,
+        )
+        self.rule = kind(self.pool)
+        self.rows: list[StepRow] = []
+        self._steps = config.trainer.steps
+        self._train_s = config.trainer.simulated_step_s
+        self._ahead = config.simulation.publish == "start"
+        self._over = False
+
+    def run(self, seconds: float | None = None) -> None:
+        """Until the last step is trained, ``seconds`` are over, or nothing can happen any more."""
+        if seconds is not None:
+            self.timeline.at(seconds, self._stop)
+        self._publish()
+        self.timeline.run(lambda: self._over, self._settle)
+
+    def _arrived(self, group: Group) -> None:
+        self.rule.arrived(group)
+
+    def _filtered(self, group: Group) -> None:
+        self.rule.filtered(group)
+
+    def _stop(self) -> None:
+        self._over = True
+
+    def _settle(self) -> bool:
+        """Something happened: the trainer takes a batch if it can, and groups begin that may."""
+        if not self.pool.changed:
+            return False
+        self.pool.changed = False
+        self._train()
+        self.rule.begin()
+        return True
+
+    def _train(self) -> None:
+        pool = self.pool
+        if pool.training or pool.step >= self._steps:
+            return
+        batch = self.rule.batch()
+        if not batch:
+            return
+        step, began_s = pool.step, self.timeline.now_s
+        pool.take(batch)
+        if self._ahead:
+            self._publish()
+        self.timeline.after(self._train_s, lambda: self._trained(step, began_s, batch))
+
+    def _trained(self, step: int, began_s: float, batch: Sequence[Group]) -> None:
+        self.rows.append(_row(step, began_s, self.timeline.now_s, batch))
+        self.pool.training = False
+        self.pool.changed = True
+        self._over = len(self.rows) >= self._steps
+        if not self._ahead:
+            self._publish()
+
+    def _publish(self) -> None:
+        self.pool.version = Version(self.pool.version + 1)
+        self.pool.changed = True
+        self.rule.published()
+
+
+def _row(step: int, began_s: float, ended_s: float, batch: Sequence[Group]) -> StepRow:
+    ages = [step - group.oldest() for group in batch]
+    return StepRow(
+        step=step,
+        delivered_s=began_s,
+        began_s=began_s,
+        ended_s=ended_s,
+        staleness_mean=sum(ages) / len(ages),
+        staleness_max=max(ages),
+        tokens=sum(sample.written for group in batch for sample in group.done),
+        masked=0,
+    )
+
+
+def _result(name: str, run: PeerRun) -> Result:
+    pool, rows = run.pool, run.rows
+    config, end_s = pool.config, run.timeline.now_s
+    train_s = config.trainer.simulated_step_s
+    batches = pool.steps[: len(rows)]
+    ages = [step - group.oldest() for step, batch in enumerate(batches) for group in batch]
+    engines = [
+        engine_row(f"engine-{replica.number}", replica.engine, began_s=0.0, ended_s=end_s) for replica in pool.replicas
+    ]
+    generated = sum(engine.generated for engine in engines)
+    drawn, of_drawn = _decided(pool)
+    trained = [sample.written for batch in batches for group in batch for sample in group.done]
+    return Result(
+        name=name,
+        seconds=end_s,
+        steps=rows,
+        steps_per_min=steps_per_min(rows, config.staleness.max_staleness + 1),
+        trainer_limit=60.0 / train_s if train_s else float("inf"),
+        rollout_limit=rollout_limit(config, pool.fleet, drawn),
+        staleness_mean=sum(ages) / len(ages) if ages else 0.0,
+        staleness_max=max(ages, default=0),
+        ages=dict(sorted(Counter(ages).items())),
+        violations=sum(age > config.staleness.max_staleness for age in ages),
+        discarded=pool.lost_tokens / generated if generated else 0.0,
+        filtered=pool.filtered_tokens / generated if generated else 0.0,
+        masked=0.0,
+        length_bias=(sum(of_drawn) / len(of_drawn)) / (sum(drawn) / len(drawn)) if of_drawn else 1.0,
+        engine_idle=max(1.0 - sum(engine.busy_s for engine in engines) / (end_s * len(engines)), 0.0) if end_s else 0.0,
+        trainer_idle=1.0 - len(rows) * train_s / end_s if rows else 0.0,
+        engines=engines,
+        drawn=drawn,
+        trained=trained,
+    )
+
+
+def _decided(pool: Pool) -> tuple[list[int], list[int]]:
+    """Lengths drawn, and lengths trained of these: of groups that began before any that is undecided at the end.
+
+    What is still under way then would be too long on average.
+    """
+    undecided = min((group.version for group in [*pool.running, *pool.finished]), default=pool.version)
+    trained = {group for batch in pool.steps for group in batch}
+    drawn: list[int] = []
+    of_drawn: list[int] = []
+    for group in pool.begun:
+        if group.version < undecided:
+            drawn += [sample.length for sample in group.samples]
+            if group in trained:
+                of_drawn += [sample.written for sample in group.done]
+    return drawn, of_drawn

@@ -1,0 +1,133 @@
+"""``simulate``: a configuration in, a ``Result`` out, and always an audited trace in between."""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config
+from staleflow.runtime.audit import AuditReport, audit
+from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min
+from staleflow.sim.result import Result, StepRow
+from staleflow.sim.trainer import Trained
+from staleflow.sim.world import World
+
+TRACE = "trace.jsonl"
+
+
+def simulate(
+    config: Config, *, steps: int | None = None, seconds: float | None = None, run_dir: Path | None = None
+) -> Result:
+    """Run ``config`` in virtual time: all of its train steps, or ``steps``, and at most ``seconds``.
+
+    The trace is written to ``run_dir``, which must have none yet, or is thrown away after its audit.
+    """
+    if steps is not None:
+        config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
+    if run_dir is None:
+        with tempfile.TemporaryDirectory(prefix="staleflow-simulate-") as place:
+            return _simulate(config, seconds, Path(place))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if (run_dir / TRACE).exists():
+        raise ConfigError("trace directory", str(run_dir), f"it has a {TRACE} already: another directory")
+    return _simulate(config, seconds, run_dir)
+
+
+def _simulate(config: Config, seconds: float | None, run_dir: Path) -> Result:
+    world = World(config, run_dir)
+    try:
+        world.run(seconds)
+    finally:
+        world.close()
+    return _result(world, audit(run_dir / TRACE), _last_hash(run_dir / TRACE))
+
+
+def _last_hash(trace: Path) -> str:
+    return str(msgspec.json.decode(trace.read_bytes().splitlines()[-1])["h"])
+
+
+def _result(world: World, report: AuditReport, trace_hash: str) -> Result:
+    config, trainer = world.config, world.trainer
+    trained = trainer.trained
+    end_s = trained[-1].ended_s if trained else world.timeline.now_s
+    of_age: Counter[int] = Counter()
+    rows = [_step(config, row, world, of_age) for row in trained]
+    engines = [
+        engine_row(life.worker, life.engine, began_s=life.began_s, ended_s=min(life.ended_s, end_s))
+        for life in world.lives
+    ]
+    generated = sum(engine.generated for engine in engines)
+    drawn, of_drawn, lengths = _lengths(world)
+    alive_s = sum(engine.ended_s - engine.began_s for engine in engines)
+    discarded = world.discarded + sum(life.thrown_away for life in world.lives)
+    groups = sum(len(row.batch.members) for row in trained)
+    ages = sum(row.staleness_mean * len(of.batch.members) for row, of in zip(rows, trained, strict=True))
+    tokens = sum(row.tokens for row in rows)
+    return Result(
+        name=config.name,
+        seconds=end_s,
+        steps=rows,
+        steps_per_min=steps_per_min(rows, config.staleness.max_staleness + 1),
+        trainer_limit=60.0 / config.trainer.simulated_step_s if config.trainer.simulated_step_s else float("inf"),
+        rollout_limit=rollout_limit(config, world.fleet, drawn),
+        staleness_mean=ages / groups if groups else 0.0,
+        staleness_max=max((row.staleness_max for row in rows), default=0),
+        ages=dict(sorted(of_age.items())),
+        violations=report.num_violations,
+        discarded=discarded / generated if generated else 0.0,
+        filtered=world.filtered / generated if generated else 0.0,
+        masked=sum(row.masked for row in rows) / tokens if tokens else 0.0,
+        length_bias=(sum(of_drawn) / len(of_drawn)) / (sum(drawn) / len(drawn)) if of_drawn else 1.0,
+        engine_idle=1.0 - sum(engine.busy_s for engine in engines) / alive_s if alive_s else 0.0,
+        trainer_idle=1.0 - len(rows) * config.trainer.simulated_step_s / (end_s - trainer.began_s) if rows else 0.0,
+        engines=engines,
+        drawn=drawn,
+        trained=lengths,
+        trace_hash=trace_hash,
+    )
+
+
+def _step(config: Config, row: Trained, world: World, of_age: Counter[int]) -> StepRow:
+    batch = row.batch
+    ages: list[int] = []
+    tokens = masked = 0
+    for member in batch.members:
+        segments = [segment for sample in world.taken[member.lease] for segment in sample.segments]
+        fresh = [segment for segment in segments if segment.version >= batch.mask_below]
+        ages += [batch.step - min(segment.version for segment in fresh)] if fresh else []
+        written = sum(segment.tokens for segment in segments)
+        tokens += written
+        masked += written - sum(segment.tokens for segment in fresh)
+    of_age.update(ages)
+    return StepRow(
+        step=batch.step,
+        delivered_s=row.delivered_s,
+        began_s=row.began_s,
+        ended_s=row.ended_s,
+        staleness_mean=sum(ages) / len(ages) if ages else 0.0,
+        staleness_max=max(ages, default=0),
+        tokens=tokens,
+        masked=masked,
+    )
+
+
+def _lengths(world: World) -> tuple[list[int], list[int], list[int]]:
+    """Lengths drawn, lengths trained of these, and all lengths trained.
+
+    Drawn are those of the groups that were begun so early that the bound has decided about them by the end of the run:
+    what is still under way then would be too long on average.
+    """
+    trained = [
+        sample for row in world.trainer.trained for member in row.batch.members for sample in world.taken[member.lease]
+    ]
+    known = set(trained)
+    decided = len(world.trainer.trained) - world.config.staleness.max_staleness
+    drawn: list[int] = []
+    of_drawn: list[int] = []
+    for version, samples in world.begun:
+        if version < decided:
+            drawn += [sample.length for sample in samples]
+            of_drawn += [sample.written for sample in samples if sample in known]
+    return drawn, of_drawn, [sample.written for sample in trained]

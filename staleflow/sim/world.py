@@ -1,0 +1,225 @@
+"""A whole run in virtual time: the shipped scheduler among simulated engines, shards and a trainer.
+
+Everybody speaks the real messages to the real ``Service``; only sockets, payload and clock are not real. Messages that
+come at one instant are one drain of the service, as they are one drain of its socket.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from staleflow.configs.schema import Config
+from staleflow.configs.simulation import Occurrence
+from staleflow.protocols.consistency import effects
+from staleflow.protocols.consistency.ids import LeaseId, Version, WorkerId
+from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, Status
+from staleflow.runtime.limits import TransportLimits
+from staleflow.runtime.memory import MemoryEndpoint
+from staleflow.runtime.memory_store import MemoryStore
+from staleflow.servers.scheduler.interpreter import TABLES
+from staleflow.servers.scheduler.main import LATER_S, open_service
+from staleflow.sim.asking import Ask, nothing
+from staleflow.sim.check import check, fleet
+from staleflow.sim.cost import StepCost
+from staleflow.sim.engine import SimEngine
+from staleflow.sim.instance import SimInstance
+from staleflow.sim.known import KnownLengths
+from staleflow.sim.sample import Sample
+from staleflow.sim.shard import SimShard
+from staleflow.sim.timeline import Timeline
+from staleflow.sim.trainer import SimTrainer
+from staleflow.sim.workload import Workload
+
+TICK_S = 1.0
+GONE_S = TransportLimits().silence_s
+
+
+class Stalled(Exception):
+    """Nothing can go on in a simulated run; the message says what it waits for."""
+
+
+class World:
+    """Everybody of one run."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.config = config
+        self.timeline = Timeline()
+        self.workload = Workload(config)
+        check(config, self.workload)
+        self.lives: list[SimInstance] = []
+        """Every worker that ever lived, in order."""
+        self.begun: list[tuple[Version, list[Sample]]] = []
+        """Every group that was begun, in order, and with which version."""
+        self.taken: dict[LeaseId, list[Sample]] = {}
+        """The samples of every group that a shard took."""
+        self.discarded = 0
+        """Tokens that were pushed and then given up, but for those filtered."""
+        self.filtered = 0
+        """Tokens that the filter gave up."""
+        self._now: dict[int, SimInstance] = {}
+        """Who works as engine number so and so."""
+        self._progress, self._progress_s = (0, 0), 0.0
+        self._patience_s = patience_s(config)
+        self._service, self._interpreter = open_service(
+            config,
+            run_dir,
+            MemoryStore(TABLES),
+            self.timeline,
+            f"{config.name}-simulated",
+            KnownLengths(self.workload.expected) if config.simulation.known_lengths else None,
+        )
+        self._endpoint = MemoryEndpoint(self._service.on_call, self.timeline.soon)
+        self._service.peers = lambda: self._endpoint.peers
+        self._service.later = lambda: self.timeline.after(LATER_S, self._service.wake)
+        self._interpreter.listen(effects.Released, self._on_released)
+        self._interpreter.listen(effects.Dropped, self._on_dropped)
+        simulation = config.simulation
+        self._shards = [
+            SimShard(
+                shard,
+                self.workload,
+                self.timeline,
+                self._ask(f"trajectories-{shard}"),
+                reward_s=simulation.reward_s,
+                describes=config.coordination.ranker == "learned",
+                taken=self.taken,
+            )
+            for shard in range(config.trajectories.shards)
+        ]
+        self.trainer = SimTrainer(
+            self.timeline,
+            self._ask("trainer"),
+            steps=config.trainer.steps,
+            train_s=config.trainer.simulated_step_s,
+            checkpoint_every=config.trainer.checkpoint_every,
+            ahead=simulation.publish == "start",
+        )
+        self.fleet = fleet(config)
+
+    def run(self, seconds: float | None = None) -> None:
+        """From the first to the last line of the trace; the trainer stops after ``seconds``."""
+        late = {event.engine for event in self.config.simulation.events if event.what == "join"}
+        for shard in self._shards:
+            shard.attach()
+        self._ask("parameters")(
+            Attach(worker=WorkerId("parameters"), name="parameters", role="parameters", endpoint="sim://parameters"),
+        )
+        for number in range(len(self.fleet)):
+            if number not in late:
+                self._join(number)
+        self.trainer.attach()
+        for event in self.config.simulation.events:
+            self.timeline.at(event.at_s, partial(self._happens, event))
+        if seconds is not None:
+            self.timeline.at(seconds, self.trainer.stop)
+        self._tick()
+        self.timeline.run(lambda: self._service.phase.closed, self._settle)
+
+    def close(self) -> None:
+        """Let go of the trace's file."""
+        self._interpreter.trace.close()
+
+    def _settle(self) -> bool:
+        if not self._endpoint.asked:
+            return False
+        self._endpoint.asked = False
+        self._service.flush()
+        return True
+
+    def _tick(self) -> None:
+        self._service.tick()
+        self.timeline.after(TICK_S, self._tick)
+        self._look_for_progress()
+
+    def _look_for_progress(self) -> None:
+        """``Stalled`` when no engine has had anything to do, and no event been in sight, for a long time."""
+        now_s, progress = self.timeline.now_s, (len(self.taken), len(self.trainer.trained))
+        busy = progress != self._progress or any(instance.engine.working for instance in self._now.values())
+        if busy or any(event.at_s > now_s for event in self.config.simulation.events):
+            self._progress, self._progress_s = progress, now_s
+        elif now_s - self._progress_s > self._patience_s:
+            self._ask("monitor")(GetStatus(), self._stalled)
+
+    def _stalled(self, reply: Reply) -> None:
+        assert isinstance(reply, Status)
+        raise Stalled(f"nothing has happened for {self._patience_s:.0f} s of virtual time: {reply.values['why']}")
+
+    def _ask(self, name: str) -> Ask:
+        return lambda body, on_reply=nothing, frames=(): self._endpoint.call(name, body, on_reply, frames)
+
+    # --- engines ---------------------------------------------------------------------------------------------
+
+    def _join(self, number: int) -> None:
+        kind = self.fleet[min(number, len(self.fleet) - 1)]
+        simulation, rollout = self.config.simulation, self.config.rollout
+        worker = WorkerId(f"rollout-{number}.{len(self.lives)}")
+        engine = SimEngine(
+            self.timeline,
+            StepCost.of(rollout.simulated, prefill_s=simulation.prefill_s, speed=kind.speed),
+            slots=kind.slots,
+            kv_capacity=kind.kv_tokens,
+            on_update=rollout.on_update,
+            on_end=lambda sample: instance.ended(sample),
+        )
+        instance = SimInstance(
+            worker,
+            f"rollout-{number}",
+            engine,
+            self.workload,
+            self.timeline,
+            self._ask(worker),
+            self._shards,
+            pull_s=simulation.pull_s,
+            load_s=simulation.load_s,
+            report_s=simulation.report_s,
+            begun=self.begun,
+        )
+        self.lives.append(instance)
+        self._now[number] = instance
+        instance.attach(self.workload.capacity(kind.slots))
+
+    def _happens(self, event: Occurrence) -> None:
+        """What befalls an engine; nothing, when it is not in a state for it."""
+        instance = self._now.get(event.engine)
+        match event.what:
+            case "join":
+                if instance is None:
+                    self._join(event.engine)
+            case "leave":
+                if instance is not None:
+                    instance.leave()
+                    del self._now[event.engine]
+            case "crash":
+                if instance is not None:
+                    instance.crash()
+                    del self._now[event.engine]
+                    self.timeline.after(GONE_S, lambda: self._gone(instance.worker))
+            case "hang":
+                if instance is not None:
+                    instance.hang()
+            case "return":
+                if instance is None:
+                    self._join(event.engine)
+                else:
+                    instance.resume()
+
+    def _gone(self, worker: WorkerId) -> None:
+        self._endpoint.leave(worker)
+        self._service.on_gone(worker)
+
+    # --- what is thrown away ---------------------------------------------------------------------------------
+
+    def _on_released(self, effect: effects.Released) -> None:
+        if effect.why is effects.ReleaseWhy.FILTERED:
+            self.filtered += effect.tokens
+        else:
+            self.discarded += effect.tokens
+
+    def _on_dropped(self, effect: effects.Dropped) -> None:
+        self.discarded += effect.tokens
+
+
+def patience_s(config: Config) -> float:
+    """Seconds after which a run in which nothing happens is given up: far more than anything in it takes."""
+    simulation = config.simulation
+    delays_s = simulation.pull_s + simulation.load_s + simulation.reward_s + simulation.report_s + simulation.tool_s
+    return 60.0 + 20.0 * delays_s + 2.0 * (config.scheduler.lease_s + config.trainer.simulated_step_s)

@@ -1,0 +1,64 @@
+"""``staleflow simulate``: one table or JSON, the same for the same seed, and a trace that can be kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import SIMULATED, Cli
+
+ONE = ("simulate", SIMULATED, "--steps", 6)
+
+
+def test_the_table_says_how_fast_how_stale_and_at_what_price(cli: Cli) -> None:
+    said = cli(*ONE)
+    assert (said.code, said.err, said.left) == (0, "", [])
+    lines = said.out.splitlines()
+    assert "simulated: 6 steps in " in lines[0]
+    for measure in ("steps a minute", "of the trainer's limit", "violations of the audit", "tokens masked"):
+        assert sum(measure in line for line in lines) == 1
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_seed_is_a_run(cli: Cli) -> None:
+    first, again, other = (json.loads(cli(*ONE, "--json", "--seed", seed).out) for seed in (3, 3, 4))
+    assert first == again
+    assert first["trace_hash"] != other["trace_hash"]
+    assert (first["violations"], len(first["steps"])) == (0, 6)
+
+
+def test_the_trace_is_kept_and_passes_the_audit_of_its_own_command(cli: Cli, short_dir: Path) -> None:
+    assert cli(*ONE, "--trace", "kept").left == ["kept"]
+    assert sorted(path.name for path in (short_dir / "kept").iterdir()) == ["metrics.jsonl", "trace.jsonl"]
+    assert cli("trace", "check", "kept").code == 0
+    again = cli(*ONE, "--trace", "kept")
+    assert (again.code, again.out) == (2, "")
+    assert again.err == 'staleflow: trace directory is "kept"; it has a trace.jsonl already: another directory\n'
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("rollout.simulated.k2=0", "rollout.simulated.k3=0"),
+            "a step of an engine of speed 1 would last 0 s: above 0",
+        ),
+        (("rollout.simulated.lengths=trace", "rollout.simulated.trace=none.jsonl"), "no such file"),
+        (
+            ("simulation.events=[{at_s=1.0,engine=9,what='crash'}]",),
+            "simulation.events.engine is 9; engines are 0 to 1",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(cli: Cli, words: tuple[str, ...], said: str) -> None:
+    refused = cli(*ONE, *words)
+    assert (refused.code, refused.out, refused.left) == (2, "", [])
+    assert said in refused.err
+    assert refused.err.count("\n") == 1
+
+
+def test_a_run_that_stands_still_says_what_it_waits_for(cli: Cli) -> None:
+    gone = "simulation.events=[{at_s=0.1,engine=0,what='crash'},{at_s=0.1,engine=1,what='crash'}]"
+    stalled = cli(*ONE, gone)
+    assert (stalled.code, stalled.out) == (1, "")
+    assert stalled.err.endswith("of virtual time: no rollout worker is attached\n")

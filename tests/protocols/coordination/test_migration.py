@@ -1,0 +1,211 @@
+"""Which groups go on elsewhere."""
+
+from typing import Any
+
+import pytest
+
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.coordination.migration import (
+    MIN_AGE_MS,
+    MIN_LEFT_S,
+    MOST_MOVES,
+    Migration,
+    crowded_out,
+    expected_s,
+    move,
+    pace,
+)
+from staleflow.protocols.coordination.view import Cost, Flight, Instance, Move, Snapshot
+
+COST = Cost(k1=0.0, k2=0.01, k3=0.001, k4=0.0)
+"""100 steps a second up to ten samples, then fewer."""
+
+
+def instance(name: str, **known: Any) -> Instance:
+    """One with 8 slots that may hold 4 groups of 4; whatever else is known of it."""
+    fixed: dict[str, Any] = {
+        "lineage": Lineage(0), "version": Version(3), "usable": True, "behind": False, "pulling": False,
+        "held": 0, "capacity": 4, "slots": 8,
+    }  # fmt: skip
+    return Instance(worker=WorkerId(name), **fixed | known)
+
+
+def flight(group: int, worker: str, *, age_ms: int = 60_000, length: float = 0.0, spare: bool = False) -> Flight:
+    """Under the lease 100 + its number."""
+    return Flight(
+        group=GroupId(group),
+        lease=LeaseId(100 + group),
+        worker=WorkerId(worker),
+        version=Version(3),
+        deadline=None,
+        age_ms=age_ms,
+        length=length,
+        spare=spare,
+    )
+
+
+def snapshot(*instances: Instance, flights: tuple[Flight, ...], pinning: tuple[Flight, ...] = ()) -> Snapshot:
+    return Snapshot(
+        lineage=Lineage(0),
+        version=Version(3),
+        instances=instances,
+        room={},
+        next=(),
+        group_size=4,
+        batch_size=4,
+        max_staleness=3,
+        waits=bool(pinning),
+        pinning=pinning,
+        flights=flights,
+    )
+
+
+def moves(seen: Snapshot, migration: Migration = "idle", gap: float = 2.0, given: tuple[str, ...] = ()) -> list[Any]:
+    """Groups and where they go."""
+    orders = move(seen, migration, gap, {WorkerId(name) for name in given})
+    of = {flight.group: flight for flight in seen.flights}
+    assert all((order.lease, order.worker) == (of[order.group].lease, of[order.group].worker) for order in orders)
+    return [(int(order.group), order.to) for order in orders]
+
+
+CROWD = instance("a", held=4, running=8, waiting=8)
+"""Four groups of four on eight slots: two groups wait."""
+FOUR = tuple(flight(group, "a") for group in range(4))
+
+
+def test_what_waits_goes_to_who_has_nothing_to_do_the_newest_leases_first() -> None:
+    seen = snapshot(CROWD, instance("b"), flights=FOUR)
+    assert move(seen, "idle", 2.0, ()) == [
+        Move(group=GroupId(3), lease=LeaseId(103), worker=WorkerId("a"), to=WorkerId("b")),
+        Move(group=GroupId(2), lease=LeaseId(102), worker=WorkerId("a"), to=WorkerId("b")),
+    ]
+    assert move(seen, "none", 2.0, ()) == []
+
+
+def test_several_idle_instances_share_what_waits() -> None:
+    assert moves(snapshot(CROWD, instance("b"), instance("c"), flights=FOUR)) == [(3, "b"), (2, "c")]
+
+
+def test_groups_that_pin_go_first_and_to_the_fastest() -> None:
+    slow, fast = instance("b", cost=Cost(k1=0, k2=0.02, k3=0, k4=0)), instance("c", cost=COST)
+    crowd = instance("a", held=4, running=8, waiting=4)
+    assert moves(snapshot(crowd, slow, fast, flights=FOUR, pinning=FOUR[1:2])) == [(1, "c")]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(instance("b", held=1), id="has a group"),
+        pytest.param(instance("b", held=1, coming=1), id="is about to get one"),
+        pytest.param(instance("b", running=1), id="writes"),
+        pytest.param(instance("b", pulling=True), id="loads weights"),
+        pytest.param(instance("b", usable=False), id="has weights that were abandoned"),
+        pytest.param(instance("b", version=Version(2)), id="has older weights than those that wrote last"),
+        pytest.param(instance("b", capacity=0), id="holds nothing"),
+    ],
+)
+def test_who_is_not_idle_or_cannot_go_on_gets_nothing(target: Instance) -> None:
+    assert moves(snapshot(CROWD, target, flights=FOUR)) == []
+
+
+def test_newer_weights_may_follow_on_older_ones() -> None:
+    assert moves(snapshot(CROWD, instance("b", version=Version(4)), flights=FOUR))[0] == (3, "b")
+
+
+def test_nothing_moves_to_who_begins_new_groups_in_this_cycle() -> None:
+    assert moves(snapshot(CROWD, instance("b"), flights=FOUR), given=("b",)) == []
+
+
+def test_a_group_that_moved_or_began_a_moment_ago_stays_and_so_does_a_spare() -> None:
+    young, spare, old = flight(8, "a", age_ms=MIN_AGE_MS - 1), flight(9, "a", spare=True), flight(7, "a")
+    crowd = instance("a", held=3, running=8, waiting=12)
+    assert moves(snapshot(crowd, instance("b"), flights=(old, young, spare))) == [(7, "b")]
+    assert moves(snapshot(crowd, instance("b"), flights=(old, flight(8, "a", age_ms=MIN_AGE_MS), spare)))[0] == (8, "b")
+
+
+def test_a_group_that_has_nearly_ended_stays() -> None:
+    """A hundred steps a second, each a token of every sample that runs."""
+    crowd = instance("a", held=3, running=8, waiting=8, cost=COST)
+    assert pace(crowd) == 100.0
+    ending, early = flight(1, "a", age_ms=10_000, length=1100.0), flight(2, "a", age_ms=10_000, length=1300.0)
+    late = flight(0, "a", age_ms=10_000, length=900.0)  # past all expectation: nobody knows
+    assert [expected_s(each, 100.0) for each in (ending, early, late)] == [1.0, 3.0, 0.0]
+    assert 1.0 < MIN_LEFT_S < 3.0
+    assert moves(snapshot(crowd, instance("b"), flights=(late, ending, early))) == [(2, "b"), (0, "b")]
+
+
+def test_few_groups_move_at_once() -> None:
+    crowd = instance("a", held=40, capacity=40, running=8, waiting=152)
+    flights = tuple(flight(group, "a") for group in range(40))
+    assert len(moves(snapshot(crowd, instance("b", capacity=40, slots=64), flights=flights))) == MOST_MOVES
+
+
+def test_no_more_go_than_wait_those_that_are_told_to_already_counted() -> None:
+    """Two groups wait; one of the four is on its way and no flight any more."""
+    assert moves(snapshot(CROWD, instance("b"), flights=FOUR[:3])) == [(2, "b")]
+    assert moves(snapshot(CROWD, instance("b"), flights=FOUR[:2])) == []
+
+
+def test_what_is_about_to_begin_does_not_wait_for_a_slot_and_what_finds_the_cache_full_does() -> None:
+    beginning = instance("a", held=4, running=4, waiting=4)
+    assert (crowded_out(beginning), crowded_out(CROWD)) == (0, 8)
+    assert moves(snapshot(beginning, instance("b"), flights=FOUR)) == []
+    full = instance("a", held=4, running=4, waiting=4, kv_used=0.97)
+    assert moves(snapshot(full, instance("b"), flights=FOUR)) == [(3, "b")]
+
+
+def test_nobody_gets_more_samples_than_it_has_slots_for() -> None:
+    assert moves(snapshot(CROWD, instance("b", slots=7), flights=FOUR)) == [(3, "b")]
+    assert moves(snapshot(CROWD, instance("b", slots=0), flights=FOUR)) == [(3, "b"), (2, "b")], "it does not say"
+
+
+def test_a_throughput_gap_moves_the_longest_remainder_to_where_it_is_written_so_much_faster() -> None:
+    """30 samples at a: 33 steps a second. At b, which has 4 samples: 100 with 4 more, 83 with 8, 62 with 12."""
+    a = instance("a", held=8, capacity=8, slots=30, running=30, cost=COST)
+    b = instance("b", held=1, slots=30, running=4, cost=COST)
+    flights = (flight(1, "a", length=4000), flight(2, "a", length=9000), flight(3, "a"), flight(9, "b", length=9000))
+    seen = snapshot(a, b, flights=flights)
+    assert moves(seen, "throughput", gap=3.1) == []
+    assert moves(seen, "throughput", gap=2.9) == [(2, "b")]
+    assert moves(seen, "throughput", gap=2.0) == [(2, "b"), (1, "b")]
+    assert moves(seen, "throughput", gap=1.5) == [(2, "b"), (1, "b"), (3, "b")]
+    assert moves(seen, "idle") == []
+
+
+def test_what_moves_takes_its_tokens_along() -> None:
+    """A thousand tokens a sample: where four are, four more make a step as slow as the eight here do."""
+    cost = Cost(k1=1e-5, k2=0.01, k3=0.0, k4=0.0)
+    a = instance("a", held=2, running=8, kv_tokens=8000, cost=cost)
+    b = instance("b", held=1, slots=16, running=4, kv_tokens=4000, cost=cost)
+    flights = (flight(1, "a", length=9000), flight(2, "a", length=9000))
+    assert moves(snapshot(a, b, flights=flights), "throughput", gap=1.5) == []
+    short = instance("a", held=2, running=8, kv_tokens=8000, cost=Cost(k1=2e-5, k2=0.01, k3=0.0, k4=0.0))
+    assert moves(snapshot(short, b, flights=flights), "throughput", gap=1.5) == [(1, "b")]
+
+
+def test_a_gap_is_told_by_what_was_measured_where_no_model_is_fitted() -> None:
+    a = instance("a", held=4, running=8, tokens_per_s=80.0)
+    b = instance("b", held=1, running=4, tokens_per_s=400.0)
+    assert moves(snapshot(a, b, flights=FOUR), "throughput", gap=4.0) == [(0, "b")]
+    assert moves(snapshot(a, b, flights=FOUR), "throughput", gap=6.0) == []
+    unknown = instance("b", held=1, running=4)
+    assert moves(snapshot(a, unknown, flights=FOUR), "throughput", gap=1.0) == []
+
+
+def test_groups_on_their_way_and_those_just_arrived_count_before_they_are_reported() -> None:
+    a = instance("a", held=8, capacity=8, slots=30, running=30, cost=COST)
+    arrived = tuple(flight(group, "b", age_ms=MIN_AGE_MS - 1) for group in (20, 21))
+    flights = (*arrived, flight(1, "a", length=9000))
+    many = instance("b", held=4, coming=2, capacity=8, running=4, cost=COST)
+    assert moves(snapshot(a, many, flights=flights), "throughput", gap=2.0) == []
+    assert moves(snapshot(a, instance("b", held=1, running=4, cost=COST), flights=flights[2:]), "throughput") == [
+        (1, "b")
+    ]
+
+
+def test_throughput_moves_what_waits_first_also_to_who_has_only_a_few_slots_free_and_no_group_twice() -> None:
+    crowd = instance("a", held=4, running=8, waiting=8, cost=Cost(k1=0.0, k2=0.03, k3=0.0, k4=0.0))
+    free = instance("c", held=1, running=4, slots=16, cost=COST)
+    assert moves(snapshot(crowd, free, flights=FOUR), "throughput", gap=3.5) == [(3, "c"), (2, "c")]
+    assert moves(snapshot(crowd, free, flights=FOUR), "throughput", gap=1.5) == [(3, "c"), (2, "c"), (0, "c")]
+    assert moves(snapshot(crowd, free, flights=FOUR), "idle") == []

@@ -1,0 +1,236 @@
+"""Nothing can ever progress: said with the reason, and the trainer is told where it is certain."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from staleflow.configs.schema import Config, Prompts
+from staleflow.protocols.consistency.effects import Code, ReleaseWhy
+from staleflow.protocols.consistency.ids import Step
+from staleflow.protocols.wire.messages import NextBatch, Refusal, Reply
+from staleflow.servers.scheduler.deadlock import MANY_TIMES
+from tests.servers.scheduler.table import TICK_MS, Seat, Table
+from tests.servers.scheduler.world import config
+
+LONG = "group {}: the prompt has 3000 tokens; the model's context is 2048"
+
+
+def finite(epochs: int = 1) -> Config:
+    """Batches of two groups, staleness 1; the source goes round so often."""
+    return msgspec.structs.replace(config(), prompts=Prompts(source="nobody:opens", epochs=epochs))
+
+
+def refuse(seat: Seat, group: int) -> str:
+    """Its engine can never serve it; what it says."""
+    assign = seat.assign(group)
+    del seat.held[assign.lease]
+    seat.table.release(assign, ReleaseWhy.ABORTED, seat.name, detail=LONG.format(group), hopeless=True)
+    seat.report()
+    return LONG.format(group)
+
+
+def train(seat: Seat, steps: int) -> None:
+    """Generate and train whole steps, as long as there are prompts."""
+    machine = seat.table.interpreter.machine
+    for _ in range(steps):
+        seat.report()
+        while seat.held and machine.sealed_batch(Step(machine.version)) is None:
+            seat.finish(seat.holds()[0])
+        seat.table.train()
+
+
+def told(table: Table) -> str:
+    """What the trainer hears that waits for its batch."""
+    table.wait_for_batch()
+    table.after(TICK_MS)
+    assert all(refusal.code is Code.DENIED for refusal in table.refused)
+    return table.refused[0].detail if table.refused else ""
+
+
+def test_prompts_that_are_used_up_end_the_run_and_say_what_to_change(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", finite(), rows=5)
+    seat = Seat(table, "a")
+    train(seat, 2)
+    seat.report()
+    seat.finish(seat.holds()[0])
+    why = (
+        "step 2 can never be trained: 1 of 2 groups are ready and the prompts are used up: 1 x 5. What helps: raise "
+        "prompts.epochs (0 goes round for ever), or lower trainer.steps from 100 to 2, or set "
+        'rollout.filter to "none"'
+    )
+    assert told(table) == why
+    assert table.why == why
+    table.close()
+
+
+def test_it_is_said_where_the_prompts_went(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", finite(), rows=4)
+    seat = Seat(table, "a")
+    for group in seat.holds()[:3]:
+        assign = seat.assign(group)
+        assert table.push(assign, "a") is None
+        table.release(assign, ReleaseWhy.FILTERED, "trajectories-0")
+        del seat.held[assign.lease]
+    seat.finish(seat.holds()[0])
+    assert "1 of 2 groups are ready and the prompts are used up: 1 x 4, 3 filtered. What helps:" in told(table)
+
+
+def test_while_a_group_is_under_way_nothing_is_certain(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", finite(), rows=3)
+    seat = Seat(table, "a")
+    train(seat, 1)
+    seat.report()
+    (last,) = seat.held.values()
+    assert told(table) == ""
+    assert table.push(last, "a") is None
+    assert told(table) == "", "its reward may be all that is missing"
+    table.occupy(last)
+    table.after(TICK_MS)
+    assert len(table.refused) == 2, "both ranks that waited"
+
+
+def test_a_trainer_that_still_trains_is_told_when_it_is_done(tmp_path: Path) -> None:
+    """It asks one step ahead; the batch that it has counts."""
+    table = Table(tmp_path / "run", finite(), rows=2)
+    seat = Seat(table, "a")
+    for group in seat.holds():
+        seat.finish(group)
+    ahead = NextBatch(trainer_term=table.term, step=Step(1), wait_ms=60_000)
+    told: list[Reply] = []
+    table.call("trainer", ahead, told.append)
+    table.after(500)
+    assert told == []
+    table.train()
+    table.after(TICK_MS)
+    assert [type(answer) for answer in told] == [Refusal]
+
+
+def test_an_instance_that_refuses_everything_ends_the_run(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(), rows=6)
+    seat = Seat(table, "a", capacity=2)
+    said = [refuse(seat, seat.holds()[0]) for _ in range(5)]
+    assert told(table) == ""
+    assert table.why.endswith(f"workers gave up each of the last 5 groups, the newest: {said[-1]}")
+    last = refuse(seat, seat.holds()[0])
+    table.after(TICK_MS)
+    assert [refusal.detail for refusal in table.refused] == [
+        "step 0 can never be trained: 0 of 2 groups are ready and every instance refuses every prompt, 6 in a row. "
+        f"The newest: {last}. Shorten or leave out such prompts, or give the engine a longer context"
+    ]
+    begun = table.interpreter.totals.counts.reserves
+    for group in seat.holds():
+        refuse(seat, group)
+    assert table.interpreter.totals.counts.reserves == begun, "nothing begins any more"
+
+
+def test_an_instance_that_has_refused_nothing_may_serve_what_the_others_refuse(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(), rows=6)
+    seat = Seat(table, "a", capacity=2)
+    Seat(table, "b", capacity=1).report()
+    for _ in range(20):
+        refuse(seat, seat.holds()[0])
+    assert told(table) == ""
+
+
+def test_one_push_shows_that_not_everything_is_refused(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(), rows=6)
+    seat = Seat(table, "a", capacity=2)
+    for _ in range(20):
+        for _ in range(4):
+            refuse(seat, seat.holds()[0])
+        pushed = seat.held[max(seat.held)]
+        table.push(pushed, "a")
+        table.release(pushed, ReleaseWhy.FILTERED, "trajectories-0")
+        del seat.held[pushed.lease]
+        seat.report()
+    assert told(table) == ""
+
+
+def test_when_only_prompts_are_left_that_nobody_can_serve_the_run_ends(tmp_path: Path) -> None:
+    """One epoch, one prompt too long: it comes again and again once all others are trained."""
+    table = Table(tmp_path / "run", finite(), rows=5)
+    seat = Seat(table, "a")
+    bad = seat.holds()[0]
+    refuse(seat, bad)
+    for _ in range(4):
+        seat.report()
+        seat.finish(next(group for group in seat.holds() if group != bad))
+    table.train()
+    table.train()
+    seat.report()
+    for count in range(1, MANY_TIMES):
+        assert told(table) == "", count
+        refuse(seat, bad)
+    table.after(TICK_MS)
+    assert table.refused[0].detail == (
+        "step 2 can never be trained: 0 of 2 groups are ready and no engine serves the prompts that are left, 1. "
+        f"The newest: {LONG.format(bad)}. Shorten or leave out such prompts, or give the engine a longer context"
+    )
+
+
+def test_a_filter_that_keeps_nothing_is_named_and_does_not_end_the_run(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    through_the_shard(seat, 16, ReleaseWhy.FILTERED)
+    assert told(table) == ""
+    assert table.why.partition("; ")[2] == (
+        'the filter "zero_spread" kept none of the last 16 groups: the samples of each had the same reward; easier or '
+        "harder prompts, a larger rollout.group_size, a higher rollout.temperature, or "
+        'rollout.filter = "none"'
+    )
+    seat.finish(seat.holds()[0])
+    assert "filter" not in table.why
+
+
+def through_the_shard(seat: Seat, count: int, why: ReleaseWhy, detail: str = "") -> None:
+    """Groups that are pushed and then let go of."""
+    for _ in range(count):
+        seat.report()
+        assign = seat.assign(seat.holds()[0])
+        assert seat.table.push(assign, seat.name) is None
+        seat.table.release(assign, why, "trajectories-0", detail=detail)
+        del seat.held[assign.lease]
+
+
+def test_rewards_that_all_fail_are_named(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    through_the_shard(seat, 1, ReleaseWhy.ABORTED, "reward: ZeroDivisionError: division by zero")
+    assert "failed" not in table.why
+    through_the_shard(seat, 2, ReleaseWhy.ABORTED, "reward: ZeroDivisionError: division by zero")
+    assert told(table) == ""
+    assert table.why.endswith(
+        "; each of the last 3 groups failed, the newest: reward: ZeroDivisionError: division by zero"
+    )
+
+
+def test_a_pinning_group_whose_instance_is_silent_says_so(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a", capacity=8)
+    slow, *others = list(seat.held.values())
+    for assign in others[:2]:
+        seat.finish(assign.group)
+    table.train()
+    seat.report()
+    for group in [group for group in seat.holds() if group != slow.group][:2]:
+        seat.finish(group)
+    assert table.why == f"step 1 is pinned by group {slow.group}: version 0, at a"
+    table.silent("a")
+    assert table.why == "no rollout worker is attached"
+    Seat(table, "b")
+    assert table.why == (
+        f"step 1 is pinned by group {slow.group}: version 0, at a, which is silent: its lease ends within 30 s"
+    )
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_restarted_scheduler_comes_to_the_same_end(tmp_path: Path, trained: int) -> None:
+    table = Table(tmp_path / "run", finite(), rows=2 * trained + 1)
+    seat = Seat(table, "a")
+    train(seat, trained)
+    seat.report()
+    seat.finish(seat.holds()[0])
+    table.restart()
+    table.attach("trajectories-0", "trajectories", endpoint="ipc:///none", rows=2 * trained + 1, prompts_sha="p")
+    assert f"step {trained} can never be trained: 1 of 2 groups are ready" in told(table)

@@ -1,0 +1,105 @@
+"""Samples of groups that change their instance: kept in memory, for whoever names the lease that left them."""
+
+import numpy as np
+import pytest
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId, LeaseId
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.messages import Done, GetRows, PartialFrames, PutPartial, Rows
+from staleflow.protocols.wire.tensors import arrays, specs_and_frames
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.client import worker_id
+from staleflow.runtime.errors import Refused
+from staleflow.servers.trajectories.partials import Partials
+from staleflow.servers.trajectories.records import Key
+from tests.servers.running import WEIGHTS, Run, payload
+
+
+def samples(tokens: int = 5, seed: int = 0) -> tuple[PartialFrames, list[memoryview]]:
+    """What a lease leaves: two samples, of version 0."""
+    specs, frames = specs_and_frames(payload(0, tokens=tokens, seed=seed).to_arrays())
+    return PartialFrames(origin=LeaseId(3), frames=specs), frames
+
+
+def key(group: int, lease: int) -> Key:
+    return Key(GroupId(group), LeaseId(lease))
+
+
+NBYTES = sum(frame.nbytes for frame in samples()[1])
+
+
+def test_what_a_lease_left_is_found_under_that_lease_alone_and_as_often_as_it_is_asked_for() -> None:
+    partials = Partials()
+    header, frames = samples()
+    partials.put(key(1, 5), header, frames)
+    for _ in range(2):
+        found = partials.find(key(1, 5))
+        assert found is not None
+        assert (found.header, found.frames) == (header, [bytes(frame) for frame in frames])
+    assert partials.find(key(1, 4)) is partials.find(key(1, 6)) is partials.find(key(2, 5)) is None
+
+
+def test_the_newest_lease_of_a_group_is_kept() -> None:
+    partials = Partials()
+    partials.put(key(1, 5), *samples())
+    partials.put(key(1, 7), *samples(seed=1))
+    assert partials.find(key(1, 5)) is None
+    with pytest.raises(Refused):
+        partials.put(key(1, 5), *samples())
+    assert partials.find(key(1, 7)) is not None
+    assert len(partials) == 1
+
+
+def test_a_push_of_a_later_lease_lets_it_go_and_one_of_its_own_lease_does_not() -> None:
+    partials = Partials()
+    partials.put(key(1, 5), *samples())
+    partials.forget(GroupId(1), LeaseId(5))
+    assert len(partials) == 1
+    partials.forget(GroupId(1), LeaseId(6))
+    assert len(partials) == 0
+
+
+def test_without_room_the_oldest_go_and_what_never_fits_is_refused() -> None:
+    partials = Partials(most_bytes=2 * NBYTES)
+    for group in (1, 2, 1, 3):
+        partials.put(key(group, 5 + group), *samples())
+    assert [group for group in (1, 2, 3) if partials.find(key(group, 5 + group))] == [1, 3]
+    with pytest.raises(Refused, match="bytes of samples; at most"):
+        partials.put(key(4, 9), *samples(tokens=50))
+    assert len(partials) == 2
+
+
+def test_what_is_no_group_is_refused() -> None:
+    header, frames = samples()
+    with pytest.raises(ProtocolError):
+        Partials().put(key(1, 5), header, frames[:-1])
+    lengths = np.array([5, -1], np.int32).view(np.uint8).data
+    broken = [lengths if spec.name == "lengths" else frame for spec, frame in zip(header.frames, frames, strict=True)]
+    with pytest.raises(ProtocolError):
+        Partials().put(key(1, 5), header, broken)
+
+
+async def test_they_come_with_the_rows_and_go_with_the_process(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    me = worker_id("rollout-9")
+    shard = run.shard(me)
+    header, frames = samples()
+    put = PutPartial(group=GroupId(3), lease=LeaseId(5), partial=header)
+    for _ in range(2):  # the answer was lost
+        assert await shard.ask(put, Done, frames) == Done()
+    ask = GetRows(groups=[GroupId(2), GroupId(3), GroupId(4)], partials=[LeaseId(0), LeaseId(5), LeaseId(5)])
+    answer, came = await shard.call(ask)
+    assert isinstance(answer, Rows)
+    assert answer.partials == [None, header, None]
+    assert [row["prompt"] for row in answer.rows] == ["2 + 1", "3 + 1", "4 + 1"]
+    found = GroupPayload.from_arrays(arrays(header.frames, came))
+    assert found.token_ids.tolist() == payload(0).token_ids.tolist()
+    assert (await run.status(run.where.trajectories[0]))["partials"] == 1
+    await run.stop("trajectories-0")
+    run.trajectories()
+    assert await shard.call(ask) == (Rows(rows=answer.rows, partials=[None] * 3), [])
+    with pytest.raises(Refused, match="3 groups come with 1 leases") as no:
+        await shard.call(GetRows(groups=ask.groups, partials=[LeaseId(5)]))
+    assert no.value.code is Code.MALFORMED

@@ -1,0 +1,120 @@
+"""``staleflow plan``: what a trace says of its run, what is tried, and what is left of it."""
+
+import itertools
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from staleflow.cli.main import main
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Staleness, Trainer
+from staleflow.configs.simulation import Simulated, Simulation
+from staleflow.sim.compare import changed
+from staleflow.sim.measured import measure
+from staleflow.sim.plan import Choice, front, plan, splits
+from staleflow.sim.simulate import simulate
+
+
+def config(*, steps: int = 12, mean_tokens: float = 100.0) -> Config:
+    return Config(
+        name="planned",
+        prompts=Prompts(source="nobody:opens"),
+        reward=Reward(run="nobody:calls"),
+        staleness=Staleness(max_staleness=1),
+        rollout=Rollout(
+            engine="simulated",
+            group_size=2,
+            workers=3,
+            max_inflight=32,
+            max_new_tokens=1000,
+            filter="none",
+            simulated=Simulated(mean_tokens=mean_tokens, k1=0.0, k2=0.01, k3=0.0),
+        ),
+        trainer=Trainer(backend="simulated", batch_size=4, steps=steps, simulated_step_s=1.5),
+        simulation=Simulation(reward_s=0.25, pull_s=0.5),
+    )
+
+
+def test_a_trace_says_how_long_everything_took_and_the_run_can_be_simulated_again(tmp_path: Path) -> None:
+    first = simulate(config(), run_dir=tmp_path)
+    found = measure(tmp_path / "trace.jsonl")
+    assert found.engines == 3
+    assert found.train_s == pytest.approx(1.5, abs=0.01)
+    assert found.stages_s == pytest.approx(0.25, abs=0.01)
+    assert found.pull_s == pytest.approx(0.5, abs=0.01)
+    assert 0.01 <= found.token_s < 0.03  # a group takes as long as the longer of its two trajectories
+    assert sum(found.lengths) / len(found.lengths) == pytest.approx(sum(first.drawn) / len(first.drawn), rel=0.15)
+    again = simulate(changed(config(), found.overrides(tmp_path / "lengths.jsonl")))
+    assert again.steps_per_min == pytest.approx(first.steps_per_min, rel=0.25)
+
+
+def test_a_trace_that_says_nothing_is_refused_by_name(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with pytest.raises(ConfigError, match="can be read"):
+        measure(trace)
+    trace.write_text('{"ev": "push", "m": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 1 .*segments"):
+        measure(trace)
+    trace.write_text("{\n")
+    with pytest.raises(ConfigError, match="line 1 is not JSON"):
+        measure(trace)
+    trace.write_text('{"ev": "open", "m": 1, "group_size": 2}\n')
+    with pytest.raises(ConfigError, match="trained a step"):
+        measure(trace)
+
+
+def one(steps_per_min: float, staleness_mean: float, waste: float) -> Choice:
+    return Choice(
+        overrides=(),
+        steps_per_min=steps_per_min,
+        of_limit=1.0,
+        staleness_mean=staleness_mean,
+        staleness_max=2,
+        waste=waste,
+        length_bias=1.0,
+    )
+
+
+def test_the_front_has_what_nothing_else_beats_fastest_first() -> None:
+    fast, fresh, thrifty = one(3.0, 2.0, 0.5), one(1.0, 0.0, 0.5), one(1.0, 2.0, 0.0)
+    beaten = one(2.9, 2.0, 0.5)
+    assert front([thrifty, beaten, fresh, fast, fast]) == [fast, fresh, thrifty]
+
+
+def test_devices_are_split_into_engines_and_ranks_that_share_the_trainers_work() -> None:
+    found = splits(config(), 8)
+    assert found[0] == ("rollout.workers=7", "trainer.simulated_step_s=1.5")
+    assert ("rollout.workers=4", "trainer.simulated_step_s=0.375") in found
+    with pytest.raises(ConfigError, match="more than the trainer's own 1"):
+        splits(config(), 1)
+
+
+def test_a_plan_is_slower_where_it_is_fresher_and_keeps_every_bound() -> None:
+    found = front(list(plan(config(), [0, 2], jobs=2)))
+    assert len(found) > 1
+    for faster, slower in itertools.pairwise(found):
+        assert faster.steps_per_min > slower.steps_per_min or faster.staleness_mean <= slower.staleness_mean
+    by_eta = {"staleness.max_staleness=0": 0, "staleness.max_staleness=2": 2}
+    for choice in found:
+        bound = next(eta for override, eta in by_eta.items() if override in choice.overrides)
+        assert choice.staleness_max <= bound
+        assert math.isfinite(choice.steps_per_min)
+
+
+@pytest.mark.parametrize("etas", ["one", "-1", "1,,2", ""])
+def test_values_of_max_staleness_that_are_none_are_refused(etas: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "configs/simulated.toml", "--etas", etas]) == 2
+    assert "--etas" in capsys.readouterr().err
+
+
+def test_a_choice_is_printed_with_the_lines_that_change_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(config(), run_dir=tmp_path)
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config()))
+    assert main(["plan", str(tmp_path), "--etas", "0", "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "staleness.max_staleness=0" in said
+    assert "simulated_step_s" not in said
