@@ -13,7 +13,7 @@ help: ## show this list
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "staleflow needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V)" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,dev]'
 	touch $@
 
 run: .venv/.installed ## train the quickstart: make run [CONFIG=configs/...toml]

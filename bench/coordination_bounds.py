@@ -84,8 +84,8 @@ def masked_floor(lengths: Floats, token_s: float, window_s: float) -> float:
 
 
 def masked_floor_unknown(lengths: Floats, token_s: float, window_s: float, step_s: float) -> float:
-    """The same where nobody knows a length beforehand: all begin at the same, best, moment of a step, and one that ends
-    waits for the next batch."""
+    """The same where nobody knows a length beforehand and the trainer never waits: all begin at the same, best, moment
+    of a step, and one that ends waits for the next batch."""
     seconds = lengths.ravel() * token_s
     floors: list[float] = []
     for begin_s in np.arange(PHASES) * (step_s / PHASES):

@@ -40,9 +40,10 @@ class Bench:
         train_s = configs[0].trainer.simulated_step_s
         step_s = max(fmean(60.0 / result.steps_per_min for result in results), train_s)
         drawn = [self._drawn(config) for config in configs]
-        one_s, window_s = bounds.token_s(configs[0]), bounds.window_s(step_s, train_s, eta, early=self._early)
+        one_s = bounds.token_s(configs[0])
+        window_s, least_s = (bounds.window_s(s, train_s, eta, early=self._early) for s in (step_s, train_s))
         floor = fmean(bounds.masked_floor(some, one_s, window_s) for some in drawn)
-        unknown = fmean(bounds.masked_floor_unknown(some, one_s, window_s, step_s) for some in drawn)
+        unknown = fmean(bounds.masked_floor_unknown(some, one_s, least_s, train_s) for some in drawn)
         volume = min(1.0, fmean(bounds.volume_limit(some, one_s, eta + self._early) for some in drawn) * train_s / 60)
         violations = sum(result.violations for result in results)
         discarded = max(result.discarded for result in results)
@@ -50,8 +51,8 @@ class Bench:
             what=f"{kind}, η {eta}",
             target="≥ 0.97 of the trainer limit, 0 violations, 0 discarded, masked ≤ 1.25 x floor",
             measured=f"{share:.3f} of the limit, {violations} violations, {discarded:.3%} discarded, "
-            f"masked {masked:.3f} = {masked / floor:.2f} x floor = {masked / unknown:.2f} x that of unknown lengths",
-            bound=f"masked ≥ {floor:.3f}, lengths unknown {unknown:.3f} = {unknown / floor:.2f} x floor; "
+            f"masked {masked:.3f} = {masked / floor:.2f} x floor = {masked / unknown:.2f} x that of unknown lengths at full speed",
+            bound=f"masked ≥ {floor:.3f}, at full speed with lengths unknown {unknown:.3f} = {unknown / floor:.2f} x floor; "
             f"≤ {volume:.3f} of the limit by volume",
             met=share >= 0.97 and not violations and not discarded and masked <= 1.25 * floor,
             possible=unknown <= 1.25 * floor and volume >= 0.97,

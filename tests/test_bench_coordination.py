@@ -100,7 +100,7 @@ def test_the_token_bound_trains_at_nearly_full_speed_and_masks_no_less_than_it_m
     assert len(table.lines) == 9
     for line in table.lines:
         assert line.values["share"] >= 0.95, line.what
-        assert line.values["masked"] >= 0.95 * line.values["floor"], line.what
+        assert line.values["masked"] >= line.values["floor"], line.what
 
 
 def test_filling_the_window_is_the_psrl_preset_and_as_fast_as_a_batch_a_version_can_be(bench: Bench) -> None:
