@@ -6,7 +6,7 @@ simulator that lets a version out when its step begins, so they are judged so (`
 come to when versions are out after their step, as they really are, is printed behind it.
 
     python -m bench.coordination [--rows token,trajectory] [--publish start|end|both] [--cost moe] [--workers 2]
-    python -m bench.coordination --small            what CI runs: another, smaller world, in seconds
+    python -m bench.coordination --small            what CI runs: a smaller world, in seconds
     python -m bench.coordination --report           also writes bench/results/YYYY-MM-DD-N-cores-coordination.md
 """
 
@@ -93,7 +93,7 @@ def _rows(_: click.Context, __: click.Parameter, value: str) -> list[str]:
 
 
 @click.command()
-@click.option("--small", is_flag=True, help="A world of a sixth of the size, in seconds.")
+@click.option("--small", is_flag=True, help="A smaller world, in seconds.")
 @click.option("--rows", default=",".join(ROWS), show_default=True, callback=_rows)
 @click.option("--publish", default="both", show_default=True, type=click.Choice(["start", "end", "both"]))
 @click.option("--cost", default="flat", show_default=True, type=click.Choice(list(COSTS)))

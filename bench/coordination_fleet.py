@@ -75,7 +75,7 @@ def engines(size: Size, cost: str, publish: Publish) -> Table:
     return Table(
         title=f"Engines at fixed work for each, token bound, η {ETA}; a version is out {when}",
         lines=lines,
-        judged=early,
+        judged=early and size.full,
     )
 
 

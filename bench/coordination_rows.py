@@ -37,33 +37,32 @@ class Bench:
         results = self._results(configs)
         share = fmean(result.steps_per_min / result.trainer_limit for result in results)
         masked = fmean(result.masked for result in results)
-        train_s = configs[0].trainer.simulated_step_s
-        step_s = max(fmean(60.0 / result.steps_per_min for result in results), train_s)
-        drawn = [self._drawn(config) for config in configs]
-        one_s = bounds.token_s(configs[0])
-        window_s, least_s = (bounds.window_s(s, train_s, eta, early=self._early) for s in (step_s, train_s))
-        floor = fmean(bounds.masked_floor(some, one_s, window_s) for some in drawn)
-        unknown = fmean(bounds.masked_floor_unknown(some, one_s, least_s, train_s) for some in drawn)
-        volume = min(1.0, fmean(bounds.volume_limit(some, one_s, eta + self._early) for some in drawn) * train_s / 60)
+        step_s = fmean(60.0 / result.steps_per_min for result in results)
+        floor, unknown, volume = self._least(configs, eta, step_s)
         violations = sum(result.violations for result in results)
         discarded = max(result.discarded for result in results)
         return Line(
             what=f"{kind}, η {eta}",
             target="≥ 0.97 of the trainer limit, 0 violations, 0 discarded, masked ≤ 1.25 x floor",
             measured=f"{share:.3f} of the limit, {violations} violations, {discarded:.3%} discarded, "
-            f"masked {masked:.3f} = {masked / floor:.2f} x floor = {masked / unknown:.2f} x that of unknown lengths at full speed",
-            bound=f"masked ≥ {floor:.3f}, at full speed with lengths unknown {unknown:.3f} = {unknown / floor:.2f} x floor; "
+            f"masked {masked:.3f} = {masked / floor:.2f} x floor, {masked / unknown:.2f} x that of unknown lengths",
+            bound=f"masked ≥ {floor:.3f}; at full speed, lengths unknown: {unknown:.3f}, {unknown / floor:.2f} x; "
             f"≤ {volume:.3f} of the limit by volume",
             met=share >= 0.97 and not violations and not discarded and masked <= 1.25 * floor,
             possible=unknown <= 1.25 * floor and volume >= 0.97,
-            values={
-                "share": share,
-                "masked": masked,
-                "floor": unknown,
-                "violations": violations,
-                "discarded": discarded,
-            },
+            values={"share": share, "masked": masked, "floor": floor, "violations": violations, "discarded": discarded},
         )
+
+    def _least(self, configs: Sequence[Config], eta: int, step_s: float) -> tuple[float, float, float]:
+        """Least masked share at steps of ``step_s``; the same at full speed where lengths are unknown; share of the
+        trainer's limit that the volume admits."""
+        one_s, train_s = bounds.token_s(configs[0]), configs[0].trainer.simulated_step_s
+        window_s, least_s = (bounds.window_s(s, train_s, eta, early=self._early) for s in (step_s, train_s))
+        drawn = [self._drawn(config) for config in configs]
+        floor = fmean(bounds.masked_floor(some, one_s, window_s) for some in drawn)
+        unknown = fmean(bounds.masked_floor_unknown(some, one_s, least_s, train_s) for some in drawn)
+        limit = fmean(bounds.volume_limit(some, one_s, eta + self._early) for some in drawn)
+        return floor, unknown, min(1.0, limit * train_s / 60)
 
     def trajectory(self) -> Table:
         """Strict and iid: what dispatch alone can do."""
@@ -168,10 +167,10 @@ class Bench:
         less = 1.0 - ages[1] / ages[0]
         return Line(
             what=what,
-            target="mean staleness ≥ 25 % below fill at its throughput",
+            target="mean staleness ≥ 25 % below fill, at ≥ 0.97 of its speed",
             measured=f"{ages[0]:.2f} -> {ages[1]:.2f} ({-less:+.0%}) at {speeds[0]:.3f} -> {speeds[1]:.3f} steps/min",
             bound="",
-            met=less >= 0.25 and speeds[1] >= 0.99 * speeds[0],
+            met=less >= 0.25 and speeds[1] >= 0.97 * speeds[0],
             values={"less": less, "speed": speeds[1] / speeds[0], **_sums([*fill, *other])},
         )
 
@@ -241,7 +240,7 @@ class Bench:
 
     def _table(self, title: str, lines: Sequence[Line]) -> Table:
         when = "with the batch of its step" if self._early else "after its step"
-        return Table(title=f"{title}; a version is out {when}", lines=lines, judged=self._early)
+        return Table(title=f"{title}; a version is out {when}", lines=lines, judged=self._early and self._size.full)
 
 
 def _write_s(config: Config, lengths: bounds.Floats) -> float:

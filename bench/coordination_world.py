@@ -50,6 +50,11 @@ class Size:
     events: int
     """Of the ledger and the paper's buffers."""
 
+    @property
+    def full(self) -> bool:
+        """Whether it is the world that the targets were set for."""
+        return self.scale == 1.0
+
 
 FULL = Size(
     engines=8,
@@ -65,16 +70,17 @@ FULL = Size(
 )
 SMALL = Size(
     engines=4,
-    batch=32,
+    batch=24,
     scale=0.25,
     train_s=5.0,
-    seeds=2,
-    steps=44,
+    seeds=1,
+    steps=34,
     lookahead=10,
-    big=(8, 24, 4, 32, 6),
-    fleets=(8, 32),
-    events=10_000,
+    big=(4, 16, 4, 24, 6),
+    fleets=(4, 16),
+    events=3_000,
 )
+"""What the tests run."""
 
 COSTS: dict[str, tuple[str, ...]] = {
     "flat": ("k1=0.0", "k2=0.0124", "k3=0.0", "k4=0.0"),

@@ -9,25 +9,12 @@ from bench.coordination import main
 from bench.coordination_fleet import engines
 from bench.coordination_rows import Bench
 from bench.coordination_table import Line, Table
-from bench.coordination_world import FILL, FULL, SMALL, Job, Runs, Size, run, world
-
-TINY = Size(
-    engines=4,
-    batch=24,
-    scale=0.25,
-    train_s=5.0,
-    seeds=1,
-    steps=34,
-    lookahead=10,
-    big=(4, 16, 4, 24, 6),
-    fleets=(4, 16),
-    events=600,
-)
+from bench.coordination_world import FILL, FULL, SMALL, Job, Runs, run, world
 
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return Bench(Runs(1), TINY, "flat", "start")
+    return Bench(Runs(1), SMALL, "flat", "start")
 
 
 def promised(table: Table) -> None:
@@ -138,17 +125,17 @@ def test_asynchronous_runs_are_worth_more_than_twice_the_synchronous_one(bench: 
 
 
 def test_four_times_the_engines_train_four_times_the_groups() -> None:
-    table = engines(TINY, "flat", "start")
+    table = engines(SMALL, "flat", "start")
     assert table.lines[-1].values["share"] >= 0.9
 
 
 @pytest.mark.parametrize("publish", ["start", "end"])
 def test_no_run_is_faster_than_its_bound(publish: str) -> None:
     early = publish == "start"
-    config = world(TINY, "flat", "start" if early else "end", *FILL, eta=1)
-    longest = bounds.batches(bounds.drawn(config, TINY.batch * TINY.steps), TINY.batch, 1)
+    config = world(SMALL, "flat", "start" if early else "end", *FILL, eta=1)
+    longest = bounds.batches(bounds.drawn(config, SMALL.batch * SMALL.steps), SMALL.batch, 1)
     result = run(Job(config))
-    best = bounds.batch_optimum(longest, bounds.token_s(config), TINY.train_s, 1, early=early)
+    best = bounds.batch_optimum(longest, bounds.token_s(config), SMALL.train_s, 1, early=early)
     assert best * 0.97 <= result.steps_per_min <= best * 1.001
 
 
