@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
+from staleflow.configs.schema import Config, Coordination, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
 from staleflow.configs.simulation import Simulated, Simulation
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 
@@ -48,5 +48,6 @@ def config(
             backend="simulated", batch_size=batch_size, steps=steps, simulated_step_s=train_s, checkpoint_every=4
         ),
         scheduler=Scheduler(lease_s=lease_s),
+        coordination=Coordination(routing="least_loaded", admission="fill"),  # what can be reckoned by hand
         simulation=Simulation(**simulation),
     )
