@@ -28,7 +28,11 @@ def run(composition: Composition, *, prompt_share: float, steps: int = 80, shard
                 simulated=Simulated(mean_tokens=300, sigma=0.9, prompt_share=prompt_share, k1=0, k2=0.01),
             ),
             coordination=Coordination(
-                composition=composition, lookahead=10, ranker="learned" if composition != "iid" else "none"
+                routing="least_loaded",
+                admission="fill",
+                composition=composition,
+                lookahead=10,
+                ranker="learned" if composition != "iid" else "none",
             ),
             trainer=Trainer(backend="simulated", batch_size=16, steps=steps, simulated_step_s=3.0),
             trajectories=Trajectories(shards=shards),
