@@ -5,7 +5,6 @@ their encoded form, and named by one sha256: the same rows give the same sha256 
 """
 
 import hashlib
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,13 +13,13 @@ import msgspec
 
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.imports import load_object
+from staleflow.configs.row_files import read_rows
 from staleflow.configs.schema import Prompts
 
 PROMPT = "prompt"
 
 _encoder = msgspec.msgpack.Encoder(order="sorted")
 _decoder = msgspec.msgpack.Decoder(dict[str, Any])
-_json = msgspec.json.Decoder(dict[str, Any])
 
 
 class PromptRows:
@@ -57,54 +56,12 @@ def _open(prefix: str, path: str, source: str, prompts: Prompts, seed: int) -> P
         value = f"{path} and {source}" if path else MISSING
         raise ConfigError(f"prompts.{prefix}path", value, f"exactly one of it and prompts.{prefix}source must be set")
     key, given = (f"prompts.{prefix}path", path) if path else (f"prompts.{prefix}source", source)
-    rows = _from_file(key, Path(path)) if path else _from_source(key, source, {"seed": seed, **prompts.options})
+    rows = read_rows(key, Path(path)) if path else _from_source(key, source, {"seed": seed, **prompts.options})
     names = {theirs: ours for ours, theirs in prompts.columns.items()}
     encoded = [_encoded(key, given, place, row, names) for place, row in rows]
     if not encoded:
         raise ConfigError(key, given, "it has no rows")
     return PromptRows(encoded)
-
-
-def _from_file(key: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, row) of each row of a file."""
-    if not path.is_file():
-        raise ConfigError(key, str(path), "no such file")
-    match path.suffix:
-        case ".jsonl":
-            return _jsonl(key, path)
-        case ".parquet":
-            return _parquet(key, path)
-        case _:
-            raise ConfigError(key, str(path), "it must end in .jsonl or .parquet")
-
-
-def _jsonl(key: str, path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"line {number}", _json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ConfigError(key, str(path), f"line {number} must be a JSON object: {error}") from error
-
-
-def _parquet(key: str, path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-        arrow: Any = importlib.import_module("pyarrow")
-    except ImportError as error:
-        wanted = 'reading Parquet needs the extra: pip install "staleflow[parquet]"'
-        raise ConfigError(key, str(path), wanted) from error
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    yield f"row {number}", row
-                    number += 1
-    except (arrow.ArrowException, OSError) as error:
-        raise ConfigError(key, str(path), f"it must be a Parquet file: {error}") from error
 
 
 def _from_source(key: str, source: str, options: dict[str, Any]) -> Iterator[tuple[str, Any]]:

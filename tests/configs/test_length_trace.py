@@ -31,7 +31,7 @@ def test_a_column_of_either_kind_of_file_is_read(tmp_path: Path) -> None:
     assert read_lengths(parquet(tmp_path, tokens=[3, 5, 1], other=[1, 2, 3]), "tokens") == [3, 5, 1]
 
 
-@pytest.mark.parametrize("value", [0, -3, float("nan"), float("inf"), 2.5, "7", None, True])
+@pytest.mark.parametrize("value", [0, -3, 2.5, "7", None, True])
 def test_a_length_that_is_none_is_named_with_its_row(tmp_path: Path, value: object) -> None:
     with pytest.raises(ConfigError, match=r'trace\.jsonl"; line 2: column "tokens" is .*; it must be a whole number'):
         read_lengths(jsonl(tmp_path, {"tokens": 3}, {"tokens": value}), "tokens")
@@ -55,8 +55,10 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("t.jsonl", "", "it has no rows"),
-        ("t.jsonl", '{"tokens": 1}\n{\n', "line 2 is not JSON"),
+        ("t.jsonl", '{"tokens": 1}\n{\n', "line 2 must be a JSON object"),
         ("t.jsonl", "[1]\n", "line 1 must be a JSON object"),
+        ("t.jsonl", '{"tokens": NaN}\n', "line 1 must be a JSON object"),
+        ("t.jsonl", '{"tokens": Infinity}\n', "line 1 must be a JSON object"),
         ("t.csv", "tokens\n1\n", r"it must end in \.jsonl or \.parquet"),
         ("t.parquet", "none", "it must be a Parquet file"),
         ("", "", "no such file"),
