@@ -8,7 +8,6 @@ two cores to itself. Exit 1 when steps a minute or staleness differ by more than
     python -m bench.skewed [CONFIG] [KEY=VALUE]... [--markdown]
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from staleflow.configs.load import load
 from staleflow.configs.schema import Config
+from staleflow.runtime.trace import read_events
 from staleflow.sim.measure import steps_per_min
 from staleflow.sim.result import StepRow
 from staleflow.sim.simulate import TRACE, simulate
@@ -68,8 +68,8 @@ LINES: tuple[tuple[str, Callable[[Seen], float], bool], ...] = (
 def read(trace: Path, max_staleness: int) -> Seen:
     """A trace of one incarnation."""
     books = _Books()
-    for line in trace.read_text().splitlines():
-        books.take(json.loads(line))
+    for event in read_events(trace):
+        books.take(event)
     return Seen(
         steps_per_min=steps_per_min(books.rows, max_staleness + 1),
         staleness=statistics.fmean(row.staleness_mean for row in books.rows),

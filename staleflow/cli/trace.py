@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,9 @@ def check(trace: Path, as_json: bool) -> int:
 @options.as_json
 def show(trace: Path, group: int, as_json: bool) -> int:
     """Print every event of GROUP in TRACE, from its reservation to its end."""
-    found = [event for event in _events(_file(trace)) if _is_about(event, group)]
+    from staleflow.runtime.trace import read_events
+
+    found = [event for event in read_events(_file(trace)) if _is_about(event, group)]
     if not found:
         raise ConfigError("group", group, f"{trace} never mentions it")
     for event in found:
@@ -64,15 +65,6 @@ def _file(trace: Path) -> Path:
     if not path.is_file():
         raise ConfigError("trace", str(path), "no such file")
     return path
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ConfigError("trace", str(path), f"line {number} is not JSON: {error}") from error
 
 
 def _is_about(event: dict[str, Any], group: int) -> bool:

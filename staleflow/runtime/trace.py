@@ -8,10 +8,13 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from staleflow.configs.errors import ConfigError
 from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.store import Durability, Read, Store, Write, key_number, number_key
 from staleflow.runtime.trace_events import SCHEMA, TraceEvent
@@ -38,6 +41,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def lines(head: Head, prefix: bytes, events: list[tuple[TraceEvent, int, int]]) -> tuple[Head, bytes]:
@@ -183,3 +187,16 @@ def _check_end(path: Path, file: int, head: Head) -> None:
     ending = f',"h":"{head.h}"}}\n'.encode()
     if head.seq and os.pread(file, len(ending), head.end - len(ending)) != ending:
         raise TraceError(f"{path} is not the trace of this run: line {head.seq} does not end with hash {head.h}")
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line of a trace as it is written, unaudited. ``ConfigError`` names the line that is not JSON."""
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield _decode(line)
+                except msgspec.DecodeError as error:
+                    raise ConfigError("trace", str(path), f"line {number} is not JSON: {error}") from error
+    except OSError as error:
+        raise ConfigError("trace", str(path), f"it cannot be read: {error.strerror}") from error

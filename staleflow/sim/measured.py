@@ -4,8 +4,6 @@ Everything is read from the trace: how long groups are and took, how long the tr
 weights took. A trace has the tokens of a group, not of each of its trajectories: what differs inside a group is lost.
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import ConfigError
+from staleflow.runtime.trace import read_events
 
 LENGTHS = "lengths.jsonl"
 NS = 1e9
@@ -58,7 +57,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 def measure(trace: Path) -> Measured:
     """Read a trace. ``ConfigError`` when it is none, or no step of it was trained."""
     books = _Books()
-    for number, event in enumerate(_events(trace), start=1):
+    for number, event in enumerate(read_events(trace), start=1):
         try:
             books.take(event)
         except (KeyError, TypeError) as error:
@@ -75,18 +74,6 @@ def measure(trace: Path) -> Measured:
         stages_s=median(books.stages_s) if books.stages_s else 0.0,
         pull_s=median(books.pull_s) if books.pull_s else 0.0,
     )
-
-
-def _events(trace: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with trace.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ConfigError("trace", str(trace), f"line {number} is not JSON: {error}") from None
-    except OSError as error:
-        raise ConfigError("trace", str(trace), f"a file that can be read: {error.strerror}") from None
 
 
 class _Books:

@@ -52,7 +52,7 @@ def test_a_trace_says_how_long_everything_took_and_the_run_can_be_simulated_agai
 
 def test_a_trace_that_says_nothing_is_refused_by_name(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    with pytest.raises(ConfigError, match="can be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         measure(trace)
     trace.write_text('{"ev": "push", "m": 1}\n')
     with pytest.raises(ConfigError, match=r"line 1 .*segments"):
