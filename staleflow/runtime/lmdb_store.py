@@ -55,11 +55,6 @@ class Read:
             for key in cursor.iternext(keys=True, values=False):
                 yield bytes(key)
 
-    def last_key(self, table: str) -> bytes | None:
-        """The greatest key; None when the table is empty."""
-        with self._txn.cursor(self._tables[table]) as cursor:
-            return bytes(cursor.key()) if cursor.last() else None
-
     def count(self, table: str) -> int:
         """How many records the table has."""
         return self._txn.stat(self._tables[table])["entries"]
@@ -71,15 +66,6 @@ class Write(Read):
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """Set ``key``, whatever it was."""
         self._txn.put(key, value, db=self._tables[table])
-
-    def put_new(self, table: str, key: bytes, value: Buffer) -> bool:
-        """Set ``key`` unless it exists; says whether it did."""
-        return self._txn.put(key, value, overwrite=False, db=self._tables[table])
-
-    def put_many(self, table: str, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Set many keys in one call."""
-        with self._txn.cursor(self._tables[table]) as cursor:
-            cursor.putmulti(items)
 
     def delete(self, table: str, key: bytes) -> bool:
         """Forget ``key``; says whether it was there."""

@@ -30,9 +30,6 @@ class MemoryWrite:
     def keys(self, table: str, start: bytes = b"") -> Iterator[bytes]:
         return iter(sorted(key for key in self._tables[table] if key >= start))
 
-    def last_key(self, table: str) -> bytes | None:
-        return max(self._tables[table], default=None)
-
     def count(self, table: str) -> int:
         return len(self._tables[table])
 
@@ -40,16 +37,6 @@ class MemoryWrite:
         rows = self._tables[table]
         self._undo.append((table, key, rows.get(key)))
         rows[key] = bytes(value)
-
-    def put_new(self, table: str, key: bytes, value: Buffer) -> bool:
-        if key in self._tables[table]:
-            return False
-        self.put(table, key, value)
-        return True
-
-    def put_many(self, table: str, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        for key, value in items:
-            self.put(table, key, value)
 
     def delete(self, table: str, key: bytes) -> bool:
         before = self._tables[table].pop(key, None)

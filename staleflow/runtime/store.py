@@ -5,7 +5,7 @@ raises. A ``read()`` block sees what was committed before it began.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -59,10 +59,6 @@ class Read(Protocol):
         """Keys in order, from ``start`` on."""
         ...
 
-    def last_key(self, table: str) -> bytes | None:
-        """The greatest key; None when the table is empty."""
-        ...
-
     def count(self, table: str) -> int:
         """How many records the table has."""
         ...
@@ -73,14 +69,6 @@ class Write(Read, Protocol):
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """Set ``key``, whatever it was."""
-        ...
-
-    def put_new(self, table: str, key: bytes, value: Buffer) -> bool:
-        """Set ``key`` unless it exists; says whether it did."""
-        ...
-
-    def put_many(self, table: str, items: Sequence[tuple[bytes, Buffer]]) -> None:
-        """Set many keys in one call."""
         ...
 
     def delete(self, table: str, key: bytes) -> bool:
