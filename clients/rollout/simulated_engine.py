@@ -8,7 +8,6 @@ Nobody looks at the weights.
 import math
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from staleflow.clients.rollout.engine import EngineStats, Request, RequestError, Trajectory
 from staleflow.clients.rollout.lengths import Lengths
 from staleflow.clients.rollout.rows import Rows, uniforms
+from staleflow.clients.rollout.waiting import Waiting
 from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import Lineage, Version
 
@@ -44,9 +44,7 @@ class SimulatedEngine:
         self._now, self._sleep = now, sleep
         self._due = 0.0
         self._rows = Rows(slots)
-        self._waiting: deque[Request] = deque()
-        self._cut: set[int] = set()
-        """Waiting requests that were interrupted."""
+        self._waiting = Waiting()
         self._widest = 1
         self._generated = 0
         self._steps = 0
@@ -64,11 +62,10 @@ class SimulatedEngine:
         if rows.size == 0:
             self._due = self._now()
         while self.joining and self._waiting and rows.size < rows.slots:
-            request = self._waiting.popleft()
+            request, cut = self._waiting.take()
             self._widest = max(self._widest, len(request.prompt_ids) + request.sampling.max_new_tokens)
             rows.join(request, self.length(request), self.lineage, self.version)
-            if request.id in self._cut:
-                self._cut.discard(request.id)
+            if cut:
                 rows.interrupt(request.id)
         if rows.size == 0:
             return []
@@ -82,29 +79,18 @@ class SimulatedEngine:
     def interrupt(self, request: int) -> None:
         if request in self._rows:
             self._rows.interrupt(request)
-            return
-        for place, waiting in enumerate(self._waiting):
-            if waiting.id == request:  # first in the queue, and over after its first token
-                del self._waiting[place]
-                self._waiting.appendleft(waiting)
-                self._cut.add(request)
-                return
+        else:
+            self._waiting.interrupt(request)
 
     def withdraw(self, request: int) -> Request | None:
         """Take back a request that waits; None when it runs or has ended."""
-        for place, waiting in enumerate(self._waiting):
-            if waiting.id == request:
-                del self._waiting[place]
-                self._cut.discard(request)
-                return waiting
-        return None
+        return self._waiting.withdraw(request)
 
     def abort(self, request: int) -> None:
         if (row := self._rows.row(request)) is not None:
             self._rows.leave(np.array([row]))
         else:
-            self._waiting = deque(waiting for waiting in self._waiting if waiting.id != request)
-            self._cut.discard(request)
+            self._waiting.withdraw(request)
 
     def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
         self.lineage, self.version = lineage, version

@@ -8,7 +8,6 @@ Trajectories that were running go on over the keys and values that older weights
 Log-probabilities are those of the distribution sampled from, ``log_softmax(logits / temperature)``, in float32.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from staleflow.clients.rollout.grouped_attention import serving
 from staleflow.clients.rollout.masks import Masks
 from staleflow.clients.rollout.rows import Rows, uniforms
 from staleflow.clients.rollout.slot_cache import SlotCache
+from staleflow.clients.rollout.waiting import Waiting
 from staleflow.clients.rollout.weights import copy_weights
 from staleflow.protocols.consistency.ids import Lineage, Version
 
@@ -67,8 +67,7 @@ class TransformersEngine:
         self._recompute = recompute
         self._stop_ids = np.array(sorted(set(stop_ids)), np.int64)
         self._rows = Rows(slots)
-        self._waiting: deque[Request] = deque()
-        self._cut: set[int] = set()  # interrupted while they wait
+        self._waiting = Waiting()
         self._masks = Masks(model)
         self._cache = SlotCache(config.num_hidden_layers, slots)
         self._generated = 0
@@ -94,30 +93,19 @@ class TransformersEngine:
         """End it at the next step. One that still waits goes first in the queue and ends after its first token."""
         if request in self._rows:
             self._rows.interrupt(request)
-            return
-        for place, waiting in enumerate(self._waiting):
-            if waiting.id == request:
-                del self._waiting[place]
-                self._waiting.appendleft(waiting)
-                self._cut.add(request)
-                return
+        else:
+            self._waiting.interrupt(request)
 
     def withdraw(self, request: int) -> Request | None:
         """Take back a request that waits; None when it runs or has ended."""
-        for place, waiting in enumerate(self._waiting):
-            if waiting.id == request:
-                del self._waiting[place]
-                self._cut.discard(request)
-                return waiting
-        return None
+        return self._waiting.withdraw(request)
 
     @torch.inference_mode()
     def abort(self, request: int) -> None:
         if (row := self._rows.row(request)) is not None:
             self._free(np.array([row]))
         else:
-            self._waiting = deque(waiting for waiting in self._waiting if waiting.id != request)
-            self._cut.discard(request)
+            self._waiting.withdraw(request)
 
     def load(self, tensors: Mapping[str, np.ndarray], lineage: Lineage, version: Version) -> None:
         copy_weights(self.model, tensors)
@@ -151,9 +139,7 @@ class TransformersEngine:
         for row in reversed(range(rows.size)):
             request, count = rows.requests[row], int(rows.count[row])
             written = rows.marks[row].cut(rows.token_ids[row, :count], rows.logprobs[row, :count])
-            self._waiting.appendleft(replace(request, prefix=written))
-            if rows.interrupted[row]:
-                self._cut.add(request.id)
+            self._waiting.put_back(replace(request, prefix=written), cut=bool(rows.interrupted[row]))
         self._free(np.arange(rows.size))
 
     def _worth_joining(self) -> bool:
@@ -167,7 +153,7 @@ class TransformersEngine:
         sequences: list[np.ndarray] = []
         width = 0
         while self._waiting and self._rows.size < self._rows.slots:
-            request = self._waiting[0]
+            request = self._waiting.first()
             sequence = np.concatenate((request.prompt_ids, prefix_tokens(request.prefix)[0])).astype(np.int64)
             key = sequence.tobytes()
             wider = max(width, len(sequence))
@@ -177,12 +163,11 @@ class TransformersEngine:
                 prompts[key] = len(sequences)
                 sequences.append(sequence)
                 width = wider
-            self._waiting.popleft()
+            cut = self._waiting.take()[1]
             limit = min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
             self._rows.join(request, limit, self.lineage, self.version)
             sources.append(prompts[key])
-            if request.id in self._cut:
-                self._cut.discard(request.id)
+            if cut:
                 self._rows.interrupt(request.id)
         logits = self._prefill(first, sequences, np.array(sources), width)
         self._draw(first, logits)
