@@ -62,6 +62,8 @@ class AuditReport:
     masked_tokens: int = 0
     closed: bool = False
     """The last incarnation ended in order."""
+    last_hash: str = ""
+    """What the last line's chain comes to: it names the whole file."""
 
     @property
     def ok(self) -> bool:
@@ -126,6 +128,7 @@ class Auditor:
         report.staleness = dict(sorted(recount.staleness.items()))
         report.steps, report.tokens, report.masked_tokens = recount.steps, recount.tokens, recount.masked
         report.closed = recount.closed
+        report.last_hash = self._previous
         return report
 
     def _chain(self, line: bytes, common: _Common) -> None:

@@ -41,14 +41,10 @@ def _simulate(config: Config, seconds: float | None, run_dir: Path) -> Result:
         world.run(seconds)
     finally:
         world.close()
-    return _result(world, audit(run_dir / TRACE), _last_hash(run_dir / TRACE))
+    return _result(world, audit(run_dir / TRACE))
 
 
-def _last_hash(trace: Path) -> str:
-    return str(msgspec.json.decode(trace.read_bytes().splitlines()[-1])["h"])
-
-
-def _result(world: World, report: AuditReport, trace_hash: str) -> Result:
+def _result(world: World, report: AuditReport) -> Result:
     config, trainer = world.config, world.trainer
     trained = trainer.trained
     end_s = trained[-1].ended_s if trained else world.timeline.now_s
@@ -85,7 +81,7 @@ def _result(world: World, report: AuditReport, trace_hash: str) -> Result:
         engines=engines,
         drawn=drawn,
         trained=lengths,
-        trace_hash=trace_hash,
+        trace_hash=report.last_hash,
     )
 
 
