@@ -32,13 +32,14 @@ MEMORY = 0.8
 PINNED = 0.05
 """Share of time pinned above which the longest groups are what limits the run."""
 STARVED = 0.01
-"""Share of a step starved that is put up with."""
+"""Share of time starved that is put up with."""
 ROUNDS = 2.0
 """More room than so many times the places that engines have free is not left to gather: it would start too late."""
 GATHERS = 0.5
 """Batches: on average so much of the next one is there and waits for the rest."""
-UP, DOWN = 0.1, 0.01
-"""Batches that the margin grows by after a step that starved, and shrinks by after one that did not."""
+GAIN = 1.0
+"""Batches that the margin grows by for each share of a step that starved beyond that. It integrates: in the long run
+the share of time starved is ``STARVED``, or the margin is at one of its ends."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -75,8 +76,7 @@ def paced(pace: Pace, step: Step, most: float) -> Pace:
     if pinned_s > PINNED * seconds:
         margin, lead = pace.margin, 0.0
     else:
-        starves = step.starved_s > STARVED * step.seconds
-        margin = min(most, pace.margin + UP) if starves else max(0.0, pace.margin - DOWN)
+        margin = min(most, max(0.0, pace.margin + GAIN * (step.starved_s / step.seconds - STARVED)))
         fed_s = max(seconds - starved_s, 1e-9)  # at full speed as many more would be under way
         lead = min(most, under_way_s / fed_s + GATHERS + margin)
     return Pace(
