@@ -2,17 +2,16 @@
 
 A group that is begun before it is needed waits at the end, and is old when it is trained. Under the trajectory bound it
 also has its deadline from the version that it begins with: a lease given out early shortens the time that the longest
-group of its version may take. ``just_in_time`` therefore leaves room unused:
-
-- trajectory bound: while no sealed batch is there, everything that the bound admits is started, at the newest version,
-  so that the slow step begins with all of it; while one is there, only so many that ``lead`` batches of groups are
-  live;
-- token bound: always so many that ``lead`` batches are under way or wait.
+group of its version may take. ``just_in_time`` therefore leaves room unused: only so many groups are started that
+``lead`` batches are live (token bound: under way, or wait for their step).
 
 ``lead`` follows from what was seen (``Pace``): as many groups as are under way on average, half a batch that gathers
-for the next step, and a margin that grows when the trainer starves and shrinks when it does not. When long groups pin
-the trainer's step it is nothing: then every start is better one version later, unless engines could not take at once
-what has gathered by then.
+for the next step, and a margin that grows when the trainer starves and shrinks when it does not.
+
+Under the trajectory bound a trainer that waits gets everything that the bound admits, at the newest version: its slow
+step begins with all of it. When long groups pin its steps, ``lead`` is nothing: while a sealed batch is there every
+start is better one version later, unless engines could not take at once what has gathered by then; while none is
+there, everything that the bound admits is started.
 
 The rule is this project's; StaleFlow (2601.12784) fills every entry that its buffers have. docs/consistency.md has the
 bounds of both.
@@ -91,17 +90,23 @@ def paced(pace: Pace, step: Step, most: float) -> Pace:
 
 def admitted(snapshot: Snapshot, admission: Admission) -> Snapshot:
     """The snapshot with no more groups to start than ``admission`` lets in."""
-    if admission == "fill" or not snapshot.next:
+    if admission == "fill" or not snapshot.next or _all_of_it(snapshot):
         return snapshot
     live = snapshot.leased + snapshot.pushed + snapshot.occupied - snapshot.spares
-    lead = snapshot.lead
     if snapshot.token_bound:
         live += snapshot.sealed - snapshot.training
-        lead = max(1.0, lead)  # fewer would never make a batch
-    elif not snapshot.sealed or (not snapshot.lead and max(snapshot.room.values()) > ROUNDS * places(snapshot)):
-        return snapshot
+    makes_a_batch = snapshot.token_bound or not snapshot.sealed
+    lead = max(1.0, snapshot.lead) if makes_a_batch else snapshot.lead
     few = max(0, math.ceil(lead * snapshot.batch_size) - live)
     return msgspec.structs.replace(snapshot, next=snapshot.next[:few])
+
+
+def _all_of_it(snapshot: Snapshot) -> bool:
+    """Trajectory bound: whether this is the moment for everything that the bound admits."""
+    if snapshot.token_bound:
+        return False
+    gathered = not snapshot.sealed or max(snapshot.room.values()) > ROUNDS * places(snapshot)
+    return snapshot.waits or (not snapshot.lead and gathered)
 
 
 def places(snapshot: Snapshot) -> int:

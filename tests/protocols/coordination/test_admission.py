@@ -28,9 +28,21 @@ def test_fill_takes_what_the_bound_admits() -> None:
     assert admitted(seen, "fill") is seen
 
 
-def test_without_a_sealed_batch_just_in_time_takes_it_too() -> None:
+def test_without_a_lead_just_in_time_takes_it_too_while_no_batch_is_sealed() -> None:
     seen = snapshot(instance("a"), groups=9, leased=8, sealed=0)
     assert admitted(seen, "just_in_time") is seen
+
+
+def test_a_trainer_that_waits_gets_all_of_it() -> None:
+    seen = snapshot(instance("a"), groups=9, leased=8, lead=1.5, waits=True)
+    assert admitted(seen, "just_in_time") is seen
+
+
+def test_while_it_trains_without_a_sealed_batch_the_lead_counts_but_for_a_whole_batch() -> None:
+    seen = snapshot(instance("a"), groups=9, leased=2, lead=1.5)
+    assert [item.group for item in admitted(seen, "just_in_time").next] == [0, 1, 2, 3]
+    short = snapshot(instance("a"), groups=9, leased=2, lead=0.5)
+    assert [item.group for item in admitted(short, "just_in_time").next] == [0, 1]
 
 
 def test_with_a_sealed_batch_it_tops_up_to_its_lead() -> None:
