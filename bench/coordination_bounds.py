@@ -94,6 +94,13 @@ def masked_floor_unknown(lengths: Floats, token_s: float, window_s: float, step_
     return min(floors)
 
 
+def freshest(lengths: Floats, token_s: float, train_s: float, *, early: bool) -> float:
+    """Least mean staleness of a trainer that never waits: each group begins with the version that is just out, and
+    trains in the first step that begins after its end, ``E[ceil(L t / T)]``; one less when versions are early."""
+    steps = np.ceil(lengths.max(axis=1) * token_s / train_s)
+    return float(np.maximum(steps - early, 0.0).mean())
+
+
 def volume_limit(lengths: Floats, token_s: float, batches: float) -> float:
     """Steps a minute that no run can pass that has at most so many batches of groups under way (Little's law)."""
     return 60.0 * batches / (float(lengths.max(axis=1).mean()) * token_s)

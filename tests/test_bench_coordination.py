@@ -78,6 +78,12 @@ def test_what_outlasts_the_window_is_masked_and_more_where_nobody_knows_lengths(
     assert bounds.masked_floor_unknown(np.array([20.0, 30.0]), 1.0, 20.0, 20.0) == pytest.approx(0.4)
 
 
+def test_a_group_is_as_old_as_the_steps_that_begin_before_its_end() -> None:
+    lengths = np.array([[10.0, 9.0], [20.0, 1.0], [21.0, 2.0]])
+    assert bounds.freshest(lengths, 1.0, 20.0, early=False) == pytest.approx(4 / 3)
+    assert bounds.freshest(lengths, 1.0, 20.0, early=True) == pytest.approx(1 / 3)
+
+
 # --- what is promised ------------------------------------------------------------------------------------------
 
 
@@ -114,6 +120,7 @@ def test_what_is_started_just_in_time_is_fresher_at_about_the_same_speed(bench: 
     promised(table)
     for line in table.lines:
         assert line.values["less"] > 0.0, line.what
+        assert line.values["age"] >= line.values["least"], line.what
         assert line.values["speed"] > 0.95, line.what
     assert sum(line.values["less"] for line in table.lines) > 0.25 * len(table.lines)
 
