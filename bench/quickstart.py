@@ -8,7 +8,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import click
 import msgspec
@@ -21,7 +23,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 START, END, WALL_S = 0.5, 0.85, 360.0
 
 
-def run(seed: int, run_dir: Path) -> Summary:
+def run(seed: int, overrides: Sequence[str], run_dir: Path) -> Summary:
     """One whole run. Its view goes to the terminal's error stream, its summary comes back."""
     command = [
         sys.executable,
@@ -30,21 +32,26 @@ def run(seed: int, run_dir: Path) -> Summary:
         "run",
         str(CONFIG),
         f"seed={seed}",
+        *overrides,
         "--run-dir",
         str(run_dir),
         "--json",
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if not done.stdout:
+        sys.exit(done.returncode)  # it has said why
     return msgspec.json.decode(done.stdout, type=Summary)
 
 
-def reached(run_dir: Path) -> float | None:
+def evaluations(run_dir: Path) -> dict[int, float]:
+    """Step -> mean reward on held-out prompts."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {int(values["step"]): values["reward/eval"] for values in lines if "reward/eval" in values}
+
+
+def reached(run_dir: Path) -> int | None:
     """The first step whose evaluation was at the goal."""
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
-        if values.get("reward/eval", 0.0) >= END:
-            return float(values["step"])
-    return None
+    return next((step for step, reward in evaluations(run_dir).items() if reward >= END), None)
 
 
 def good(summary: Summary) -> bool:
@@ -60,16 +67,18 @@ def good(summary: Summary) -> bool:
 
 
 @click.command(help=__doc__)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--runs", type=click.Path(path_type=Path), help="Keep the run directories here.")
 @click.option("--markdown", is_flag=True, help="For bench/results/.")
-def main(seeds: int, runs: Path | None, markdown: bool) -> None:
+def main(overrides: tuple[str, ...], seeds: int, runs: Path | None, markdown: bool) -> None:
     folder = runs or Path(tempfile.mkdtemp(prefix="sf-"))
     titles: tuple[str, ...] = (
         "seed",
         "steps",
         "reward at start",
         "at end",
+        "mean",
         f"{END:g} at step",
         "off-policy mean",
         "max",
@@ -79,7 +88,7 @@ def main(seeds: int, runs: Path | None, markdown: bool) -> None:
     rows: list[tuple[str, ...]] = []
     passed: list[bool] = []
     for seed in range(seeds):
-        summary = run(seed, folder / f"seed-{seed}")
+        summary = run(seed, overrides, folder / f"seed-{seed}")
         passed.append(good(summary))
         rows.append(
             (
@@ -87,6 +96,7 @@ def main(seeds: int, runs: Path | None, markdown: bool) -> None:
                 str(summary.steps),
                 f"{summary.reward_start:.3f}",
                 f"{summary.reward_end:.3f}",
+                f"{fmean(evaluations(folder / f'seed-{seed}').values()):.3f}",
                 f"{reached(folder / f'seed-{seed}')}",
                 f"{summary.off_policy_mean:.2f}",
                 str(summary.off_policy_max),
