@@ -4,15 +4,16 @@ from typing import Any
 
 from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done, Drain, GetStatus, Status
 from staleflow.runtime.client import BlockingClient, worker_id
+from staleflow.runtime.transport import SOCKETS, Transport
 
 
 class Admin:
     """A blocking connection to one server. ``Unavailable`` when it does not answer in time."""
 
-    def __init__(self, address: str, name: str = "admin") -> None:
+    def __init__(self, address: str, name: str = "admin", *, transport: Transport = SOCKETS) -> None:
         self._name = name
         self._worker = worker_id(name)
-        self._client = BlockingClient(address, worker=self._worker)
+        self._client = BlockingClient(address, worker=self._worker, transport=transport)
 
     def __enter__(self) -> "Admin":
         return self
@@ -30,7 +31,7 @@ class Admin:
 
     def run(self, timeout_s: float = 10.0) -> Attached:
         """What the scheduler tells a worker that joins: configuration, run directory, addresses."""
-        hello = Attach(worker=self._worker, name=self._worker, role="admin")
+        hello = Attach(worker=self._worker, name=self._worker, role="monitor")
         attached = self._client.ask(hello, Attached, timeout_s=timeout_s)
         self._client.ask(Detach(worker=self._worker, why="asked only"), Done, timeout_s=timeout_s)
         return attached

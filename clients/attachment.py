@@ -3,9 +3,12 @@
 import asyncio
 import logging
 
+import msgspec
+
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.runtime.address import reachable
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.retry import Backoff
@@ -27,7 +30,11 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
                 raise ConfigError(f"{request.role} worker", request.name, refused.detail) from refused
             raise
         if answer.shards and all(answer.shards) and (answer.parameters or not parameters):
-            return answer
+            return msgspec.structs.replace(
+                answer,
+                shards=[reachable(shard, scheduler.address) for shard in answer.shards],
+                parameters=reachable(answer.parameters, scheduler.address),
+            )
         attempt += 1
         log.info("waiting for the run's other servers to attach")
         await asyncio.sleep(backoff.delay_s(attempt))

@@ -41,6 +41,7 @@ from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.host import boot_id
+from staleflow.runtime.transport import SOCKETS, Transport
 
 CHUNK_BYTES = 4 << 20
 """Of one message. A server may send less at once than it is asked for."""
@@ -79,8 +80,8 @@ class CorruptWeights(Exception):
 class Publisher:
     """The trainer's connection to the parameter server."""
 
-    def __init__(self, address: str, *, worker: WorkerId) -> None:
-        self._client = Client(address, worker=worker)
+    def __init__(self, address: str, *, worker: WorkerId, transport: Transport = SOCKETS) -> None:
+        self._client = Client(address, worker=worker, transport=transport)
 
     async def publish(
         self,
@@ -243,8 +244,8 @@ class PulledVersion:
 class Puller:
     """A reader's connection to the parameter server."""
 
-    def __init__(self, address: str, *, worker: WorkerId) -> None:
-        self._client = Client(address, worker=worker)
+    def __init__(self, address: str, *, worker: WorkerId, transport: Transport = SOCKETS) -> None:
+        self._client = Client(address, worker=worker, transport=transport)
         self._worker = worker
 
     async def pull(self, lineage: Lineage, version: Version) -> PulledVersion:

@@ -22,7 +22,7 @@ def consistent(config: Config) -> None:
     """``ConfigError`` for the first rule that ``config`` breaks."""
     for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
         rule(config)
-    for rule in (_shards, _binds, _lengths):
+    for rule in (_shards, _security, _binds, _lengths):
         rule(config)
 
 
@@ -173,20 +173,26 @@ def _shards(config: Config) -> None:
         raise ConfigError("trajectories.bind", binds, f"it must have trajectories.shards = {shards} addresses, or none")
 
 
+def _security(config: Config) -> None:
+    if config.security.insecure and config.security.keys:
+        raise ConfigError("security.insecure", True, f'with security.keys "{config.security.keys}" it must be false')
+
+
 def _binds(config: Config) -> None:
     binds = [("scheduler.bind", config.scheduler.bind), ("parameters.bind", config.parameters.bind)]
     binds += [("trajectories.bind", bind) for bind in config.trajectories.bind]
+    wide = bool(config.security.keys) or config.security.insecure
     seen: dict[str, str] = {}
     for key, bind in binds:
         if not bind:
             continue
-        _address(key, bind)
+        _address(key, bind, wide=wide)
         if bind in seen:
             raise ConfigError(key, bind, f"{seen[bind]} has it already; each server needs its own")
         seen[bind] = key
 
 
-def _address(key: str, bind: str) -> None:
+def _address(key: str, bind: str, *, wide: bool) -> None:
     form = "it must be tcp://host:port or ipc:///path"
     if bind.startswith("ipc:///") and len(bind) > len("ipc:///"):
         return
@@ -197,8 +203,11 @@ def _address(key: str, bind: str) -> None:
         raise ConfigError(key, bind, form) from None
     if parts.scheme != "tcp" or not host or not port or parts.path:
         raise ConfigError(key, bind, f"{form}, with a port from 1 to 65535")
-    if not _LOOPBACK.fullmatch(host):
-        raise ConfigError(key, bind, "only loopback may be bound: 127.0.0.1, ::1 or localhost")
+    if not _LOOPBACK.fullmatch(host) and not wide:
+        allowed = "without security.keys only loopback may be bound: 127.0.0.1, ::1 or localhost"
+        raise ConfigError(key, bind, allowed)
+    if host == "*":
+        raise ConfigError(key, bind, "write 0.0.0.0 (or [::]) for every interface")
 
 
 def _lengths(config: Config) -> None:

@@ -6,6 +6,7 @@ configuration has absolute paths only. Whatever is wrong is one ``ConfigError``.
 
 import hashlib
 import os
+import stat
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from staleflow.configs.toml import dumps
 RESOLVED = "config.json"
 _PATHS = (
     *(("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path")),
-    ("rollout.simulated", "trace"),
+    *(("rollout.simulated", "trace"), ("security", "keys")),
 )
 _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
@@ -134,9 +135,12 @@ def addresses(config: Config, run_dir: Path) -> Addresses:
         folder = Path(address.removeprefix("ipc://")).parent
         if folder == socket_folder(run_dir, config):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_uid != os.getuid():
+            held = folder.lstat()
+            if held.st_uid != os.getuid() or not stat.S_ISDIR(held.st_mode):
                 allowed = "it belongs to another user; choose a shorter run directory"
                 raise ConfigError("socket folder", str(folder), allowed)
+            if held.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                folder.chmod(0o700)
     return found
 
 
@@ -162,7 +166,7 @@ def socket_folder(run_dir: Path, config: Config) -> Path:
 
 def write_resolved(config: Config, run_dir: Path) -> None:
     """Puts ``config.json`` and ``config.toml`` into the run directory, which is made if need be."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     _replace(run_dir / "config.toml", dumps(msgspec.to_builtins(config)).encode())
     _replace(run_dir / RESOLVED, msgspec.json.format(to_json(config), indent=2) + b"\n")
 

@@ -358,6 +358,17 @@ class Parameters(Section, frozen=True, kw_only=True):
     """Bytes of one chunk to a reader on another host, in KiB."""
 
 
+class Security(Section, frozen=True, kw_only=True):
+    """Who may connect over TCP. Sockets in the run directory are guarded by the modes of their files."""
+
+    keys: str = ""
+    """Folder made by ``staleflow keygen``: every TCP connection is encrypted, and each key may do what its role may.
+    A process takes its role's file there, or the one that the environment's STALEFLOW_KEY names. Empty: no keys, and
+    servers bind to loopback only."""
+    insecure: bool = False
+    """Let servers bind beyond loopback without keys: whoever reaches them can read, change and end the run."""
+
+
 class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
@@ -377,4 +388,5 @@ class Config(Section, frozen=True, kw_only=True):
     scheduler: Scheduler = field(default_factory=Scheduler)
     trajectories: Trajectories = field(default_factory=Trajectories)
     parameters: Parameters = field(default_factory=Parameters)
+    security: Security = field(default_factory=Security)
     simulation: Simulation = field(default_factory=Simulation)

@@ -15,6 +15,7 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Call, Endpoint
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.transport import SOCKETS, Transport
 
 GRACE_S = 3.0
 
@@ -55,14 +56,26 @@ class Service(Protocol):
 
 
 async def serve_attached(
-    stop: Stop, *, bind: str, scheduler: Client, hello: Callable[[str], Attach], make: Callable[[Tasks], Service]
+    stop: Stop,
+    *,
+    bind: str,
+    scheduler: Client,
+    hello: Callable[[str], Attach],
+    make: Callable[[Tasks], Service],
+    transport: Transport = SOCKETS,
 ) -> None:
     """Serve ``make(tasks)`` at ``bind`` until stopped. ``hello`` gets the bound address."""
     try:
         async with _config_errors(), asyncio.TaskGroup() as group:
             tasks = Tasks(group)
             service = make(tasks)
-            endpoint = Endpoint(bind, on_call=service.on_call, on_drained=service.on_drained, on_gone=service.on_gone)
+            endpoint = Endpoint(
+                bind,
+                on_call=service.on_call,
+                on_drained=service.on_drained,
+                on_gone=service.on_gone,
+                transport=transport,
+            )
             group.create_task(endpoint.serve())
             working = group.create_task(_work(scheduler, hello(endpoint.address), service))
             await stop.wait()

@@ -22,6 +22,8 @@ from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import Attach
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
+from staleflow.runtime.roles import Role
+from staleflow.runtime.security import client_sockets
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +48,10 @@ async def _main(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
 
 
 async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler: str) -> None:
+    sockets = client_sockets(config.security, Role.ROLLOUT)
     engine, encode = await open_engine(config, run_dir)
     me, recipe = worker_id(name), Recipe.of(config)
-    to_scheduler = Client(scheduler, worker=me)
+    to_scheduler = Client(scheduler, worker=me, transport=sockets)
     closing: list[Client | Puller] = [to_scheduler]
     environments = open_environments(config, run_dir, engine, recipe)
     try:
@@ -64,8 +67,8 @@ async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
         )
         found = await attach_to(to_scheduler, hello, parameters=True)
         log.info("attached to run %s as %s, %s engine, %d groups", found.run, me, config.rollout.engine, hello.capacity)
-        shards = [Client(address, worker=me) for address in found.shards]
-        puller = Puller(found.parameters, worker=me)
+        shards = [Client(address, worker=me, transport=sockets) for address in found.shards]
+        puller = Puller(found.parameters, worker=me, transport=sockets)
         closing += [*shards, puller]
         worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments)
         why = "failed"

@@ -21,6 +21,8 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 from staleflow.runtime import daemon
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.roles import Role
+from staleflow.runtime.security import client_sockets
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ async def _main(config: Config, run_dir: Path, name: str, address: str, stage: s
 
 async def _work(config: Config, run_dir: Path, name: str, address: str, stage: str) -> None:
     worker = worker_id(name)
-    scheduler = Client(address, worker=worker)
+    sockets = client_sockets(config.security, Role.STAGE)
+    scheduler = Client(address, worker=worker, transport=sockets)
     shards: list[Client] = []
     attached = False
     try:
@@ -66,7 +69,7 @@ async def _work(config: Config, run_dir: Path, name: str, address: str, stage: s
             )
             answer = await attach_to_run(scheduler, request)
             attached = True
-            shards += [Client(endpoint, worker=worker) for endpoint in answer.shards]
+            shards += [Client(endpoint, worker=worker, transport=sockets) for endpoint in answer.shards]
             working = StageWorker(worker=worker, name=stage, stage=opened, max_groups=batch_of(config, stage))
             await working.serve(shards)
     finally:

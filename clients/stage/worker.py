@@ -7,7 +7,6 @@ and the ticket fences what it may still say.
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -87,12 +86,13 @@ class StageWorker:
 
     async def _serve_shard(self, shard: Client) -> None:
         take = TakeStage(stage=self._name, worker=self._worker, max_groups=self._max_groups, wait_ms=TAKE_WAIT_MS)
+        loop = asyncio.get_running_loop()
         while True:
-            asked = time.monotonic()
+            asked = loop.time()
             work, frames = await shard.call(take, timeout_s=None)
             if isinstance(work, StageWork) and work.items:
                 await self._work(shard, work.items, frames)
-            elif time.monotonic() - asked < AT_ONCE_S:  # a shard that drains has nothing and does not wait either
+            elif loop.time() - asked < AT_ONCE_S:  # a shard that drains has nothing and does not wait either
                 await asyncio.sleep(AT_ONCE_S)
 
     async def _work(self, shard: Client, items: Sequence[StageItem], frames: Sequence[memoryview]) -> None:

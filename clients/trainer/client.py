@@ -44,6 +44,9 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.roles import Role
+from staleflow.runtime.security import client_sockets
+from staleflow.runtime.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +73,16 @@ class TrainerClient:
     """One trainer of one run. Not safe for threads, but for ``interrupt``."""
 
     def __init__(
-        self, scheduler: str, *, name: str = "trainer", config_sha: str = "", rank: int = 0, world: int = 1
+        self,
+        scheduler: str,
+        *,
+        name: str = "trainer",
+        config_sha: str = "",
+        rank: int = 0,
+        world: int = 1,
+        transport: Transport | None = None,
     ) -> None:
+        """``transport``: with the trainer's key. Without one, the environment's STALEFLOW_KEY names it, if any."""
         self.worker = worker_id(name)
         self._place = (rank, world)
         self.same: Callable[[TrainBatch], bool] = _always
@@ -79,7 +90,8 @@ class TrainerClient:
         self._name = name
         self._config_sha = config_sha
         self._thread = _LoopThread()
-        self._scheduler = Client(scheduler, worker=self.worker)
+        self._transport = transport or client_sockets(None, Role.TRAINER)
+        self._scheduler = Client(scheduler, worker=self.worker, transport=self._transport)
         self._shards: list[Client] = []
         self._publisher: Publisher | None = None
         self._joined: Joined | None = None
@@ -104,8 +116,8 @@ class TrainerClient:
         )
         attached = self._wait(attach(self._scheduler, request, parameters=True))
         self.run = attached.run
-        self._shards = [Client(endpoint, worker=self.worker) for endpoint in attached.shards]
-        self._publisher = Publisher(attached.parameters, worker=self.worker)
+        self._shards = [Client(endpoint, worker=self.worker, transport=self._transport) for endpoint in attached.shards]
+        self._publisher = Publisher(attached.parameters, worker=self.worker, transport=self._transport)
         return attached
 
     def join(self, lineage: Lineage, version: Version) -> Joined:

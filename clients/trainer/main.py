@@ -15,6 +15,8 @@ from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.ranks import place
 from staleflow.configs.schema import Config
 from staleflow.runtime import daemon
+from staleflow.runtime.roles import Role
+from staleflow.runtime.security import client_sockets
 
 if TYPE_CHECKING:
     from staleflow.clients.trainer.ranks import ManyRanks, OneRank
@@ -47,7 +49,14 @@ async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: 
     """Signals arrive on this loop; training blocks, so it has a thread of its own."""
     stopping, where = threading.Event(), place()
     sha = config_sha(config)
-    client = TrainerClient(scheduler, name=name, config_sha=sha, rank=where.rank, world=where.world)
+    client = TrainerClient(
+        scheduler,
+        name=name,
+        config_sha=sha,
+        rank=where.rank,
+        world=where.world,
+        transport=client_sockets(config.security, Role.TRAINER),
+    )
 
     async def pass_on() -> None:
         await stop.wait()

@@ -30,6 +30,12 @@ NBYTES: Final[dict[str, int]] = {
 ALIGNMENT: Final = 64
 """Bytes: each tensor starts at a multiple of it."""
 
+MOST_BYTES: Final = 1 << 48
+"""Of one version: more than any disk holds, and far below where numbers of bytes no longer fit a file's offsets."""
+
+MAX_DIMENSIONS: Final = 64
+"""Of one tensor, as in torch."""
+
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> Manifest:
     """The manifest of (name, dtype, shape, sha256 of the bytes), in that order."""
@@ -45,21 +51,32 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> Manifes
 
 def check(manifest: Manifest) -> None:
     """``ProtocolError`` unless ``lay_out`` can have written it: known dtypes, no overlap, no gap, its own sha256."""
-    names = [entry.name for entry in manifest.tensors]
-    if not names:
-        raise _malformed("a version has at least one tensor")
-    if len(set(names)) != len(names):
-        raise _malformed("a tensor comes twice in the manifest")
-    for entry in manifest.tensors:
-        if entry.dtype not in NBYTES:
-            raise _malformed(f"tensor {entry.name!r}: dtype {entry.dtype!r} is not one of {', '.join(NBYTES)}")
-        if any(extent < 0 for extent in entry.shape):
-            raise _malformed(f"tensor {entry.name!r}: shape {entry.shape} holds a negative extent")
+    _check_entries(manifest.tensors)
     again = lay_out((entry.name, entry.dtype, entry.shape, entry.sha) for entry in manifest.tensors)
     if again.tensors != manifest.tensors or again.nbytes != manifest.nbytes:
         raise _malformed("the offsets of the manifest are not those of its tensors in order")
     if again.sha != manifest.sha:
         raise _malformed("the sha256 of the manifest is not that of its entries")
+
+
+def _check_entries(tensors: list[TensorEntry]) -> None:
+    """What must hold before offsets can be counted: every number of it is one that a file may have."""
+    names = [entry.name for entry in tensors]
+    if not names:
+        raise _malformed("a version has at least one tensor")
+    if len(set(names)) != len(names):
+        raise _malformed("a tensor comes twice in the manifest")
+    nbytes = 0
+    for entry in tensors:
+        if entry.dtype not in NBYTES:
+            raise _malformed(f"tensor {entry.name!r}: dtype {entry.dtype!r} is not one of {', '.join(NBYTES)}")
+        if len(entry.shape) > MAX_DIMENSIONS:
+            raise _malformed(f"tensor {entry.name!r}: {len(entry.shape)} dimensions; at most {MAX_DIMENSIONS}")
+        if any(extent < 0 for extent in entry.shape):
+            raise _malformed(f"tensor {entry.name!r}: shape {entry.shape} holds a negative extent")
+        nbytes += ALIGNMENT + math.prod(entry.shape) * NBYTES[entry.dtype]
+        if nbytes > MOST_BYTES:
+            raise _malformed(f"tensor {entry.name!r}: a version has at most {MOST_BYTES} bytes")
 
 
 def _sha(entries: list[TensorEntry]) -> str:

@@ -8,6 +8,9 @@ from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import Attach
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
+from staleflow.runtime.host import raise_file_limit
+from staleflow.runtime.security import server_sockets
+from staleflow.runtime.transport import SOCKETS, Transport
 from staleflow.servers.attached import Tasks, serve_attached
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Versions
@@ -17,14 +20,15 @@ NAME = "parameters"
 
 def serve(config: Config, run_dir: Path) -> int:
     """Hold the weights of the run in ``run_dir`` until a signal; returns the exit code."""
-    return run(lambda stop: serve_until(stop, config, run_dir), NAME, run_dir)
+    raise_file_limit()
+    return run(lambda stop: serve_until(stop, config, run_dir, transport=server_sockets(config)), NAME, run_dir)
 
 
-async def serve_until(stop: Stop, config: Config, run_dir: Path) -> None:
+async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: Transport = SOCKETS) -> None:
     """Serve until stopped; publishes under way may end."""
     where, worker = addresses(config, run_dir), worker_id(NAME)
     versions = Versions(run_dir / NAME, durability=config.parameters.durability)
-    scheduler = Client(where.scheduler, worker=worker)
+    scheduler = Client(where.scheduler, worker=worker, transport=transport)
 
     def hello(address: str) -> Attach:
         return Attach(
@@ -42,4 +46,4 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path) -> None:
             versions, scheduler, tasks, keep_versions=parameters.keep_versions, chunk_bytes=parameters.chunk_kb << 10
         )
 
-    await serve_attached(stop, bind=where.parameters, scheduler=scheduler, hello=hello, make=make)
+    await serve_attached(stop, bind=where.parameters, scheduler=scheduler, hello=hello, make=make, transport=transport)

@@ -186,11 +186,14 @@ class ParameterService:
 
         async def answering() -> None:
             nbytes = min(ask.nbytes, self._chunk_bytes)
-            data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
+            try:
+                data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
+            except FileNotFoundError:  # nobody pinned it, and it went meanwhile
+                data = b""
             if data:
                 call.reply(Chunk(offset=ask.offset), [data])
             else:
-                call.refuse(Code.BAD_VERSION, f"{stored.path.name} ends before byte {ask.offset}")
+                call.refuse(Code.BAD_VERSION, f"{stored.path.name} is gone, or ends before byte {ask.offset}")
 
         self._tasks.start(answering())
 

@@ -101,24 +101,32 @@ class Versions:
 
     def stage(self, about: About, number: int) -> Staged:
         """A file of the right size to write the version into. ``NoRoom`` when the disk cannot hold it."""
-        path = self._folder / f"upload-{number}.part"
+        path, nbytes = self._folder / f"upload-{number}.part", about.manifest.nbytes
+        self._check_room(about.key, nbytes)
         try:
             with _room(str(about.key)), path.open("wb") as file:
-                if about.manifest.nbytes:
-                    os.posix_fallocate(file.fileno(), 0, about.manifest.nbytes)
+                if nbytes:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
         except NoRoom:
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise
         return Staged(about=about, path=path)
 
+    def _check_room(self, key: VersionKey, nbytes: int) -> None:
+        """``NoRoom`` before a file that cannot fit is begun: a file system may fill up on the way to finding out."""
+        disk = os.statvfs(self._folder)
+        if nbytes > (free := disk.f_bavail * disk.f_frsize):
+            raise NoRoom(f"{key}: it has {nbytes} bytes, {free} are free")
+
     def write(self, staged: Staged, offset: int, data: Data) -> None:
-        """Put some bytes of the version where they belong."""
+        """Put some bytes of the version where they belong. ``NoRoom`` where the file system reserved none for them."""
         descriptor = os.open(staged.path, os.O_WRONLY)
         try:
             view = memoryview(data)
-            while view.nbytes:
-                written = os.pwrite(descriptor, view, offset)
-                view, offset = view[written:], offset + written
+            with _room(str(staged.about.key)):
+                while view.nbytes:
+                    written = os.pwrite(descriptor, view, offset)
+                    view, offset = view[written:], offset + written
         finally:
             os.close(descriptor)
 
@@ -142,11 +150,11 @@ class Versions:
             described.write_bytes(msgspec.json.encode(staged.about))
             self._flush(described)
             self._flush(staged.path)
-        path.with_suffix(".json").unlink(missing_ok=True)
-        staged.path.replace(path)
-        path.chmod(0o444)
-        described.replace(path.with_suffix(".json"))
-        self._flush(self._folder)
+            path.with_suffix(".json").unlink(missing_ok=True)
+            staged.path.replace(path)
+            path.chmod(0o444)
+            described.replace(path.with_suffix(".json"))
+            self._flush(self._folder)
         return Stored(about=staged.about, path=path, verified=_identity(path))
 
     def verify(self, stored: Stored) -> None:

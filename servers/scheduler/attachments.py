@@ -4,6 +4,8 @@ The ledger hears of two things only: a worker that said goodbye or was replaced 
 silent keeps them until they expire.
 """
 
+from collections.abc import Iterable
+
 from staleflow.configs.load import to_json
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
@@ -146,6 +148,13 @@ class Attachments:
                 process.alive = True
                 self._arrive(process.attach, "heard again")
         return process
+
+    def present(self, peers: Iterable[str], now: int) -> None:
+        """The transport hears these, if only their heartbeats: a stage worker says nothing else here."""
+        for peer in peers:
+            process = self._registry.get(peer)
+            if process is not None and not process.alive:
+                self.heard(peer, now)
 
     def silent(self, worker: str) -> None:
         """Nothing was heard of a process for three heartbeats: no new work; its leases run on until they expire."""

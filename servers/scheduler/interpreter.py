@@ -17,9 +17,9 @@ from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.runtime import trace
 from staleflow.runtime.clock import WALL, Clock
-from staleflow.runtime.store import FULL_SHARE, Store, StoreError, StoreFull, Write
+from staleflow.runtime.store import FULL_SHARE, DiskFull, Store, StoreCorrupt, StoreError, StoreFull, Write
 from staleflow.runtime.trace import Trace
-from staleflow.runtime.trace_events import EVENT_OF
+from staleflow.runtime.trace_events import EVENT_OF, Open
 from staleflow.servers.scheduler import deck, ledger_rows
 from staleflow.servers.scheduler.deck import Deck
 from staleflow.servers.scheduler.ledger_rows import LedgerRows
@@ -52,6 +52,7 @@ class Interpreter:
         self.failed = False
         """A commit failed, and the store was not seen to take writes since."""
         self._told = False
+        self._opening: Open | None = None
         self._listeners: dict[type, list[Callable[[Any], None]]] = {}
         self._extra: list[Callable[[Write], None]] = []
         self._touched = False
@@ -82,6 +83,11 @@ class Interpreter:
                 listener(effect)
         return effects
 
+    def open(self, line: Open) -> None:
+        """Begin the trace of this incarnation. Nothing else of it is durable before this line is."""
+        self._opening = line
+        self.trace.add(line)
+
     def with_commit(self, write: Callable[[Write], None]) -> None:
         """Let ``write`` take part in the next transaction."""
         self._extra.append(write)
@@ -108,14 +114,17 @@ class Interpreter:
         """After a failure: see whether the store takes writes again. What the trace's file has leaves the store."""
         try:
             with self.store.write() as txn:
-                self.trace.commit(txn)
-            self.trace.committed()
+                self._write(txn)
+            self._written()
             with self.store.write() as txn:
                 txn.put("room", b"probe", bytes(_PROBE_BYTES))
             with self.store.write() as txn:
                 txn.delete("room", b"probe")
-        except (StoreError, OSError) as error:
+        except StoreCorrupt:
+            raise
+        except StoreError as error:
             log.warning("the store takes no writes yet: %s", error)
+            self._forget()
         else:
             self.failed = False
 
@@ -126,13 +135,27 @@ class Interpreter:
         try:
             with self.store.write() as txn:
                 self._write(txn)
+        except StoreCorrupt:
+            raise
         except StoreError as error:
             log.warning("commit failed, going back to the last one: %s", error)
-            self.trace.forget()
+            self._forget()
             self.load()
-            self.full = "map" if isinstance(error, StoreFull) else "disk"
+            self.full = "map" if isinstance(error, StoreFull) and not isinstance(error, DiskFull) else "disk"
             self.failed = True
             return False
+        self._written()
+        return True
+
+    def _forget(self) -> None:
+        """The lines since the last commit never happened, but that an incarnation has begun."""
+        self.trace.forget()
+        if self._opening is not None:
+            self.trace.add(self._opening)
+
+    def _written(self) -> None:
+        """A transaction is durable: its lines may go to the file."""
+        self._opening = None
         self._touched = False
         self._extra.clear()
         self.deck.saved()
@@ -140,7 +163,6 @@ class Interpreter:
             self.trace.committed()
         except OSError as error:
             log.warning("%s lags: %s", self.trace.path, error)
-        return True
 
     def _write(self, txn: Write) -> None:
         if self._touched:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import resource
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
@@ -11,12 +10,16 @@ from staleflow.configs.load import addresses
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import PROTOCOL
 from staleflow.runtime import lmdb_store
+from staleflow.runtime.checked_store import CheckedStore
 from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.endpoint import Endpoint
-from staleflow.runtime.store import Store, StoreCorrupt, StoreInUse
+from staleflow.runtime.host import raise_file_limit
+from staleflow.runtime.security import server_sockets
+from staleflow.runtime.store import Store, StoreCorrupt, StoreFull, StoreInUse
 from staleflow.runtime.trace import Trace, TraceError
 from staleflow.runtime.trace_events import Open, Recovered
+from staleflow.runtime.transport import SOCKETS, Sockets, Transport
 from staleflow.servers.scheduler import identity as identities
 from staleflow.servers.scheduler.deck import Deck
 from staleflow.servers.scheduler.fresh import BLOCK, Clustering
@@ -31,44 +34,34 @@ GC_OBJECTS = 50_000
 """New objects between two looks of the garbage collector: messages live shortly and hold no cycles."""
 LATER_S = 0.002
 """Between two cycles when one was not enough."""
-OPEN_FILES = 16_384
-"""Open files that the process asks the system for."""
 
 
 def serve(config: Config, run_dir: Path) -> int:
     """Serve until SIGTERM; the process's exit code."""
-    _raise_file_limit()
+    raise_file_limit()
 
     async def main(stop: Stop) -> None:
-        store = _open_store(config, run_dir)
+        store = open_store(config, run_dir)
         try:
-            await _serve(config, run_dir, store, stop)
+            gc.freeze()
+            gc.set_threshold(GC_OBJECTS, 20, 100)
+            await serve_until(stop, config, run_dir, store, transport=server_sockets(config))
         finally:
             store.close()
 
     return run(main, "scheduler", run_dir)
 
 
-def _raise_file_limit() -> None:
-    """A thousand workers are a thousand connections; many systems allow fewer open files than that by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < OPEN_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard) if hard >= 0 else OPEN_FILES, hard))
-
-
-def _open_store(config: Config, run_dir: Path) -> lmdb_store.Store:
-    settings = config.scheduler
+def open_store(config: Config, run_dir: Path) -> CheckedStore:
+    """The run's store, made if it is missing. ``ConfigError`` if it is in use, too small or not a store."""
+    settings, path = config.scheduler, run_dir / "scheduler"
     try:
-        return lmdb_store.Store(
-            run_dir / "scheduler",
-            tables=TABLES,
-            map_bytes=settings.map_mb << 20,
-            durability=settings.durability,
-        )
+        store = lmdb_store.Store(path, tables=TABLES, map_bytes=settings.map_mb << 20, durability=settings.durability)
     except StoreInUse as error:
         raise ConfigError("run directory", str(run_dir), f"{error}") from error
-    except StoreCorrupt as error:
-        raise ConfigError("scheduler's store", str(run_dir / "scheduler"), f"{error}") from error
+    except (StoreCorrupt, StoreFull) as error:
+        raise ConfigError("scheduler's store", str(path), f"{error}") from error
+    return CheckedStore(store, path / "data.mdb")
 
 
 def open_service(
@@ -94,7 +87,7 @@ def open_service(
     interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), clock)
     service = Service(config, run_dir, identity, interpreter)
     interpreter.with_commit(lambda txn: identities.save(txn, identity))
-    trace.add(_opened(config, identity, interpreter))
+    interpreter.open(_opened(config, identity, interpreter))
     service.flush()
     return service, interpreter
 
@@ -134,17 +127,28 @@ def _opened(config: Config, identity: Identity, interpreter: Interpreter) -> Ope
     )
 
 
-async def _serve(config: Config, run_dir: Path, store: Store, stop: Stop) -> None:
-    service, interpreter = open_service(config, run_dir, store)
-    gc.freeze()
-    gc.set_threshold(GC_OBJECTS, 20, 100)
+async def serve_until(
+    stop: Stop,
+    config: Config,
+    run_dir: Path,
+    store: Store,
+    *,
+    clock: Clock = WALL,
+    transport: Transport = SOCKETS,
+) -> None:
+    """Serve until stopped, or until this incarnation of the run is closed and its trace ended."""
+    service, interpreter = open_service(config, run_dir, store, clock)
     endpoint = Endpoint(
         addresses(config, run_dir).scheduler,
         on_call=service.on_call,
         on_drained=service.flush,
         on_gone=service.on_gone,
         on_reject=service.on_reject,
+        on_denied=service.on_denied,
+        transport=transport,
     )
+    if isinstance(transport, Sockets):
+        transport.on_stranger = service.on_stranger
     service.peers = lambda: endpoint.peers
     service.later = lambda: asyncio.get_running_loop().call_later(LATER_S, service.wake)
     log.info("scheduler serves at %s", endpoint.address)

@@ -28,6 +28,10 @@ from staleflow.servers.scheduler.rejects import Rejects
 from staleflow.servers.scheduler.setbacks import Setbacks
 from staleflow.servers.scheduler.yields import Yields
 
+MOST_TOKENS = 1 << 40
+"""Of one group: what is counted over a run still fits the store's 64 bits."""
+PEERS_WHY = (ReleaseWhy.ABORTED, ReleaseWhy.FILTERED)
+"""Reasons of release that a peer may give; the others are the ledger's own."""
 _DONE = Result()
 
 
@@ -60,13 +64,12 @@ class GroupOperations:
         if isinstance(op, RegisterPush) and self._interpreter.full:
             self._rejects.push_refused(peer, op, Code.BUSY.value, self._interpreter.clock.now_ms())
             return Result(code=Code.BUSY, detail=f"the scheduler's {self._interpreter.full} is full")
+        if nonsense := _nonsense(op):
+            return self._no(peer, op, Code.MALFORMED, nonsense)
         try:
             told = self._interpreter.apply(_event(op))
         except TransitionError as error:
-            self._rejects.refused(
-                peer, Refused(op=type(op).__name__, code=Code.DENIED, group=op.group), self._interpreter.clock.now_ms()
-            )
-            return Result(code=Code.DENIED, detail=str(error))
+            return self._no(peer, op, Code.DENIED, str(error))
         if told and isinstance(refused := told[0], Refused):
             self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
             if refused.code is not Code.DUPLICATE:
@@ -80,12 +83,27 @@ class GroupOperations:
                 self._put_off(op.group)
         return _DONE
 
+    def _no(self, peer: str, op: Op, code: Code, detail: str) -> Result:
+        """What the ledger does not say no to: it was not asked, or raised."""
+        refused = Refused(op=type(op).__name__, code=code, group=op.group)
+        self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
+        return Result(code=code, detail=detail)
+
     def _put_off(self, group: GroupId) -> None:
         """A prompt that was given up on (its reward failed, say) would fail again and keep its slot for ever: it comes
         back after as many others as there are prompts."""
         deck = self._interpreter.deck
         deck.take(group)
         deck.again(group, deck.rows)
+
+
+def _nonsense(op: Op) -> str:
+    """Why nobody may ask for this in whatever state; empty when somebody may."""
+    if isinstance(op, RegisterPush) and sum(segment.tokens for segment in op.segments) > MOST_TOKENS:
+        return f"a group has at most {MOST_TOKENS} tokens"
+    if isinstance(op, RegisterRelease) and op.why not in PEERS_WHY:
+        return f'why is "{op.why}"; a peer releases what is {" or ".join(PEERS_WHY)}'
+    return ""
 
 
 def _event(op: RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine) -> events.Event:

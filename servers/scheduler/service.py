@@ -19,6 +19,7 @@ from staleflow.protocols.wire.messages import Done
 from staleflow.runtime import trace_events
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.store import FULL_SHARE
+from staleflow.runtime.transport import stranger
 from staleflow.servers.scheduler.answers import RETRY_MS, Answers
 from staleflow.servers.scheduler.attachments import Attachments
 from staleflow.servers.scheduler.cycle import Cycle
@@ -211,6 +212,14 @@ class Service:
         """The transport could not read what a peer sent."""
         self._rejects.plain(peer, "message", code.value, self._clock.now_ms())
 
+    def on_denied(self, peer: str, verb: str) -> None:
+        """The transport denied a peer what its key does not allow."""
+        self._rejects.plain(peer, verb, Code.DENIED.value, self._clock.now_ms())
+
+    def on_stranger(self, address: str, public: str) -> None:
+        """The transport turned a connection away."""
+        self._rejects.auth(address, "", stranger(public), ok=False, now_ms=self._clock.now_ms())
+
     def flush(self) -> None:
         """Deal, commit, answer: the end of a drain."""
         self._since_ns = 0
@@ -250,6 +259,7 @@ class Service:
             self._look_at_room()
         if not self.phase.closed and not self._interpreter.failed:
             self._interpreter.apply(events.Tick())
+            self._attachments.present(self.peers(), now)
             self._rejects.flush(now)
             if self._finished_ms and (self._idle() or now - self._finished_ms > CLOSE_AFTER_MS):
                 self.close("finished" if not self.phase.error else self.phase.error)

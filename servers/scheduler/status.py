@@ -6,6 +6,7 @@ import msgspec
 
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId
+from staleflow.runtime.security import security_word
 from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
@@ -86,6 +87,7 @@ class StatusView:
             "max_staleness": staleness.max_staleness,
             "bound": staleness.bound.value,
             "batch_size": self._config.trainer.batch_size,
+            "security": security_word(self._config),
         }
 
     def _lengths(self) -> dict[str, Any]:

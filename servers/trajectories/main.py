@@ -1,6 +1,8 @@
 """The process of one trajectory server."""
 
+import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
@@ -8,18 +10,24 @@ from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import seconds_a_group, stages
 from staleflow.protocols.wire.messages import Attach
+from staleflow.runtime import lmdb_store
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
+from staleflow.runtime.host import raise_file_limit
 from staleflow.runtime.prompts import PromptRows, open_prompts
-from staleflow.runtime.store import StoreCorrupt, StoreFull, StoreInUse
+from staleflow.runtime.security import server_sockets
+from staleflow.runtime.store import Store, StoreCorrupt, StoreFull, StoreInUse
+from staleflow.runtime.transport import SOCKETS, Transport
 from staleflow.servers.attached import Tasks, serve_attached
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.service import TrajectoryService
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_calls import StageCalls
-from staleflow.servers.trajectories.store import TrajectoryStore
+from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
 
+GC_OBJECTS = 50_000
+"""New objects between two looks of the garbage collector: else it takes half the time of a start with many records."""
 STAGE_SLACK_S = 10.0
 """A stage worker may take this much longer for a group than its calls may take together."""
 
@@ -31,15 +39,30 @@ def name_of(shard: int) -> str:
 
 def serve(config: Config, run_dir: Path, shard: int) -> int:
     """Hold one shard of the trajectories of the run in ``run_dir`` until a signal; returns the exit code."""
-    return run(lambda stop: serve_until(stop, config, run_dir, shard), name_of(shard), run_dir)
+    raise_file_limit()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS, 20, 100)
+    return run(
+        lambda stop: serve_until(stop, config, run_dir, shard, transport=server_sockets(config)),
+        name_of(shard),
+        run_dir,
+    )
 
 
-async def serve_until(stop: Stop, config: Config, run_dir: Path, shard: int) -> None:
-    """Serve until stopped; pushes under way are still registered and answered."""
+async def serve_until(
+    stop: Stop,
+    config: Config,
+    run_dir: Path,
+    shard: int,
+    *,
+    opened: Callable[..., Store] = lmdb_store.Store,
+    transport: Transport = SOCKETS,
+) -> None:
+    """Serve until stopped; pushes under way are still registered and answered. ``opened`` opens its tables."""
     where, worker = addresses(config, run_dir), worker_id(name_of(shard))
     prompts = open_prompts(config.prompts, seed=config.seed)
-    store = _open_store(config, run_dir / name_of(shard))
-    scheduler = Client(where.scheduler, worker=worker)
+    store = _open_store(config, run_dir / name_of(shard), opened)
+    scheduler = Client(where.scheduler, worker=worker, transport=transport)
 
     def hello(address: str) -> Attach:
         return Attach(
@@ -58,15 +81,19 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, shard: int) -> 
         return make_service(config, shard, store, prompts, scheduler, tasks)
 
     try:
-        await serve_attached(stop, bind=where.trajectories[shard], scheduler=scheduler, hello=hello, make=make)
+        await serve_attached(
+            stop, bind=where.trajectories[shard], scheduler=scheduler, hello=hello, make=make, transport=transport
+        )
     finally:
         store.close()
 
 
-def _open_store(config: Config, path: Path) -> TrajectoryStore:
+def _open_store(config: Config, path: Path, opened: Callable[..., Store]) -> TrajectoryStore:
     settings = config.trajectories
     try:
-        return TrajectoryStore(path, map_bytes=settings.map_mb << 20, durability=settings.durability)
+        map_bytes = settings.map_mb << 20
+        store = opened(path, tables=TABLES, map_bytes=map_bytes, durability=settings.durability)
+        return TrajectoryStore(store, map_bytes=map_bytes)
     except StoreInUse as error:
         raise ConfigError("run directory", str(path.parent), str(error)) from error
     except (StoreCorrupt, StoreFull) as error:

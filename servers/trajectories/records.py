@@ -15,6 +15,9 @@ from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.tensors import arrays, pack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
+MOST_ID = 1 << 61
+"""Above it the ledger's rows of groups would be those of something else."""
+
 
 class Key(NamedTuple):
     """A payload is named by its group and the lease that produced it."""
@@ -46,6 +49,8 @@ class Pushed(NamedTuple):
 
 def pushed(item: PushItem, frames: Sequence[memoryview], samples: int) -> Pushed:
     """The payload of a push, checked. ``ProtocolError`` names the first thing that is wrong."""
+    if not (0 <= item.group < MOST_ID and 0 <= item.lease < MOST_ID):
+        raise ProtocolError(Code.MALFORMED, f"there is no lease {item.lease} of a group {item.group}")
     named = arrays(item.frames, frames)
     payload = GroupPayload.from_arrays(named)
     if made := [name for name in payload.stages if not name.startswith(ENVIRONMENT)]:

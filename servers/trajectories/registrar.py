@@ -29,6 +29,7 @@ class Registrar:
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._answered = asyncio.Event()
 
     def __len__(self) -> int:
         """Operations without a final answer."""
@@ -39,6 +40,12 @@ class Registrar:
         self._open += 1
         self._idle.clear()
         self._again(op, then)
+
+    async def fewer(self, than: int) -> None:
+        """Returns once fewer operations than so many have no final answer: for whoever has very many, one at a time."""
+        while self._open >= than:
+            self._answered.clear()
+            await self._answered.wait()
 
     async def idle(self) -> None:
         """Returns once every operation has its final answer."""
@@ -63,6 +70,7 @@ class Registrar:
                     continue
                 self._open -= 1
                 then(result)
+            self._answered.set()
             if not self._open:
                 self._idle.set()
 

@@ -233,7 +233,7 @@ class TrajectoryService:
     async def _fetch(self, call: Call, body: FetchGroups) -> None:
         if len(body.groups) != len(body.shas):
             raise Refused(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.shas)} shas")
-        wanted = [self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
+        wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
         groups: list[GroupFrames] = []
         frames: list[memoryview] = []
         for start in range(0, len(wanted), FETCH_AT_ONCE):
@@ -253,8 +253,9 @@ class TrajectoryService:
             await self._shard.quarantine(corrupt)
             raise Refused(Code.STALE, f"{corrupt}; it is quarantined") from corrupt
 
-    def _wanted(self, group: GroupId, sha: str) -> Held:
+    async def _wanted(self, group: GroupId, sha: str) -> Held:
         if (held := self._shard.holdings.find_sha(group, sha)) is None:
+            await self._shard.quarantine_damaged(group)
             raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
         return held
 

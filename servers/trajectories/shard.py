@@ -14,8 +14,8 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
@@ -34,7 +34,10 @@ from staleflow.servers.trajectories.store import Columns, CorruptRecord, Traject
 log = logging.getLogger(__name__)
 
 RECOVER_AT_ONCE = 500
-"""Groups taken up again before the loop has its turn."""
+"""Groups taken up again before the loop has its turn, and on the way to the scheduler: new ones do not wait behind all
+the old ones."""
+RECOVER_WAIT_S = 1.0
+"""A scheduler that answers some of these with busy for longer does not keep the others waiting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,11 +67,15 @@ class Shard:
         self._incoming: dict[Key, Incoming] = {}
         self._finished: list[tuple[Columns, int, Then]] = []
         self._deletes: list[Key] = []
+        self._damaged: dict[Key, None] = {}
+        """Stored, but not to be read: kept until the scheduler has dropped them, or needs them no more."""
         self._full = False
         self._recovered = [(loaded.key, loaded) for loaded in store.load()]
         for key, loaded in self._recovered:
             if loaded.record is not None:
                 self.holdings.add(Held(key, loaded.record))
+            else:
+                self._damaged[key] = None
 
     # Pushes ----------------------------------------------------------------------------------------------------------
 
@@ -114,6 +121,8 @@ class Shard:
             incoming = [one for one in incoming if one not in full]
         stored = {one.pushed.key for one in incoming}
         self._deletes = [key for key in self._deletes if key not in stored]
+        for key in stored:
+            self._damaged.pop(key, None)
         for one in incoming:
             held = Held(one.pushed.key, one.pushed.record, waiting=one.waiting)
             self.holdings.add(held)
@@ -245,7 +254,7 @@ class Shard:
 
     def read(self, held: Held) -> tuple[bytes, dict[str, Array]]:
         """Packed payload (to be checked with ``unpacked``) and stage columns. ``CorruptRecord``."""
-        return self._store.payload(held.key), self._store.columns(held.key)
+        return self._store.payload(held.key, held.record), self._store.columns(held.key, held.done)
 
     async def quarantine(self, corrupt: CorruptRecord) -> None:
         """Name damaged bytes to the scheduler; returns once it knows, so that what is asked next is the new truth."""
@@ -257,21 +266,41 @@ class Shard:
             queue.forget(held.key)
         held.phase = Phase.CLOSING
 
-        def then() -> None:
+        def then(_: Result) -> None:
             held.phase = Phase.SETTLED
             told.set()
 
         self._give_up_damaged(held.key, str(corrupt), then)
         await told.wait()
 
-    def _give_up_damaged(self, key: Key, detail: str, then: Callable[[], None]) -> None:
-        """Released if it is not occupied yet, else quarantined; nothing if another lease has the group now."""
+    async def quarantine_damaged(self, group: GroupId) -> None:
+        """As ``quarantine``, for a group of which there is nothing but a record that cannot be read: one that was
+        consumed when that was found, say, and that a rollback has brought back. No effect on any other."""
+        for key in [key for key in self._damaged if key.group == group]:
+            told: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+            self._give_up_record(key, told.set_result)
+            await told
+
+    def _give_up_record(self, key: Key, then: Then = lambda _: None) -> None:
+        """Forgotten once no trainer can ask for it any more; until then, damage is what it is asked for."""
+
+        def given_up(result: Result) -> None:
+            if result.code is not Code.STALE and key in self._damaged:
+                del self._damaged[key]
+                self._deletes.append(key)
+            then(result)
+
+        self._give_up_damaged(key, "its record is damaged", given_up)
+
+    def _give_up_damaged(self, key: Key, detail: str, then: Then) -> None:
+        """Released if it is not occupied yet, else quarantined; nothing if another lease has the group now. ``then``
+        is told ``stale`` when it is consumed, and may come back."""
 
         def released(result: Result) -> None:
             if result.code is Code.STALE:
-                self._registrar.add(RegisterQuarantine(group=key.group), lambda _: then())
+                self._registrar.add(RegisterQuarantine(group=key.group), then)
             else:
-                then()
+                then(result)
 
         release = RegisterRelease(group=key.group, lease=key.lease, why=ReleaseWhy.ABORTED, detail=detail)
         self._registrar.add(release, released)
@@ -305,7 +334,7 @@ class Shard:
 
     def retainable(self) -> list[Key]:
         """What ``Retention`` is asked about: nothing of it is on the way to the scheduler."""
-        return [held.key for held in self.holdings if held.resting]
+        return [*(held.key for held in self.holdings if held.resting), *self._damaged]
 
     def retain(self, asked: Sequence[Key], keep: set[GroupId]) -> int:
         """Forget those of ``asked`` that need not be kept, unless they went on meanwhile; return how many."""
@@ -313,6 +342,9 @@ class Shard:
         gone = [held.key for held in found if held is not None and held.resting]
         for key in gone:
             self.forget(key)
+        for key in [key for key in asked if key in self._damaged and key.group not in keep]:
+            del self._damaged[key]
+            self._deletes.append(key)
         return len(gone)
 
     async def recover(self) -> None:
@@ -321,10 +353,13 @@ class Shard:
         for number, (key, loaded) in enumerate(recovered):
             if number % RECOVER_AT_ONCE == RECOVER_AT_ONCE - 1:
                 await asyncio.sleep(0)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RECOVER_WAIT_S):
+                        await self._registrar.fewer(RECOVER_AT_ONCE)
             held = self.holdings.find(key)
             if held is None and loaded.record is None:
                 log.error("group %d, lease %d: its record is damaged; it is quarantined", *key)
-                self._give_up_damaged(key, "its record is damaged", partial(self._deletes.append, key))
+                self._give_up_record(key)
             if held is None:
                 continue
             held.done = {stage: -1 for stage in self._stages if stage in loaded.columns}

@@ -1,7 +1,8 @@
 """Stage workers at the shard: who waits for groups, what they get, and what happens when they vanish.
 
-A call that is sent again because its answer was lost gets the same groups again: the answers of the last
-``REMEMBERED`` calls of each worker are kept as tickets.
+A worker asks once at a time. A call that is sent again because its answer was lost gets the same groups again: the
+answers of the last ``REMEMBERED`` calls of each worker are kept as tickets. A newer call gives back what an older one
+took and nobody finished: it was an echo, after a restart say, and its answer went to nobody.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ LONGEST_WAIT_MS = 60_000
 """A worker that waits longer is answered with nothing."""
 REMEMBERED = 16
 """Calls of one worker whose answer can be given again."""
+REMEMBERED_WORKERS = 1024
+"""Workers whose calls are remembered, those that are gone included."""
 MOST_BYTES = 64 << 20
 """Payload of one answer, but for its first group."""
 
@@ -60,18 +63,36 @@ class StageCalls:
             queue = self._shard.queues[body.stage]
             self._answer(call, queue.give_back, [ticket for ticket in tickets if queue.holds(ticket)])
             return
-        if given and call.id < min(given):  # an echo: its worker has long gone on
+        if call.id < max((*given, *self._waits(body.worker)), default=0):  # an echo: its worker has long gone on
             call.reply(StageWork(items=[]))
             return
+        self._give_back(body)
         self._waiting[body.stage].append(call)
         self._serve(body.stage)
         if not call.done:
             wait_s = min(body.wait_ms, LONGEST_WAIT_MS) / 1000
             asyncio.get_running_loop().call_later(wait_s, self._end, body.stage, call)
 
+    def _waits(self, worker: str) -> list[int]:
+        """Calls of that worker that wait."""
+        calls = [call for waiting in self._waiting.values() for call in waiting if not call.done]
+        return [call.id for call in calls if isinstance(call.body, TakeStage) and call.body.worker == worker]
+
+    def _give_back(self, body: TakeStage) -> None:
+        """A worker that asks for more has not got what it has not finished: an echo of an older call took it."""
+        queue = self._shard.queues[body.stage]
+        for tickets in self._given.get(body.worker, {}).values():
+            queue.give_back(ticket for ticket in tickets if queue.holds(ticket))
+
     def lose(self, worker: str) -> None:
-        """A worker is gone: its groups are queued again."""
-        self._given.pop(worker, None)
+        """A worker is gone: its groups are queued again.
+
+        It may be back, with an echo of the call that gave it those: that one was answered, and takes nothing.
+        """
+        if given := self._given.pop(worker, None):
+            self._given[worker] = {max(given): []}
+            while len(self._given) > REMEMBERED_WORKERS:
+                del self._given[next(iter(self._given))]
         for stage, queue in self._shard.queues.items():
             self._shard.give_up(queue.lose(worker), f"{stage}: its workers vanished")
             self._serve_soon(stage)

@@ -1,23 +1,21 @@
 """The payloads of one shard on disk: written once, never changed, each with its sha256.
 
 ``payloads`` holds the packed arrays, ``records`` what is known of each, ``columns`` what the stages made of it. Bytes
-that are not what their sha256 says are never returned: ``CorruptRecord`` names them.
+that are not what their sha256 says are never returned: ``CorruptRecord`` names them. What is signed is signed with its
+key, so that nothing stands for something else; a record without its payload, or the other way round, is damaged.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from staleflow.configs.schema import Durability
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.tensors import Array, pack, unpack
-from staleflow.runtime.lmdb_store import Read, Store, Write
-from staleflow.runtime.store import StoreFull, key_number, number_key
+from staleflow.runtime.store import Read, Store, StoreCorrupt, StoreFull, Write, key_number, number_key
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 
 TABLES = ("records", "payloads", "columns", "turns")
@@ -58,8 +56,8 @@ class Loaded(NamedTuple):
 class TrajectoryStore:
     """Owned by one process. Writes raise ``StoreFull`` or ``StoreError`` and then have changed nothing."""
 
-    def __init__(self, path: Path, *, map_bytes: int, durability: Durability) -> None:
-        self._store = Store(path, tables=TABLES, map_bytes=map_bytes, durability=durability)
+    def __init__(self, store: Store, *, map_bytes: int) -> None:
+        self._store = store
         self.map_bytes = map_bytes
         self._turns = 0
 
@@ -68,13 +66,14 @@ class TrajectoryStore:
         with self._store.write() as txn:
             for key, record, blob in pushes:
                 txn.put("payloads", _raw(key), blob)
-                txn.put("records", _raw(key), _signed(msgspec.msgpack.encode(record)))
+                txn.put("records", _raw(key), _signed(_raw(key), msgspec.msgpack.encode(record)))
 
     def write_columns(self, columns: Sequence[Columns]) -> None:
         """Make what stages made durable, all or nothing."""
         with self._store.write() as txn:
             for key, stage, arrays in columns:
-                txn.put("columns", _raw(key) + stage.encode(), _signed(pack(arrays)))
+                raw = _raw(key) + stage.encode()
+                txn.put("columns", raw, _signed(raw, pack(arrays)))
 
     def delete(self, keys: Sequence[Key]) -> None:
         """Forget payloads and all that belongs to them."""
@@ -92,32 +91,45 @@ class TrajectoryStore:
             txn.put("turns", b"last", number_key(self._turns))
 
     def load(self) -> Iterator[Loaded]:
-        """Everything that is stored, payloads aside; in one pass over two tables of the same order."""
+        """Everything that is stored, payloads aside; in one pass over tables of the same order. ``StoreCorrupt``."""
         with self._store.read() as txn:
+            payloads = dict.fromkeys(txn.keys("payloads"))
             columns = txn.items("columns")
             next_raw, next_value = next(columns, _END)
             for raw, value in txn.items("records"):
-                packed, found = _opened(value), dict[str, bytes]()
+                packed, found = _opened(raw, value), dict[str, bytes]()
                 while next_raw[:_KEY_BYTES] <= raw:
                     if next_raw[:_KEY_BYTES] == raw:
-                        column = _opened(next_value)
+                        column = _opened(next_raw, next_value)
                         packed = None if column is None else packed
                         found[next_raw[_KEY_BYTES:].decode("utf-8", "replace")] = column or b""
                     next_raw, next_value = next(columns, _END)
+                if raw in payloads:
+                    del payloads[raw]
+                else:
+                    packed = None
                 yield Loaded(_key(raw), None if packed is None else _records.decode(packed), found)
+            for _ in columns:  # to the end: whoever walks a whole table knows that it is whole
+                pass
+            for raw in payloads:
+                yield Loaded(_key(raw), None, {})
 
-    def payload(self, key: Key) -> bytes:
-        """The packed arrays, not checked: that is slow, and ``unpacked`` does it."""
+    def payload(self, key: Key, record: Record) -> bytes:
+        """The packed arrays, not checked but for their number of bytes: that is slow, and ``unpacked`` does it."""
         with self._store.read() as txn:
-            blob = txn.get("payloads", _raw(key))
+            size = txn.size("payloads", _raw(key))
+            blob = txn.get("payloads", _raw(key)) if size == record.nbytes else None
         if blob is None:
-            raise CorruptRecord(key, "the payload (which is missing)")
+            raise CorruptRecord(key, "the payload" if size is not None else "the payload (which is missing)")
         return blob
 
-    def columns(self, key: Key) -> dict[str, Array]:
-        """What the stages made so far, by full name."""
+    def columns(self, key: Key, stages: Iterable[str]) -> dict[str, Array]:
+        """What these stages made, by full name."""
         with self._store.read() as txn:
-            return {name: array for part in _columns(txn, key).values() for name, array in part.items()}
+            found = _columns(txn, key)
+        if missing := [stage for stage in stages if stage not in found]:
+            raise CorruptRecord(key, f"a stage column, {', '.join(missing)} (which is missing),")
+        return {name: array for part in found.values() for name, array in part.items()}
 
     def used_share(self) -> float:
         """Share of the map in use, 0 to 1."""
@@ -141,7 +153,7 @@ def _columns(txn: Read, key: Key) -> dict[str, dict[str, Array]]:
     for raw in list(_prefixed(txn, _raw(key))):
         value = txn.get("columns", raw) or b""
         try:
-            found[raw[_KEY_BYTES:].decode()] = unpack(_checked(key, "a stage column", value))
+            found[raw[_KEY_BYTES:].decode()] = unpack(_checked(key, "a stage column", raw, value))
         except (ProtocolError, UnicodeDecodeError) as error:
             raise CorruptRecord(key, "a stage column") from error
     return found
@@ -159,20 +171,22 @@ def _raw(key: Key) -> bytes:
 
 
 def _key(raw: bytes) -> Key:
+    if len(raw) != _KEY_BYTES:
+        raise StoreCorrupt(f"the trajectory store is damaged: a key has {len(raw)} bytes")
     return Key(GroupId(key_number(raw[:8])), LeaseId(key_number(raw[8:16])))
 
 
-def _signed(value: bytes) -> bytes:
-    return hashlib.sha256(value).digest() + value
+def _signed(raw: bytes, value: bytes) -> bytes:
+    return hashlib.sha256(raw + value).digest() + value
 
 
-def _opened(value: bytes) -> bytes | None:
-    """What was signed; None when it has changed since."""
+def _opened(raw: bytes, value: bytes) -> bytes | None:
+    """What was signed under this key; None when either has changed since."""
     digest, rest = value[:_SHA_BYTES], value[_SHA_BYTES:]
-    return rest if hashlib.sha256(rest).digest() == digest else None
+    return rest if hashlib.sha256(raw + rest).digest() == digest else None
 
 
-def _checked(key: Key, what: str, value: bytes) -> bytes:
-    if (rest := _opened(value)) is None:
+def _checked(key: Key, what: str, raw: bytes, value: bytes) -> bytes:
+    if (rest := _opened(raw, value)) is None:
         raise CorruptRecord(key, what)
     return rest

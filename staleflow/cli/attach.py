@@ -57,7 +57,7 @@ def command(
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
     elif connect is not None:
-        config, run_dir = _asked(connect, config_file, overrides)
+        config, run_dir = _asked(connect, role, config_file, overrides)
         scheduler = connect
     else:
         raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")
@@ -105,12 +105,15 @@ def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: st
             return trainer.attach(config, run_dir, name, scheduler)
 
 
-def _asked(address: str, file: Path | None, overrides: tuple[str, ...]) -> tuple["Config", Path]:
+def _asked(address: str, role: str, file: Path | None, overrides: tuple[str, ...]) -> tuple["Config", Path]:
     """The run as its scheduler knows it; the run directory is the scheduler's where that is on this host."""
     from staleflow.clients.admin import Admin
     from staleflow.configs.load import from_json, load, write_resolved
+    from staleflow.runtime.roles import Role
+    from staleflow.runtime.security import client_sockets
 
-    with Admin(address) as admin:
+    sockets = client_sockets(None, Role.TRAINER if role == "train" else Role(role))
+    with Admin(address, transport=sockets) as admin:
         attached = admin.run()
     theirs = from_json(attached.config)
     if file is not None and load(file, overrides) != theirs:

@@ -10,7 +10,7 @@ import staleflow
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.errors import Refused, Unavailable
 
-VERBS = ("run", "serve", "attach", "status", "trace", "simulate", "plan", "doctor")
+VERBS = ("run", "serve", "attach", "status", "trace", "simulate", "plan", "chaos", "keygen", "doctor")
 """In the order of the help; each is ``staleflow.cli.<verb>.command``."""
 
 

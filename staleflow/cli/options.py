@@ -18,6 +18,8 @@ config_file = click.option("--config", "config_file", type=FILE, metavar="FILE",
 run_dir = click.option("--run-dir", type=DIRECTORY, metavar="DIR", help="Run directory.")
 overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+INSECURE = ("security.insecure=true",)
+insecure = click.option("--insecure", is_flag=True, help="Bind beyond loopback without keys. Anybody may come in.")
 connect = click.option("--connect", metavar="ADDRESS", help="Address of the scheduler, tcp://... or ipc://...")
 
 

@@ -18,11 +18,18 @@ if TYPE_CHECKING:
 @click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...")
 @options.config_file
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", help="Default: runs/NAME-TIMESTAMP.")
+@options.insecure
 @click.option("--resume", is_flag=True, help="Go on from the run directory (default: the newest of this name).")
 @click.option("--plain", is_flag=True, help="A line every few seconds instead of the live view.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; progress goes to stderr.")
 def command(
-    arguments: tuple[str, ...], config_file: Path | None, run_dir: Path | None, resume: bool, plain: bool, as_json: bool
+    arguments: tuple[str, ...],
+    config_file: Path | None,
+    run_dir: Path | None,
+    insecure: bool,
+    resume: bool,
+    plain: bool,
+    as_json: bool,
 ) -> int:
     """Start every role of CONFIG here and train.
 
@@ -34,7 +41,7 @@ def command(
     from staleflow.supervisor.addresses import check_free
     from staleflow.supervisor.supervisor import Supervisor
 
-    config = _config(arguments, config_file, run_dir, resume)
+    config = _config((*arguments, *options.INSECURE[: int(insecure)]), config_file, run_dir, resume)
     folder = rundir.choose(config, run_dir, resume=resume)
     with _patience():
         present(config)

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 @options.overrides
 @options.config_file
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", required=True, help="Run directory, made if missing.")
+@options.insecure
 @click.option("--shard", type=int, default=0, show_default=True, help="Which trajectory server this is.")
-def command(what: str, overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, shard: int) -> int:
+def command(
+    what: str, overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, insecure: bool, shard: int
+) -> int:
     """Run a server: the scheduler, one shard of trajectories, or the parameters.
 
     The first process of a run directory brings --config; the others find it there. SIGTERM or Ctrl-C drains.
@@ -26,6 +29,7 @@ def command(what: str, overrides: tuple[str, ...], config_file: Path | None, run
     from staleflow.supervisor import lifeline
 
     lifeline.hold()
+    overrides = (*overrides, *options.INSECURE[: int(insecure)])
     config = options.run_config(config_file, overrides, run_dir, lambda config: _check(config, what, shard))
     _check(config, what, shard)
     match what:

@@ -25,15 +25,18 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     from staleflow.clients.admin import Admin
     from staleflow.configs.load import addresses, read_run
     from staleflow.runtime.errors import Unavailable
+    from staleflow.runtime.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import in_use
 
     if (run_dir is None) == (connect is None):
         raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
-    address = connect or (addresses(read_run(run_dir), run_dir).scheduler if run_dir else "")
+    config = read_run(run_dir) if run_dir else None
+    address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
     if run_dir is not None and not in_use(address):
         return _ended(run_dir, address, as_json)
     try:
-        with Admin(address, "status") as admin:
+        sockets = client_sockets(config.security if config else None, *LOOKING)
+        with Admin(address, "status", transport=sockets) as admin:
             values = admin.status(timeout_s=3.0)
     except Unavailable:
         return _ended(run_dir, address, as_json)

@@ -59,6 +59,7 @@ class Board:
     batch_size: int
     roles: tuple[RoleRow, ...]
     why: str
+    insecure: bool = False
 
 
 @dataclass(slots=True)
@@ -134,6 +135,7 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         batch_size=int(status.get("batch_size") or 1),
         roles=roles(snapshot),
         why=_why(snapshot),
+        insecure=status.get("security") == "insecure",
     )
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from staleflow.monitor.ending import print_summary
 from staleflow.monitor.model import Board, History, board
-from staleflow.monitor.words import clock, number, whole
+from staleflow.monitor.words import INSECURE, clock, number, whole
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 
@@ -61,6 +61,8 @@ def line(it: Board) -> str:
             parts.append(f"held-out {number(it.held_out[0])} -> {number(it.held_out[1])}")
         parts.append(f"staleness {number(it.staleness_mean, 1)}/{whole(it.staleness_max)} of {whole(it.bound)}")
         parts.append(f"{whole(it.trained_per_s)} tokens/s")
+    if it.insecure:
+        parts.append(INSECURE)
     if it.violations:
         parts.append(f"{it.violations} VIOLATIONS")
     said = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from staleflow.monitor.ending import print_summary
 from staleflow.monitor.model import Board, History, RoleRow, WindowRow, board
-from staleflow.monitor.words import clock, curve, meter, number, whole
+from staleflow.monitor.words import INSECURE, clock, curve, meter, number, whole
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 
@@ -60,6 +60,8 @@ def render(it: Board, footer: str, width: int = 80) -> RenderableType:
     if it.steps:
         parts += [_numbers(it, width), Text()]
     parts.append(_roles(it.roles))
+    if it.insecure:
+        parts += [Text(), Text(INSECURE, style="bold red", overflow="ellipsis", no_wrap=True)]
     if it.why:
         parts += [Text(), Text(f"why  {it.why}", style="yellow", overflow="ellipsis")]
     if footer:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
+INSECURE = "INSECURE: bound beyond this machine without keys; anybody may read, change and end this run"
 
 
 def clock(seconds: float) -> str:

@@ -16,7 +16,10 @@ IPC_PATH_BYTES: Final = 107
 """The longest path of a Unix socket on Linux."""
 
 _TCP: Final = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\];\s]+):(?P<port>\*|\d{1,5})")
-_LOOPBACK_ONLY: Final = "it must be on the loopback interface (127.0.0.1, [::1]) or an ipc:// path"
+_LOOPBACK_ONLY: Final = (
+    "without keys (security.keys) it must be on the loopback interface (127.0.0.1, [::1]) or an ipc:// path"
+)
+_WILDCARDS: Final = ("0.0.0.0", "::")
 _SYNTAX: Final = "it must be tcp://host:port or ipc:///path"
 
 
@@ -30,25 +33,62 @@ def check_connect(address: str) -> str:
     return address
 
 
-def check_bind(address: str) -> str:
-    """The address to bind, on loopback; ``ConfigError`` for one that is not an address, or reaches further."""
+def check_bind(address: str, *, wide: bool = False) -> str:
+    """The address to bind; ``ConfigError`` for one that is not an address, or reaches beyond loopback and may not.
+
+    ``wide``: it may. Then a host name or another spelling of an address becomes the address itself.
+    """
     if address.startswith("ipc://"):
         return _check_ipc(address)
     host, port = _split(address)
     if host == "localhost":
         host = "127.0.0.1"
+    if host == "*" and wide:
+        host = "0.0.0.0"
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
-        raise ConfigError("bind", address, _LOOPBACK_ONLY) from None
-    if not ip.is_loopback:
+        if not wide:
+            raise ConfigError("bind", address, _LOOPBACK_ONLY) from None
+        ip = _resolved(host, address)
+    if not ip.is_loopback and not wide:
         raise ConfigError("bind", address, _LOOPBACK_ONLY)
     return f"tcp://{f'[{ip}]' if ip.version == 6 else ip}:{port or '*'}"
 
 
-def bind(target: "zmq.Socket[bytes]", address: str) -> str:
+def _resolved(host: str, address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise ConfigError("bind", address, "it names no address of this machine; write the address itself") from None
+    return ipaddress.ip_address(str(found[0][4][0]))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nobody on another machine can be at the other end."""
+    try:
+        return address.startswith("ipc://") or check_bind(address) != ""
+    except ConfigError:
+        return False
+
+
+def reachable(endpoint: str, via: str) -> str:
+    """Where a server that says it is at ``endpoint`` is reached by who reaches its scheduler at ``via``.
+
+    A server that is bound to every interface does not know which of them that is: it is taken to be where the
+    scheduler is.
+    """
+    if not endpoint.startswith("tcp://") or not via.startswith("tcp://"):
+        return endpoint
+    host, port = _split(endpoint)
+    if host not in _WILDCARDS:
+        return endpoint
+    return f"{via.rpartition(':')[0]}:{port}"
+
+
+def bind(target: "zmq.Socket[bytes]", address: str, *, wide: bool = False) -> str:
     """Bind and return the real address (port 0 resolved). ``ConfigError`` naming the address if that cannot be."""
-    checked = check_bind(address)
+    checked = check_bind(address, wide=wide)
     if checked.startswith("ipc://"):
         _free_ipc(Path(checked.removeprefix("ipc://")), address)
     target.set(zmq.IPV6, int("[" in checked))
@@ -58,6 +98,8 @@ def bind(target: "zmq.Socket[bytes]", address: str) -> str:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError("bind", address, "it is in use; it must be free") from None
         raise ConfigError("bind", address, f"the system refuses it: {error.strerror}") from None
+    if checked.startswith("ipc://"):
+        Path(checked.removeprefix("ipc://")).chmod(0o600)  # only this user may connect, whatever folder it is in
     return target.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import Future as ThreadFuture
 from typing import Any, Final, TypeVar
 
 import uvloop
-import zmq
 
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
@@ -24,10 +23,10 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import Data, ProtocolError, VersionError, decode_reply, encode_request
 from staleflow.protocols.wire.messages import PROTOCOL, Ping, Refusal, Reply, Request
 from staleflow.runtime.address import check_connect
-from staleflow.runtime.drained import DrainedSocket
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.retry import Backoff
+from staleflow.runtime.transport import SOCKETS, Link, Transport
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,14 @@ Answer = tuple[Reply, list[memoryview]]
 DEFAULT_LIMITS: Final = TransportLimits()
 ROUTE_BYTES: Final = 255
 """The longest name of a connection that ZeroMQ takes."""
+NONCE_BYTES: Final = 8
+"""Of a route: who could guess it could have the answers to it."""
 CLOCK_GRAIN_S: Final = 0.002
 """A timer of the loop may be early by this much."""
 LEAST_BUSY_S: Final = 0.01
 """A busy server is not asked again sooner than this."""
+PING_BEFORE_BYTES: Final = 32_768
+"""A larger message follows a ping: a server has no patience with a new connection whose first message takes long."""
 _PING: Final = encode_request(0, Ping())
 
 
@@ -49,14 +52,20 @@ def worker_id(name: str) -> WorkerId:
     return WorkerId(f"{name}.{secrets.token_hex(4)}")
 
 
+def nbytes_of(parts: Sequence[Data]) -> int:
+    """Of a message."""
+    return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+
+
 class _Pending:
     """A request that waits for its answer."""
 
-    __slots__ = ("attempt", "deadline_s", "future", "id", "parts", "started_s", "timer", "why")
+    __slots__ = ("attempt", "deadline_s", "future", "id", "nbytes", "parts", "started_s", "timer", "why")
 
     def __init__(self, id: int, parts: list[Data], future: "asyncio.Future[Answer]", started_s: float) -> None:
         self.id = id
         self.parts = parts
+        self.nbytes = nbytes_of(parts)
         self.future = future
         self.started_s = started_s
         self.deadline_s = float("inf")
@@ -68,16 +77,24 @@ class _Pending:
 class Client:
     """Calls one server. Belongs to the loop of its first call; connects then."""
 
-    def __init__(self, address: str, *, worker: WorkerId, limits: TransportLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        worker: WorkerId,
+        limits: TransportLimits = DEFAULT_LIMITS,
+        transport: Transport = SOCKETS,
+    ) -> None:
         self.address = check_connect(address)
-        self._route = f"{worker}/{secrets.token_hex(4)}".encode()
+        self._route = f"{worker}/{secrets.token_hex(NONCE_BYTES)}".encode()
         if len(self._route) > ROUTE_BYTES:
-            raise ConfigError("worker", worker, f"its name must have at most {ROUTE_BYTES - 9} bytes")
+            raise ConfigError("worker", worker, f"its name must have at most {ROUTE_BYTES - 2 * NONCE_BYTES - 1} bytes")
         self._limits = limits
         self._backoff = Backoff(limits.retry_s, limits.retry_cap_s)
         self._pending: dict[int, _Pending] = {}
         self._last_id = 0
-        self._socket: DrainedSocket | None = None
+        self._transport = transport
+        self._link: Link | None = None
         self._heard_s = 0.0
         self._said_s = 0.0
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -115,8 +132,8 @@ class Client:
             self._heartbeat.cancel()
         for pending in list(self._pending.values()):
             self._fail(pending)
-        if self._socket is not None:
-            self._socket.close()
+        if self._link is not None:
+            self._link.close()
 
     def _ask(self, body: Request, frames: Sequence[Data], timeout_s: float | None) -> _Pending:
         loop = asyncio.get_running_loop()
@@ -128,7 +145,7 @@ class Client:
         self._last_id += 1
         parts: list[Data] = [encode_request(self._last_id, body), *frames]
         self._check_size(parts)
-        if self._socket is None:
+        if self._link is None:
             self._connect(now)
         pending = _Pending(self._last_id, parts, loop.create_future(), now)
         if timeout_s is not None:
@@ -138,7 +155,7 @@ class Client:
         return pending
 
     def _check_size(self, parts: list[Data]) -> None:
-        size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+        size = nbytes_of(parts)
         limits = self._limits
         if size > limits.max_message_bytes or len(parts) - 1 > limits.max_frames:
             had = f"{size} bytes in {len(parts) - 1} frames"
@@ -149,8 +166,10 @@ class Client:
     def _transmit(self, pending: _Pending, now: float) -> None:
         """Send, and set the timer that sends again."""
         pending.attempt += 1
-        assert self._socket is not None
-        if self._socket.send(pending.parts):
+        assert self._link is not None
+        if pending.nbytes > PING_BEFORE_BYTES:
+            self._link.send((_PING,))
+        if self._link.send(pending.parts):
             self._said_s = now
         self._set_timer(pending, now, self._backoff.delay_s(pending.attempt))
 
@@ -190,7 +209,9 @@ class Client:
             log.warning("%s sent what is no message: %s", self.address, error.detail)
             return
         if (pending := self._pending.get(id)) is None:
-            if type(reply) is Refusal:
+            if type(reply) is Refusal and reply.code is Code.DENIED and id == 0:
+                self._shut_out(reply)
+            elif type(reply) is Refusal:
                 log.warning("%s refused what nobody waits for: %s %s", self.address, reply.code.value, reply.detail)
             return
         if pending.future.done():
@@ -204,6 +225,12 @@ class Client:
             return
         pending.future.set_result((reply, frames))
 
+    def _shut_out(self, reply: Refusal) -> None:
+        """The server will not have this connection, whatever is asked."""
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_result((reply, []))
+
     def _wrong_version(self, error: VersionError) -> None:
         """Nothing that this server says can be believed: every call fails, with both versions."""
         for pending in self._pending.values():
@@ -214,13 +241,8 @@ class Client:
     # The connection ----------------------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        self._socket = DrainedSocket(zmq.DEALER, num_heads=1, limits=self._limits, on_message=self._receive)
-        self._socket.zmq.set(zmq.ROUTING_ID, self._route)
-        self._socket.zmq.set(zmq.IPV6, int("[" in self.address))
-        self._socket.zmq.set(zmq.RECONNECT_IVL, 50)
-        self._socket.zmq.set(zmq.RECONNECT_IVL_MAX, 1_000)
-        self._socket.zmq.connect(self.address)
-        self._socket.start()
+        self._link = self._transport.connect(self.address, self._route, limits=self._limits, on_message=self._receive)
+        self._link.start()
         self._heard_s = now
         self._beat_later(self._limits.heartbeat_s * random.random())  # so that a thousand clients do not beat as one
 
@@ -232,15 +254,15 @@ class Client:
     def _beat(self, due_s: float) -> None:
         """Ping, or replace a dead connection. A beat that is late itself proves nothing: answers may lie unread."""
         now = asyncio.get_running_loop().time()
-        assert self._socket is not None
+        assert self._link is not None
         if now - self._heard_s > self._limits.silence_s and now < due_s + self._limits.heartbeat_s / 2:
-            self._socket.close(linger_ms=0)
+            self._link.close(linger_ms=0)
             self._connect(now)
             for pending in self._pending.values():
                 if not pending.future.done():
                     self._transmit(pending, now)
             return
-        if now - self._said_s > self._limits.heartbeat_s / 2 and self._socket.send((_PING,)):
+        if now - self._said_s > self._limits.heartbeat_s / 2 and self._link.send((_PING,)):
             self._said_s = now
         self._beat_later(self._limits.heartbeat_s)
 
@@ -248,8 +270,15 @@ class Client:
 class BlockingClient:
     """The same for a training loop: a ``Client`` on a loop in a thread of its own. Safe to use from several threads."""
 
-    def __init__(self, address: str, *, worker: WorkerId, limits: TransportLimits = DEFAULT_LIMITS) -> None:
-        self._client = Client(address, worker=worker, limits=limits)
+    def __init__(
+        self,
+        address: str,
+        *,
+        worker: WorkerId,
+        limits: TransportLimits = DEFAULT_LIMITS,
+        transport: Transport = SOCKETS,
+    ) -> None:
+        self._client = Client(address, worker=worker, limits=limits, transport=transport)
         self.address = self._client.address
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client {address}", daemon=True)

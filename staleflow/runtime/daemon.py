@@ -18,6 +18,7 @@ import uvloop
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.drained import end_context
 from staleflow.runtime.logs import logging_to
+from staleflow.runtime.store import StoreCorrupt
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ def run(main: Callable[[Stop], Awaitable[None]], name: str, run_dir: Path) -> in
                     runner.run(_supervised(main))
             except ConfigError:
                 raise
-            except Exception:
+            except Exception as error:
+                if (damage := _damage(error)) is not None:
+                    raise ConfigError("run directory", str(run_dir), str(damage)) from error
                 log.exception("%s ends with an error", name)
                 return 1
             log.info("%s ends", name)
@@ -66,6 +69,14 @@ def run(main: Callable[[Stop], Awaitable[None]], name: str, run_dir: Path) -> in
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         end_context()
+
+
+def _damage(error: BaseException) -> StoreCorrupt | None:
+    """A damaged store among what went wrong: to start again would not mend it, a person has to look."""
+    if isinstance(error, StoreCorrupt):
+        return error
+    inside: tuple[BaseException, ...] = getattr(error, "exceptions", ())
+    return next((damage for one in inside if (damage := _damage(one)) is not None), None)
 
 
 async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:

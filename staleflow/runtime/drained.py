@@ -28,6 +28,12 @@ _POLLIN: Final = int(zmq.POLLIN)
 
 _open: Final[set[int]] = set()
 """Sockets of this process that are not closed, by identity."""
+_own: Final["list[zmq.Context[zmq.Socket[bytes]]]"] = []
+"""Contexts beside the shared one."""
+
+
+Sender = Callable[[zmq.Frame, list[int]], Sequence[bytes]]
+"""Takes the first part after the route and the sizes of all parts but the route."""
 
 
 def context() -> "zmq.Context[zmq.Socket[bytes]]":
@@ -37,10 +43,20 @@ def context() -> "zmq.Context[zmq.Socket[bytes]]":
     return shared
 
 
+def own_context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """A new one: each has one place where keys are judged (ZAP), and that place belongs to one endpoint."""
+    own: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    own.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    _own.append(own)
+    return own
+
+
 def end_context() -> None:
     """Wait until closed sockets have delivered or given up, at most their linger. No effect while one is open."""
     if not _open:
         zmq.Context.instance().term()
+        while _own:
+            _own.pop().term()
 
 
 class DrainedSocket:
@@ -48,7 +64,7 @@ class DrainedSocket:
 
     The head is the first ``num_heads`` parts, as bytes; the frames are the others, as views of ZeroMQ's own memory. A
     message beyond the limits comes with the frames that fit and ``oversize`` set. ``on_drained`` runs after each drain
-    that handled a message.
+    that handled a message. ``sender``, of a ROUTER, adds to the head who sent it.
     """
 
     def __init__(
@@ -59,15 +75,18 @@ class DrainedSocket:
         limits: TransportLimits,
         on_message: Callable[[list[bytes], list[memoryview], bool], None],
         on_drained: Callable[[], None] | None = None,
+        sender: Sender | None = None,
+        within: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         self._limits = limits
         self._num_heads = num_heads
         self._on_message = on_message
         self._on_drained = on_drained
+        self._sender = sender
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looking = False
         self._draining = False
-        self.zmq = context().socket(kind)
+        self.zmq = (within or context()).socket(kind)
         self.zmq.set(zmq.SNDHWM, limits.send_queue)
         self.zmq.set(zmq.RCVHWM, limits.receive_queue)
         self.zmq.set(zmq.MAXMSGSIZE, limits.max_message_bytes)
@@ -147,6 +166,8 @@ class DrainedSocket:
 
     def _rest(self, first: bytes) -> tuple[list[bytes], list[memoryview], bool]:
         """The whole message. Its parts have all arrived; those beyond the limits are taken out and forgotten."""
+        if self._sender is not None:
+            return self._from_somebody(first, self._sender)
         head = [first]
         room = self._limits.max_message_bytes
         for _ in range(1, self._num_heads):  # a ROUTER puts the route before at least one part
@@ -158,4 +179,19 @@ class DrainedSocket:
             room -= frame.nbytes
             if room >= 0 and len(frames) <= self._limits.max_frames:
                 frames.append(frame)
+        return head, frames, room < 0 or len(frames) > self._limits.max_frames
+
+    def _from_somebody(self, route: bytes, sender: Sender) -> tuple[list[bytes], list[memoryview], bool]:
+        """The same for a ROUTER, with every size noted."""
+        part = self._recv(_NOBLOCK, copy=False)
+        sizes = [part.buffer.nbytes]
+        room = self._limits.max_message_bytes - sizes[0]
+        frames: list[memoryview] = []
+        while self._get(_RCVMORE):
+            frame = self._recv(_NOBLOCK, copy=False).buffer
+            sizes.append(frame.nbytes)
+            room -= frame.nbytes
+            if room >= 0 and len(frames) <= self._limits.max_frames:
+                frames.append(frame)
+        head = [route, part.bytes, *sender(part, sizes)]
         return head, frames, room < 0 or len(frames) > self._limits.max_frames

@@ -5,27 +5,33 @@
   operations are idempotent.
 - A peer not heard from for three heartbeats is gone: its calls are done, unanswered.
 - Nothing that a peer sends ends the server or delays another peer: it is refused, counted, and forgotten.
+- With keys, what a peer may ask depends on the role of its key (``roles``), and a name belongs to one key while its
+  owner is there.
 """
 
 import asyncio
-import time
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import zmq
-
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data, ProtocolError, decode_request, encode_reply
 from staleflow.protocols.wire.messages import Ping, Pong, Refusal, Reply, Request
-from staleflow.runtime import address as addresses
-from staleflow.runtime.drained import DrainedSocket
 from staleflow.runtime.limits import TransportLimits
+from staleflow.runtime.roles import Role, objection
+from staleflow.runtime.transport import SOCKETS, Transport
 
 __all__ = ["Answering", "Call", "Counts", "Endpoint", "Peer", "TransportLimits"]
 
+log = logging.getLogger(__name__)
+
 DEFAULT_LIMITS: Final = TransportLimits()
+LOG_EVERY_S: Final = 1.0
+"""Of what is denied."""
 _PONG: Final = Pong()
+_ROLES: Final = {role.encode(): role for role in Role}
+_NO_KEYS: Final[list[bytes]] = []
 
 
 @dataclass(slots=True)
@@ -39,6 +45,8 @@ class Counts:
     """Requests sent again while their call was pending."""
     malformed: int = 0
     oversize: int = 0
+    denied: int = 0
+    """Requests of peers whose key does not allow them."""
     busy: int = 0
     """Refused by the transport: too many pending calls or peers."""
     undelivered: int = 0
@@ -46,12 +54,13 @@ class Counts:
 
 
 class Peer:
-    """One connected client: its route, the worker it is, and its pending calls."""
+    """One connected client: its route, the worker it is, its key if it has one, and its pending calls."""
 
-    __slots__ = ("gone", "name", "pending", "route", "seen_s")
+    __slots__ = ("gone", "key", "name", "pending", "route", "seen_s")
 
-    def __init__(self, route: bytes, seen_s: float) -> None:
+    def __init__(self, route: bytes, seen_s: float, key: list[bytes]) -> None:
         self.route = route
+        self.key = key
         self.name = name_of(route)
         self.pending: dict[int, Call] = {}
         self.seen_s = seen_s
@@ -69,7 +78,7 @@ class Answering(Protocol):
 class Call:
     """One request that waits for its answer. Keep it to answer later."""
 
-    __slots__ = ("_from", "_to", "answered", "body", "frames", "id")
+    __slots__ = ("_from", "_to", "answered", "body", "frames", "id", "nbytes")
 
     def __init__(self, to: Answering, peer: Peer, id: int, body: Request, frames: list[memoryview]) -> None:
         self._to = to
@@ -78,6 +87,8 @@ class Call:
         self.body = body
         self.frames = frames
         """Raw frames: views of the transport's memory, valid as long as they are kept."""
+        self.nbytes = sum(frame.nbytes for frame in frames) if frames else 0
+        """Of the frames."""
         self.answered = False
 
     @property
@@ -113,30 +124,26 @@ class Endpoint:
         on_drained: Callable[[], None] | None = None,
         on_gone: Callable[[str], None] | None = None,
         on_reject: Callable[[str, Code, str], None] | None = None,
+        on_denied: Callable[[str, str], None] | None = None,
         limits: TransportLimits = DEFAULT_LIMITS,
+        transport: Transport = SOCKETS,
     ) -> None:
+        """``on_denied`` gets the peer and the verb."""
         self.counts = Counts()
         self._on_call = on_call
         self._on_gone = on_gone
         self._on_reject = on_reject
+        self._on_denied = on_denied
+        self._log_denied_s = 0.0
         self._limits = limits
         self._peers: dict[bytes, Peer] = {}
+        self._keys: dict[str, list[bytes]] = {}
+        """Of those who are there, by name."""
+        self._held_bytes = 0
+        """Of the frames of all pending calls."""
         self._closed = asyncio.Event()
-        self._socket = DrainedSocket(
-            zmq.ROUTER,
-            num_heads=2,
-            limits=limits,
-            on_message=self._receive,
-            on_drained=on_drained,
-        )
-        self._socket.zmq.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.zmq.set(zmq.ROUTER_HANDOVER, 1)
-        self._socket.zmq.set(zmq.BACKLOG, 1_024)
-        try:
-            self.address = addresses.bind(self._socket.zmq, bind)
-        except BaseException:
-            self._socket.close(linger_ms=0)
-            raise
+        self._now_s: Callable[[], float] = lambda: 0.0  # that of the loop, once there is one
+        self._link, self.address = transport.bind(bind, limits=limits, on_message=self._receive, on_drained=on_drained)
 
     @property
     def peers(self) -> list[str]:
@@ -147,7 +154,8 @@ class Endpoint:
         """Serve until ``close``. What was answered before that still leaves."""
         if self._closed.is_set():
             return
-        self._socket.start()
+        self._now_s = asyncio.get_running_loop().time
+        self._link.start()
         self._sweep_later()
         try:
             await self._closed.wait()
@@ -159,11 +167,12 @@ class Endpoint:
         for peer in self._peers.values():
             peer.gone = True
         self._peers.clear()
-        self._socket.close()
+        self._link.close()
         self._closed.set()
 
     def _receive(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
-        route, header = head
+        route, header = head[:2]
+        key = head[2:] or _NO_KEYS
         try:
             id, body = decode_request(header)
         except ProtocolError as error:
@@ -174,9 +183,12 @@ class Endpoint:
             allowed = f"{limits.max_message_bytes} bytes in {limits.max_frames} frames"
             self._reject(route, id, Code.OVERSIZE, f"a message has at most {allowed}")
             return
-        if (peer := self._peers.get(route)) is None and (peer := self._welcome(route, id)) is None:
+        if key is not _NO_KEYS and (why := self._objection(route, key, body)) is not None:
+            self._deny(route, id, type(body).__name__, why)
             return
-        peer.seen_s = time.monotonic()
+        if (peer := self._peers.get(route)) is None and (peer := self._welcome(route, id, key)) is None:
+            return
+        peer.seen_s = self._now_s()
         if type(body) is Ping:
             self.counts.pings += 1
             self._send(route, id, _PONG)
@@ -188,19 +200,25 @@ class Endpoint:
         if len(pending) >= self._limits.max_pending:
             self._busy(route, id, f"{len(pending)} calls of this peer wait for their answers")
             return
-        call = pending[id] = Call(self, peer, id, body, frames)
+        call = Call(self, peer, id, body, frames)
+        if self._held_bytes + call.nbytes > self._limits.max_held_bytes:
+            self._busy(route, id, f"calls that wait hold {self._held_bytes} bytes")
+            return
+        pending[id] = call
+        self._held_bytes += call.nbytes
         self.counts.calls += 1
         self._on_call(call)
 
     def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
         """For its calls: they are answered through ``Call.reply``."""
-        peer.pending.pop(id, None)
+        if (call := peer.pending.pop(id, None)) is not None:
+            self._held_bytes -= call.nbytes
         if not peer.gone:
             self.counts.replies += 1
             self._send(peer.route, id, body, frames)
 
     def _send(self, route: bytes, id: int, body: Reply, frames: Sequence[Data] = ()) -> None:
-        if not self._socket.send((route, encode_reply(id, body), *frames)):
+        if not self._link.send((route, encode_reply(id, body), *frames)):
             self.counts.undelivered += 1
 
     def _reject(self, route: bytes, id: int, code: Code, detail: str) -> None:
@@ -213,15 +231,36 @@ class Endpoint:
         if self._on_reject is not None:
             self._on_reject(name_of(route), code, detail)
 
+    def _objection(self, route: bytes, key: list[bytes], body: Request) -> str | None:
+        """Why the holder of that key may not ask this under that name."""
+        name = name_of(route)
+        if (role := _ROLES.get(key[0])) is None:
+            return f"the key of {name} is not allowed any more"
+        if (peer := self._peers.get(route)) is not None:
+            return objection(role, name, body) if peer.key == key else f"{name} has another key"
+        if self._keys.get(name, key) != key:
+            return f"{name} has another key"
+        return objection(role, name, body)
+
+    def _deny(self, route: bytes, id: int, verb: str, why: str) -> None:
+        self.counts.denied += 1
+        self._send(route, id, Refusal(code=Code.DENIED, detail=why))
+        if self._now_s() >= self._log_denied_s:
+            self._log_denied_s = self._now_s() + LOG_EVERY_S
+            log.warning("denied: %s (%d so far)", why, self.counts.denied)
+        if self._on_denied is not None:
+            self._on_denied(name_of(route), verb)
+
     def _busy(self, route: bytes, id: int, detail: str) -> None:
         self.counts.busy += 1
         self._send(route, id, Refusal(code=Code.BUSY, detail=detail, retry_after_ms=1_000))
 
-    def _welcome(self, route: bytes, id: int) -> Peer | None:
+    def _welcome(self, route: bytes, id: int, key: list[bytes]) -> Peer | None:
         if len(self._peers) >= self._limits.max_peers:
             self._busy(route, id, f"{len(self._peers)} peers are attached")
             return None
-        peer = self._peers[route] = Peer(route, time.monotonic())
+        peer = self._peers[route] = Peer(route, self._now_s(), key)
+        self._keys[peer.name] = key
         return peer
 
     def _sweep_later(self) -> None:
@@ -234,15 +273,19 @@ class Endpoint:
         if self._closed.is_set():
             return
         self._sweep_later()
-        if asyncio.get_running_loop().time() < due_s + self._limits.heartbeat_s / 2:
-            self._forget_silent(time.monotonic() - self._limits.silence_s)
+        if self._now_s() < due_s + self._limits.heartbeat_s / 2:
+            self._forget_silent(self._now_s() - self._limits.silence_s)
 
     def _forget_silent(self, before_s: float) -> None:
         for peer in [peer for peer in self._peers.values() if peer.seen_s < before_s]:
             del self._peers[peer.route]
             peer.gone = True
+            self._held_bytes -= sum(call.nbytes for call in peer.pending.values())
             peer.pending.clear()
-            if self._on_gone is not None and all(other.name != peer.name for other in self._peers.values()):
+            if any(other.name == peer.name for other in self._peers.values()):
+                continue
+            del self._keys[peer.name]
+            if self._on_gone is not None:
                 self._on_gone(peer.name)
 
 

@@ -13,6 +13,8 @@ class TransportLimits:
     """Raw frames of a message, beside its header."""
     max_pending: int = 4_096
     """Calls that wait for their answer: of one peer at an endpoint, of one client."""
+    max_held_bytes: int = 2 << 30
+    """Frames of all calls of an endpoint that wait for their answers; what comes then is told to come back."""
     max_peers: int = 8_192
     """Peers of an endpoint that are alive at once."""
     send_queue: int = 8_192
@@ -33,6 +35,14 @@ class TransportLimits:
     """... and at most. A restarted server knows nothing of the calls that the old one held."""
     linger_ms: int = 500
     """How long a closed socket may still deliver what was sent."""
+    idle_s: float = 10.0
+    """A TCP connection by which no whole message came for this long is shut down; its handshake has as long."""
+    max_connections: int = 8_192
+    """TCP connections of an endpoint; more, and the oldest of those that have said nothing are shut down."""
+    max_unfinished_bytes: int = 512 << 20
+    """Bytes that all TCP connections of an endpoint may have sent of messages that are not whole yet."""
+    max_growth_bytes: int = 256 << 20
+    """Growth of the process's memory during one unfinished message, beyond twice the bytes of all of them."""
 
     @property
     def silence_s(self) -> float:

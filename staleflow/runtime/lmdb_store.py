@@ -6,6 +6,8 @@
 - The file never grows beyond ``map_bytes``. A write that finds no room raises ``StoreFull`` and changes nothing; reads
   and deletes go on. No ``writemap``: a full disk is an error code here and not a SIGBUS.
 - One process at a time: a second opener gets ``StoreInUse``. A killed owner leaves nothing to clean up.
+- A page that LMDB refuses, and a table that does not list what it counts, is ``StoreCorrupt``, which names the file.
+  Bytes inside a value are the owner's to check: LMDB has no checksums.
 """
 
 import errno
@@ -18,46 +20,77 @@ from typing import Any
 
 import lmdb
 
-from staleflow.runtime.store import Buffer, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
+from staleflow.runtime.store import Buffer, DiskFull, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_BYTES = 1 << 20
+"""A disk with less room than this is full."""
+_INLINE_BYTES = 2_048
+"""Smaller values lie in pages that LMDB looks at as a whole."""
+_SLACK_BYTES = 1 << 18
+"""Behind the last page: LMDB's offsets and key lengths inside a page have 16 bits each."""
+_DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadDbiError, lmdb.InvalidError)
 
 
 class Read:
     """A consistent view of all tables, until its block ends."""
 
-    def __init__(self, txn: "lmdb.Transaction[memoryview]", tables: dict[str, Any]) -> None:
+    def __init__(self, txn: "lmdb.Transaction[memoryview]", tables: dict[str, Any], file: Path) -> None:
         self._txn = txn
         self._tables = tables
+        self._file = file
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """A copy of the value; None when there is none."""
         value = self._txn.get(key, None, self._tables[table])
-        return None if value is None else bytes(value)
+        return None if value is None else self._copied(value)
 
     def view(self, table: str, key: bytes) -> memoryview | None:
         """The value without a copy. Valid until the block ends, and until the first write of a ``write()`` block."""
         return self._txn.get(key, None, self._tables[table])
 
+    def size(self, table: str, key: bytes) -> int | None:
+        """Bytes of the value, which are not looked at; None when there is none."""
+        value = self._txn.get(key, None, self._tables[table])
+        return None if value is None else value.nbytes
+
     def items(self, table: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Copies of (key, value) in order of key, from ``start`` on."""
         with self._txn.cursor(self._tables[table]) as cursor:
-            if not (cursor.set_range(start) if start else cursor.first()):
-                return
-            for key, value in cursor:
-                yield bytes(key), bytes(value)
+            for key in self._whole(table, cursor, start):
+                yield key, self._copied(cursor.value())
 
     def keys(self, table: str, start: bytes = b"") -> Iterator[bytes]:
         """Keys in order, from ``start`` on."""
         with self._txn.cursor(self._tables[table]) as cursor:
-            if not (cursor.set_range(start) if start else cursor.first()):
-                return
-            for key in cursor.iternext(keys=True, values=False):
-                yield bytes(key)
+            yield from self._whole(table, cursor, start)
 
     def count(self, table: str) -> int:
         """How many records the table has."""
         return self._txn.stat(self._tables[table])["entries"]
+
+    def _whole(self, table: str, cursor: "lmdb.Cursor[memoryview]", start: bytes) -> Iterator[bytes]:
+        """Copies of the keys. A walk over a whole table that misses any of its records, or finds them in another
+        order, has gone through a damaged page."""
+        wanted, found, previous = self.count(table), 0, b""
+        there = cursor.set_range(start) if start else cursor.first()
+        for view in cursor.iternext(keys=True, values=False) if there else ():
+            key = bytes(view)
+            if found and key <= previous:
+                raise self._corrupt(f"table {table} is out of order")
+            found, previous = found + 1, key
+            yield key
+        if not start and found != wanted == self.count(table):
+            raise self._corrupt(f"table {table} lists {found} of its {wanted} records")
+
+    def _copied(self, value: memoryview) -> bytes:
+        size = value.nbytes
+        if size > _INLINE_BYTES and size > self._file.stat().st_size:  # copying would read behind the end of the file
+            raise self._corrupt(f"a value says that it has {size} bytes")
+        return bytes(value)
+
+    def _corrupt(self, what: str) -> StoreCorrupt:
+        return StoreCorrupt(f"{self._file} is damaged: {what}")
 
 
 class Write(Read):
@@ -80,6 +113,7 @@ class Store:
 
     def __init__(self, path: Path, *, tables: Sequence[str], map_bytes: int, durability: Durability) -> None:
         self.path = path
+        self._file = path / "data.mdb"
         self.map_bytes = map_bytes
         self._names = tuple(tables)
         self._sync = durability == "power"
@@ -87,6 +121,7 @@ class Store:
         self._owner = self._own()
         try:
             self._env = self._open()
+            self._mend_tail()
             self._tables = self._open_tables()
         except BaseException:
             os.close(self._owner)
@@ -117,47 +152,81 @@ class Store:
                 max_spare_txns=2,
             )
         except lmdb.Error as error:
-            raise StoreCorrupt(f"{self.path / 'data.mdb'} cannot be opened: {error}") from error
+            raise StoreCorrupt(f"{self._file} cannot be opened: {error}") from error
 
     def _open_tables(self) -> dict[str, Any]:
         try:
             self._env.reader_check()
-            return {name: self._env.open_db(name.encode()) for name in self._names}
+            with self._env.begin(write=True) as txn:  # all of them, or none: one that is missing has been lost
+                found = {bytes(name).decode(errors="replace") for name, _ in txn.cursor()}
+                if found and found != {*self._names}:
+                    raise StoreCorrupt(f"{self._file} has the tables {sorted(found)}, not {sorted(self._names)}")
+                return {name: self._env.open_db(name.encode(), txn) for name in self._names}
+        except StoreCorrupt:
+            self._env.close()
+            raise
         except lmdb.MapFullError as error:
             self._env.close()
             raise StoreFull(f"{self.path} has no room for its tables in {self.map_bytes} bytes") from error
         except lmdb.Error as error:
             self._env.close()
-            raise StoreCorrupt(f"{self.path / 'data.mdb'} cannot be read: {error}") from error
+            raise StoreCorrupt(f"{self._file} cannot be read: {error}") from error
+
+    def _mend_tail(self) -> None:
+        """Let what the file lacks at its end, and what damaged lengths point to behind it, read as zeros, which LMDB or
+        a checksum refuses: behind the end of a file there is only SIGBUS. Takes no room on the disk."""
+        pages = self._env.info()["last_pgno"] + 1
+        wanted = min(pages * self._env.stat()["psize"] + _SLACK_BYTES, self.map_bytes)
+        if self._file.stat().st_size < wanted:
+            os.truncate(self._file, wanted)
 
     @contextmanager
     def read(self) -> Generator[Read]:
-        """A view of what was committed last."""
-        with self._env.begin(buffers=True) as txn:
-            yield Read(txn, self._tables)
+        """A view of what was committed last. ``StoreCorrupt`` when LMDB refuses a page of it."""
+        try:
+            with self._env.begin(buffers=True) as txn:
+                yield Read(txn, self._tables, self._file)
+        except lmdb.Error as error:
+            raise StoreCorrupt(f"{self._file} is damaged: {error}") from error
 
     @contextmanager
     def write(self) -> Generator[Write]:
         """One transaction, committed when the block ends.
 
-        Raises ``StoreFull`` or ``StoreError`` when it cannot be; then, as when the block itself raises, nothing of it
-        was kept.
+        Raises ``StoreFull``, ``DiskFull`` or ``StoreError`` when it cannot be; then, as when the block itself raises,
+        nothing of it was kept.
         """
         try:
             with self._env.begin(write=True, buffers=True) as txn:
-                yield Write(txn, self._tables)
+                yield Write(txn, self._tables, self._file)
         except lmdb.MapFullError as error:
             raise StoreFull(f"{self.path}: {self.map_bytes} bytes are used up") from error
+        except _DAMAGED as error:
+            raise StoreCorrupt(f"{self._file} is damaged: {error}") from error
         except lmdb.Error as error:
+            full = self._no_room(error)
             self._reopen()
-            if getattr(error, "code", 0) in _NO_ROOM or os.strerror(errno.ENOSPC) in str(error):
-                raise StoreFull(f"{self.path}: {error}") from error
+            if full:
+                raise DiskFull(f"{self.path}: the disk has no room: {error}") from error
             raise StoreError(f"{self.path}: {error}") from error
 
+    def _no_room(self, error: lmdb.Error) -> bool:
+        """Whether a write failed for want of room. LMDB calls a write that the disk took only a part of an input/output
+        error; that part has taken the last room there was."""
+        if any(os.strerror(number) in str(error) for number in _NO_ROOM):
+            return True
+        disk = os.statvfs(self.path)
+        return os.strerror(errno.EIO) in str(error) and disk.f_bavail * disk.f_frsize < _FULL_BYTES
+
     def _reopen(self) -> None:
-        """LMDB refuses everything after a failed write of its meta page; a fresh environment sees the last commit."""
+        """LMDB refuses everything after a failed write of its meta page; a fresh environment sees the last commit. What
+        the failed write had put behind that is given back to the disk."""
         self._env.close()
         self._env = self._open()
+        committed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if self._file.stat().st_size > committed:
+            os.truncate(self._file, committed)
+        self._mend_tail()
         self._tables = self._open_tables()
 
     def used_share(self) -> float:

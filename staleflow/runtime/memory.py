@@ -33,7 +33,7 @@ class MemoryEndpoint:
         """``name`` asks; its answer goes to ``on_reply``, unless ``name`` is gone by then."""
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = Peer(name.encode(), 0.0)
+            peer = self._peers[name] = Peer(name.encode(), 0.0, [])
         self._last_id += 1
         call = peer.pending[self._last_id] = Call(self, peer, self._last_id, body, list(frames))
         self._waiting[call.id] = on_reply

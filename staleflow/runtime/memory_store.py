@@ -22,6 +22,10 @@ class MemoryWrite:
     def get(self, table: str, key: bytes) -> bytes | None:
         return self._tables[table].get(key)
 
+    def size(self, table: str, key: bytes) -> int | None:
+        value = self._tables[table].get(key)
+        return None if value is None else len(value)
+
     def items(self, table: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         rows = self._tables[table]
         for key in self.keys(table, start):
@@ -74,3 +78,6 @@ class MemoryStore:
     def used_share(self) -> float:
         """There is always room."""
         return 0.0
+
+    def close(self) -> None:
+        """There is nothing to let go of."""

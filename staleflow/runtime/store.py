@@ -23,7 +23,11 @@ class StoreError(Exception):
 
 
 class StoreFull(StoreError):
-    """The map or the disk has no room."""
+    """The map has no room, or the disk."""
+
+
+class DiskFull(StoreFull):
+    """It is the disk: the room may come back without anything being deleted here."""
 
 
 class StoreInUse(StoreError):
@@ -31,7 +35,7 @@ class StoreInUse(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """LMDB refuses the file; the message names it."""
+    """Bytes of the file are not what was written; the message names it. Nothing is served of it any more."""
 
 
 def number_key(number: int) -> bytes:
@@ -49,6 +53,10 @@ class Read(Protocol):
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """The value; None when there is none."""
+        ...
+
+    def size(self, table: str, key: bytes) -> int | None:
+        """Bytes of the value, which are not looked at; None when there is none."""
         ...
 
     def items(self, table: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
@@ -89,4 +97,8 @@ class Store(Protocol):
 
     def used_share(self) -> float:
         """Share of the room that live records take, 0 to 1."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; what was committed stays. May be called again."""
         ...

@@ -9,6 +9,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,24 @@ class Trace:
         if self._power:
             if self._clock.now_ns() - self._synced_ns < _SYNC_NS:
                 return
-            os.fdatasync(self._file)
             self._synced_ns = self._clock.now_ns()
+            if not self._sync(txn):
+                return
         for offset in self._written:
             txn.delete("outbox", number_key(offset))
         self._trimmed = len(self._written)
+
+    def _sync(self, txn: Read) -> bool:
+        """Whether the file's lines have reached the disk. After a sync that failed the system may have forgotten them:
+        they are written once more, and stay in the outbox until a sync succeeds."""
+        try:
+            os.fdatasync(self._file)
+        except OSError:
+            with suppress(OSError):
+                for offset in self._written:
+                    _write_at(self._file, offset, txn.get("outbox", number_key(offset)) or b"")
+            return False
+        return True
 
     def committed(self) -> None:
         """The transaction is durable: bring its lines to the file. An ``OSError`` leaves them to the next commit."""
@@ -143,9 +157,10 @@ class Trace:
         self._unwritten = [(offset, chunk) for offset, chunk in self._unwritten if offset < self._head.end]
 
     def close(self) -> None:
-        """Write what is committed and let go of the file."""
+        """Let go of the file. Lines that a full disk does not take now are in the store: the next start brings them."""
         if self._file >= 0:
-            self._write()
+            with suppress(OSError):
+                self._write()
             os.close(self._file)
             self._file = -1
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.view import ProcessState
@@ -97,8 +98,9 @@ class Child:
 
     def _environment(self) -> dict[str, str]:
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.role.threads))
+        inherited = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}  # each has its own
         return {
-            **os.environ,
+            **inherited,
             **threads,
             **visible(self.role.gpus),
             "OMP_WAIT_POLICY": "PASSIVE",  # many processes share few cores: who waits must not spin

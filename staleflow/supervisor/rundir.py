@@ -42,7 +42,7 @@ def same(config: Config, run_dir: Path) -> None:
 def first(config: Config, run_dir: Path) -> None:
     """A new run directory; of several processes that come at once the first writes it and the others must agree."""
     _must_be_empty(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (run_dir / f"{_LOCK}.config").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (run_dir / RESOLVED).is_file():
@@ -54,7 +54,7 @@ def first(config: Config, run_dir: Path) -> None:
 @contextmanager
 def claim(config: Config, run_dir: Path, *, resume: bool) -> Generator[None]:
     """Makes the directory and holds it: one supervisor at a time."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (run_dir / _LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,7 @@ from staleflow.clients.admin import Admin
 from staleflow.configs.load import addresses
 from staleflow.configs.schema import Config
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.security import LOOKING, check_keys, client_sockets
 from staleflow.supervisor import model, roles
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.drain import drain
@@ -47,6 +48,8 @@ class Supervisor:
         self._run_dir = run_dir
         self._view = view
         self._resume = resume
+        check_keys(config)
+        self._sockets = client_sockets(config.security, *LOOKING)
         self._lifeline = Lifeline()
         self._children: list[Child] = []
         self._phase = "starting"
@@ -58,7 +61,7 @@ class Supervisor:
     def run(self) -> int:
         """The whole run; returns the exit code."""
         scheduler = addresses(self._config, self._run_dir).scheduler
-        with StopSignals() as self._stop, StatusWatch(scheduler) as self._watch:
+        with StopSignals() as self._stop, StatusWatch(scheduler, transport=self._sockets) as self._watch:
             self._view.start()
             try:
                 outcome, error = self._outcome()
@@ -110,7 +113,7 @@ class Supervisor:
             self._until_answers(address, time.monotonic() + START_S)
 
     def _until_answers(self, address: str, deadline: float) -> None:
-        with Admin(address, "supervisor") as admin:
+        with Admin(address, "supervisor", transport=self._sockets) as admin:
             while True:
                 try:
                     admin.status(timeout_s=TICK_S)

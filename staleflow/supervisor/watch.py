@@ -10,13 +10,14 @@ from typing import Any
 
 from staleflow.clients.admin import Admin
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.transport import SOCKETS, Transport
 
 
 class StatusWatch:
     """A thread that asks again and again; ``newest`` is the last answer."""
 
-    def __init__(self, address: str, every_s: float = 0.5) -> None:
-        self._admin = Admin(address, "supervisor")
+    def __init__(self, address: str, every_s: float = 0.5, *, transport: Transport = SOCKETS) -> None:
+        self._admin = Admin(address, "supervisor", transport=transport)
         self._every_s = every_s
         self._end = threading.Event()
         self._answer: tuple[float, Mapping[str, Any]] = (0.0, {})

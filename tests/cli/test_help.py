@@ -42,4 +42,4 @@ def test_the_version_is_printed() -> None:
 
 
 def test_the_names_of_the_verbs_are_frozen() -> None:
-    assert VERBS == ("run", "serve", "attach", "status", "trace", "simulate", "plan", "doctor")
+    assert VERBS == ("run", "serve", "attach", "status", "trace", "simulate", "plan", "chaos", "keygen", "doctor")

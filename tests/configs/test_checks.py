@@ -87,7 +87,12 @@ from tests.configs.conftest import MINIMAL, Write
             ["trajectories.bind=['tcp://127.0.0.1:1']", "trajectories.shards=2"],
             r"it must have trajectories\.shards = 2",
         ),
-        (["scheduler.bind=tcp://0.0.0.0:1"], r'scheduler\.bind is "tcp://0\.0\.0\.0:1"; only loopback may be bound'),
+        (["scheduler.bind=tcp://0.0.0.0:1"], r'scheduler\.bind is "tcp://0\.0\.0\.0:1"; without security\.keys only'),
+        (["scheduler.bind=tcp://*:1", "security.insecure=true"], r"write 0\.0\.0\.0 \(or \[::\]\) for every interface"),
+        (
+            ["security.keys=/k", "security.insecure=true"],
+            r'insecure is true; with security\.keys "/k" it must be false',
+        ),
         (["scheduler.bind=tcp://127.0.0.1"], r"it must be tcp://host:port or ipc:///path"),
         (["scheduler.bind=tcp://127.0.0.1:0"], r"with a port from 1 to 65535"),
         (["scheduler.bind=tcp://127.0.0.1:70000"], r"it must be tcp://host:port"),
@@ -103,6 +108,27 @@ def test_a_contradiction_is_named(write: Write, overrides: list[str], line: str)
 def test_what_fits_is_left_alone(write: Write) -> None:
     assert load(write(), ["scheduler.bind=tcp://[::1]:7", "parameters.bind=ipc:///tmp/p"]).scheduler.bind
     assert load(write(), ["rollout.max_inflight=8"]).rollout.group_size == 8
+
+
+WIDE = (
+    *("0.0.0.0", "*", "[::]", "[::0]", "0", "10.0.0.1", "192.168.1.7", "[fe80::1]", "[::ffff:10.0.0.1]"),
+    *("eth0", "lo", "example.org", "LOCALHOST.example.org", "127.1", "2130706433", "0x7f000001", "128.0.0.1"),
+)
+
+
+@pytest.mark.parametrize("host", WIDE)
+@pytest.mark.parametrize("key", ["scheduler.bind", "parameters.bind", "trajectories.bind"])
+def test_without_keys_only_loopback_may_be_configured(write: Write, key: str, host: str) -> None:
+    value = f"['tcp://{host}:5000']" if key == "trajectories.bind" else f"tcp://{host}:5000"
+    with pytest.raises(ConfigError) as caught:
+        load(write(), [f"{key}={value}"])
+    assert (caught.value.what, caught.value.value) == (key, f"tcp://{host}:5000")
+
+
+@pytest.mark.parametrize("so", ["security.keys=/k", "security.insecure=true"])
+@pytest.mark.parametrize("host", sorted(set(WIDE) - {"*"}))
+def test_with_keys_or_said_to_be_insecure_more_may_be_configured(write: Write, host: str, so: str) -> None:
+    assert load(write(), [f"scheduler.bind=tcp://{host}:5000", so]).scheduler.bind == f"tcp://{host}:5000"
 
 
 def test_stages_are_those_that_the_algorithm_needs(write: Write) -> None:

@@ -86,6 +86,14 @@ def test_violations_are_never_hidden() -> None:
     assert any("3 violations" in line for line in drawn(snapshot(violations=3)))
 
 
+def test_an_insecure_run_says_so_everywhere() -> None:
+    assert any("INSECURE: bound beyond this machine" in line for line in drawn(snapshot(security="insecure")))
+    assert not any("INSECURE" in line for line in drawn(snapshot(security="keys")) + drawn(snapshot()))
+    out = io.StringIO()
+    PlainView(out, "run").show(snapshot(security="insecure"))
+    assert "INSECURE: bound beyond this machine" in out.getvalue()
+
+
 def test_the_live_view_leaves_the_summary_and_what_was_said(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False)
     view = LiveView("quickstart", tmp_path, console)

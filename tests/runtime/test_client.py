@@ -234,8 +234,8 @@ def test_a_client_refuses_what_is_no_address(address: str) -> None:
 
 
 def test_a_worker_name_must_fit_into_a_route(ipc: str) -> None:
-    with pytest.raises(ConfigError, match="its name must have at most 246 bytes"):
-        Client(ipc, worker=WorkerId("w" * 247))
+    with pytest.raises(ConfigError, match="its name must have at most 238 bytes"):
+        Client(ipc, worker=WorkerId("w" * 239))
 
 
 def test_worker_ids_are_unique() -> None:

@@ -241,6 +241,26 @@ async def test_a_frame_beyond_the_limit_ends_only_its_own_connection(network: "N
     assert (await client.call(GetStatus()))[0] == Done()
 
 
+async def test_the_bytes_of_calls_that_wait_are_bounded(network: "Network", ipc: str) -> None:
+    held: list[Call] = []
+    endpoint = network.endpoint(ipc, held.append, limits=replace(network.limits, max_held_bytes=2_500))
+    peers = [network.dealer(ipc, f"w-{number}/1".encode()) for number in range(3)]
+    for peer in peers:
+        peer.zmq.send_multipart([STATUS, bytes(1_000)])
+    await network.until(lambda: len(held) == 2 and endpoint.counts.busy == 1)
+    held[0].reply(Done())
+    for peer in peers:  # the one that was answered, the one that waits, the one that was told to come back
+        peer.zmq.send_multipart([STATUS, bytes(1_000)])
+    await network.until(lambda: len(held) == 3 and endpoint.counts.busy == 2)
+    assert endpoint.counts.repeated == 1
+    for peer in peers:
+        peer.zmq.close(0)
+    await network.until(lambda: endpoint.peers == [])  # who is gone holds nothing
+    again = network.dealer(ipc, b"w-4/1")
+    again.zmq.send_multipart([STATUS, bytes(2_400)])
+    await network.until(lambda: len(held) == 4)
+
+
 async def test_too_many_pending_calls_of_one_peer_are_refused_busy(network: "Network", ipc: str) -> None:
     held: list[Call] = []
     endpoint = network.endpoint(ipc, held.append, limits=replace(network.limits, max_pending=3))

@@ -1,5 +1,6 @@
 """The trace file follows the store, whatever happens between the two."""
 
+import errno
 import hashlib
 import json
 import os
@@ -219,3 +220,42 @@ def test_effects_become_lines_with_the_fields_of_the_contract(tmp_path: Path) ->
         {"ev": "release", "group": 1, "lease": 2, "tokens": 3, "why": "filtered"},
         {"ev": "consume", "batch": 4, "lineage": 0, "step": 5, "trainer_term": 6},
     ]
+
+
+def test_a_trace_that_ends_on_a_full_disk_is_completed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path).open()
+    run.tell(1)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            run.tell(2)
+        run.close()
+    assert run.groups() == [1]
+    run.open().close()
+    assert run.groups() == [1, 2]
+
+
+def test_what_a_failed_sync_may_have_lost_is_written_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("staleflow.runtime.trace._SYNC_NS", 0)
+    run = Run(tmp_path, "power").open()
+    run.tell(1)
+
+    def lost(descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)  # as a system may that could not write its pages back
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", lost)
+        run.tell(2)
+    assert run.groups() == [1, 2]
+    run.tell(3)
+    with run.store.read() as view:
+        assert view.count("outbox") == 1  # the others have left it, after a sync
+    run.close()
+    assert run.groups() == [1, 2, 3]

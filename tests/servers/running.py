@@ -51,10 +51,8 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Endpoint
-from staleflow.runtime.lmdb_store import Store
 from staleflow.servers.parameters import main as parameters
-from staleflow.servers.scheduler.interpreter import TABLES
-from staleflow.servers.scheduler.main import open_service
+from staleflow.servers.scheduler.main import open_service, open_store
 from staleflow.servers.trajectories import main as trajectories
 
 GROUP_SIZE = 2
@@ -137,10 +135,7 @@ class Run:
         await task
 
     async def _schedule(self, stop: Stop) -> None:
-        settings = self.config.scheduler
-        store = Store(
-            self.run_dir / "scheduler", tables=TABLES, map_bytes=settings.map_mb << 20, durability=settings.durability
-        )
+        store = open_store(self.config, self.run_dir)
         service, interpreter = open_service(self.config, self.run_dir, store)
         endpoint = Endpoint(
             self.where.scheduler, on_call=service.on_call, on_drained=service.flush, on_gone=service.on_gone

@@ -7,6 +7,7 @@ A request names its reply in its docstring. Any request may be answered by ``Ref
 from staleflow.protocols.wire.messages.attaching import Attach, Attached, Detach
 from staleflow.protocols.wire.messages.base import (
     PROTOCOL,
+    Count,
     Done,
     Drain,
     GetStatus,
@@ -155,6 +156,7 @@ __all__ = [
     "Command",
     "Commands",
     "CommitPublish",
+    "Count",
     "Describe",
     "Described",
     "Detach",

@@ -1,7 +1,7 @@
 """To the scheduler: processes that join and leave the run."""
 
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages.base import Message
+from staleflow.protocols.wire.messages.base import Count, Message
 
 
 class Attach(Message, frozen=True, kw_only=True):
@@ -17,11 +17,11 @@ class Attach(Message, frozen=True, kw_only=True):
     """Servers: where they are reached."""
     shard: int = 0
     """Trajectory servers: which."""
-    rows: int = 0
+    rows: Count = 0
     """Trajectory servers: rows of the prompt source."""
     prompts_sha: str = ""
     """Trajectory servers: sha256 of the prompt source."""
-    capacity: int = 0
+    capacity: Count = 0
     """Rollout workers: groups that may be in flight at once."""
     pid: int = 0
     stage: str = ""

@@ -1,6 +1,6 @@
 """What every message is made of, and the messages that every server answers."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -8,6 +8,9 @@ from staleflow.protocols.consistency.effects import Code
 
 PROTOCOL = 3
 """Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+"""What a peer counts: never so much that a sum of many leaves the 64 bits that a store and a trace have for it."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, tag=True):

@@ -1,7 +1,7 @@
 """To the scheduler: what rollout instances report, and the commands that answer them."""
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages.base import Message, Part
+from staleflow.protocols.wire.messages.base import Count, Message, Part
 
 
 class InstanceStats(Part, frozen=True, kw_only=True):
@@ -10,23 +10,23 @@ class InstanceStats(Part, frozen=True, kw_only=True):
     lineage: Lineage = Lineage(0)
     version: Version = Version(-1)
     """Loaded weights; -1 before any."""
-    running: int = 0
+    running: Count = 0
     """Samples being decoded."""
-    waiting: int = 0
+    waiting: Count = 0
     """Samples queued in the engine, or on their way there."""
     kv_used: float = 0.0
     """Share of the KV cache in use, 0 to 1."""
-    kv_tokens: int = 0
+    kv_tokens: Count = 0
     """Tokens in the KV cache."""
-    kv_capacity: int = 0
+    kv_capacity: Count = 0
     """Tokens that the KV cache holds; 0: the engine cannot say."""
-    slots: int = 0
+    slots: Count = 0
     """Samples that the engine decodes at once; 0: it cannot say."""
     tokens_per_s: float = 0.0
     """Over the last few seconds."""
-    generated_tokens: int = 0
+    generated_tokens: Count = 0
     """Since the process started."""
-    steps: int = 0
+    steps: Count = 0
     """Decode steps since the process started: each wrote a token of every running sample."""
     busy_s: float = 0.0
     """Seconds with at least one running sample, since the process started."""
@@ -40,7 +40,7 @@ class Report(Message, frozen=True, kw_only=True):
     """
 
     worker: WorkerId
-    ack: int
+    ack: Count
     """Number of the last command carried out or taken over; 0 at first."""
     held: list[LeaseId]
     """Leases that the worker works on. One it lacks is assigned again; one it should not have is aborted."""

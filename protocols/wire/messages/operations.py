@@ -3,7 +3,7 @@
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages.base import Message, Part
+from staleflow.protocols.wire.messages.base import Count, Message, Part
 
 
 class RegisterPush(Message, frozen=True, kw_only=True):
@@ -14,10 +14,10 @@ class RegisterPush(Message, frozen=True, kw_only=True):
     worker: WorkerId
     shard: int
     sha: str
-    nbytes: int
+    nbytes: Count
     truncated: bool
     segments: list[Segment]
-    samples: list[int]
+    samples: list[Count]
     """Tokens of each sample, for length metrics."""
 
 

@@ -1,0 +1,112 @@
+"""Who may ask for what: the one table of verbs and roles. A role belongs to the key of a connection, not to a claim.
+
+An endpoint asks ``objection`` before a request becomes a call. What is not in the table is denied.
+"""
+
+from enum import StrEnum
+from typing import Any, Final
+
+from staleflow.protocols.wire import messages as m
+
+
+class Role(StrEnum):
+    """What the owner of a key may be. Each key has exactly one."""
+
+    ROLLOUT = "rollout"
+    STAGE = "stage"
+    TRAINER = "trainer"
+    MONITOR = "monitor"
+    """Looks, and changes nothing."""
+    ADMIN = "admin"
+    """Looks, and drains."""
+    SERVER = "server"
+    """Scheduler, trajectory servers and parameter server, among themselves."""
+
+
+_R, _S, _T, _M, _A, _O = Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.MONITOR, Role.ADMIN, Role.SERVER
+
+VERBS: Final[dict[type[Any], frozenset[Role]]] = {
+    m.Ping: frozenset(Role),
+    m.GetStatus: frozenset((_T, _M, _A, _O)),
+    m.Drain: frozenset((_A,)),
+    m.Attach: frozenset(Role),
+    m.Detach: frozenset(Role),
+    m.Report: frozenset((_R,)),
+    m.Pulled: frozenset((_R,)),
+    m.Operations: frozenset((_R, _O)),
+    m.Retention: frozenset((_O,)),
+    m.Described: frozenset((_O,)),
+    m.Join: frozenset((_T,)),
+    m.NextBatch: frozenset((_T,)),
+    m.RegisterVersion: frozenset((_O,)),
+    m.RegisterCheckpoint: frozenset((_T,)),
+    m.VersionsInUse: frozenset((_O,)),
+    m.Metrics: frozenset((_T,)),
+    m.Finished: frozenset((_T,)),
+    m.GetRows: frozenset((_R,)),
+    m.PushGroups: frozenset((_R,)),
+    m.PutPartial: frozenset((_R,)),
+    m.TakeStage: frozenset((_S,)),
+    m.FinishStage: frozenset((_S,)),
+    m.FetchGroups: frozenset((_T,)),
+    m.BeginPublish: frozenset((_T,)),
+    m.PublishChunk: frozenset((_T,)),
+    m.CommitPublish: frozenset((_T,)),
+    m.GetManifest: frozenset((_R, _T)),
+    m.GetChunk: frozenset((_R, _T)),
+    m.Unpin: frozenset((_R, _T)),
+}
+"""Requests, and the roles that may send them."""
+
+OPS: Final[dict[type[Any], frozenset[Role]]] = {
+    m.RegisterPush: frozenset((_O,)),
+    m.RegisterOccupy: frozenset((_O,)),
+    m.RegisterRelease: frozenset((_R, _O)),
+    m.RegisterQuarantine: frozenset((_O,)),
+    m.RegisterYield: frozenset((_R,)),
+}
+"""What may be inside of ``Operations``."""
+
+ATTACHES_AS: Final[dict[Role, frozenset[str]]] = {
+    Role.ROLLOUT: frozenset(("rollout", "monitor")),
+    Role.STAGE: frozenset(("stage", "monitor")),
+    Role.TRAINER: frozenset(("trainer", "monitor")),
+    Role.MONITOR: frozenset(("monitor",)),
+    Role.ADMIN: frozenset(("admin", "monitor")),
+    Role.SERVER: frozenset(("trajectories", "parameters")),
+}
+"""What a process may say that it is when it attaches. Every worker asks for the configuration as a monitor first."""
+
+_FOR_ITSELF: Final = (
+    *(m.Attach, m.Detach, m.Report, m.Pulled, m.Metrics),
+    *(m.TakeStage, m.FinishStage, m.GetManifest, m.Unpin),
+)
+"""Requests that name the worker who sends them."""
+
+
+def objection(role: Role, peer: str, body: m.Request) -> str | None:
+    """Why the peer of that name, whose key has that role, may not ask this; None if it may."""
+    kind = type(body)
+    if role not in VERBS.get(kind, ()):
+        return f"a key of role {role} may not send {kind.__name__}"
+    match body:
+        case m.Operations(ops=ops):
+            wrong = next((op for op in ops if role not in OPS.get(type(op), ())), None)
+            if wrong is not None:
+                return f"a key of role {role} may not send {type(wrong).__name__}"
+        case m.Attach(role=claimed) if claimed not in ATTACHES_AS[role]:
+            return f"a key of role {role} may not attach as {claimed}"
+        case m.PushGroups(items=items):
+            other = next((item.worker for item in items if item.worker != peer), peer)
+            return None if other == peer else _for_another(peer, other)
+        case m.Join(trainer=trainer) if trainer != peer:
+            return _for_another(peer, trainer)
+        case _:
+            pass
+    if isinstance(body, _FOR_ITSELF) and body.worker != peer:
+        return _for_another(peer, body.worker)
+    return None
+
+
+def _for_another(peer: str, worker: str) -> str:
+    return f"{peer} may not speak for {worker}"

@@ -1,0 +1,186 @@
+"""A run with keys: everything goes over CURVE, nothing that arrives becomes code, and no secret is ever seen."""
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from staleflow.cli.main import main
+from staleflow.clients.admin import Admin
+from staleflow.protocols.consistency.effects import Code
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.keys import read_key
+from staleflow.runtime.roles import Role
+from staleflow.runtime.transport import Sockets
+from tests.process.running import Run, audited
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+
+HOOK = Path(__file__).parent / "hook"
+STEPS = 400
+"""More than there is time for: the run is ended when enough was seen."""
+IMPORTS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>", "<frozen runpy>")
+"""Who may turn files into code. What else makes code when it is imported makes it of its own words:"""
+DEFINERS = ("dataclasses.py", "collections/__init__.py", "enum.py", "typing.py", "functools.py", "inspect.py")
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture
+def keys(run_dir: Path) -> Path:
+    folder = run_dir.parent / "keys"
+    assert main(["keygen", str(folder)]) == 0
+    return folder
+
+
+def overrides(keys: Path) -> tuple[list[str], str]:
+    """Everything over TCP and with keys; the scheduler's address."""
+    first, second, third = free_ports(3)
+    scheduler = f"tcp://127.0.0.1:{first}"
+    return [
+        f"security.keys={keys}",
+        f"scheduler.bind={scheduler}",
+        f'trajectories.bind=["tcp://127.0.0.1:{second}"]',
+        f"parameters.bind=tcp://127.0.0.1:{third}",
+        f"trainer.steps={STEPS}",
+    ], scheduler
+
+
+def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
+    run_dir: Path, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = run_dir.parent / "heard"
+    monkeypatch.setenv("PYTHONPATH", str(HOOK))
+    monkeypatch.setenv("AUDIT_TO", str(heard))
+    secrets = [read_key(path).secret for path in keys.glob("*.key")]
+    settings, scheduler = overrides(keys)
+    with Run(run_dir, "simulated.toml", *settings) as run:
+        run.wait_for("consume", 2, 90)
+        seen = b"".join(_shown(process) for process in run.family())
+        assert seen.count(b"serve") >= 3  # the servers were looked at
+        assert b"STALEFLOW_KEY" not in seen
+        _strangers_stay_out(scheduler, keys)
+        _a_worker_of_another_machine_joins(run, scheduler, keys)
+        capsys.readouterr()
+        assert main(["status", str(run_dir), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["security"] == "keys"
+        run.process.send_signal(signal.SIGINT)
+        output = run.finish(90)
+    assert run.process.returncode == 130, output
+    audited(run_dir, "consume=2", "close=1")
+    assert run.count("auth", ok=False) >= 1
+    assert run.count("reject", code="denied", op="Drain") == 1
+    _no_secret(secrets, run_dir, seen + output.encode())
+    _nothing_became_code(heard.read_text())
+
+
+def _shown(process: psutil.Process) -> bytes:
+    """What ``ps`` can show of a process."""
+    with contextlib.suppress(OSError):
+        where = Path("/proc") / str(process.pid)
+        return (where / "cmdline").read_bytes() + (where / "environ").read_bytes()
+    return b""
+
+
+def _strangers_stay_out(scheduler: str, keys: Path) -> None:
+    with Admin(scheduler, "nobody") as nobody, pytest.raises(Refused) as caught:
+        nobody.status()
+    assert caught.value.code is Code.DENIED
+    assert main(["keygen", str(keys.parent / "others")]) == 0
+    other = read_key(keys.parent / "others" / "admin.key")
+    mine = read_key(keys / "monitor.key")
+    text = (keys.parent / "others" / "admin.key").read_text().replace(other.server.decode(), mine.server.decode())
+    (keys.parent / "others" / "admin.key").write_text(text)
+    forged = Sockets(read_key(keys.parent / "others" / "admin.key"))
+    with Admin(scheduler, "forged", transport=forged) as stranger, pytest.raises(Refused):
+        stranger.status()
+    with Admin(scheduler, "looker", transport=Sockets(mine)) as looker:
+        assert looker.status()["security"] == "keys"
+        with pytest.raises(Refused, match="a key of role monitor may not send Drain"):
+            looker.drain("not mine to end")
+
+
+def _a_worker_of_another_machine_joins(run: Run, scheduler: str, keys: Path) -> None:
+    """It has an address, and a key file of its own; without the key it is told what is missing."""
+    assert main(["keygen", str(keys), "--add", "stage", "--name", "box-7"]) == 0
+    elsewhere = keys.parent / "elsewhere"
+    elsewhere.mkdir()
+    (keys / "box-7.key").rename(elsewhere / "box-7.key")
+    command = [sys.executable, "-m", "staleflow.cli", "attach", "stage", "--connect", scheduler, "--name", "box-7"]
+    env = {name: value for name, value in os.environ.items() if name != "AUDIT_TO"}
+    no = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (no.returncode, "the server wants one: STALEFLOW_KEY names its file" in no.stderr) == (1, True)
+    env["STALEFLOW_KEY"] = str(elsewhere / "box-7.key")
+    with subprocess.Popen(command, env=env, cwd=elsewhere, stderr=subprocess.DEVNULL) as worker:
+        run.wait_for("attach", 2, 60, role="stage")
+        worker.terminate()
+        assert worker.wait(timeout=30) == 0
+
+
+def _no_secret(secrets: list[bytes], run_dir: Path, said: bytes) -> None:
+    assert len(secrets) == len(Role)
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert {"trace.jsonl", "metrics.jsonl", "scheduler.log"} <= {path.name for path in files}
+    for data in (said, *(path.read_bytes() for path in files)):
+        assert not any(secret in data for secret in secrets)
+
+
+def _nothing_became_code(heard: str) -> None:
+    lines = [line.split("\t") for line in heard.splitlines()]
+    servers = [line for line in lines if line[0].startswith("serve")]
+    assert {line[0] for line in servers} >= {
+        "serve-scheduler---run-dir",
+        "serve-parameters---run-dir",
+    }  # all were heard
+    assert not [line for line in lines if line[1] == "pickle.find_class"]
+    strange = [line for line in servers if line[2] not in IMPORTS and not line[2].endswith(DEFINERS)]
+    assert {tuple(line[1:]) for line in strange} == set()
+
+
+def test_the_hook_hears_what_it_is_there_for(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    code = f"import pickle; pickle.loads({pickle.dumps(Path('x'))!r}); eval('1 + 1')"
+    env = {**os.environ, "PYTHONPATH": str(HOOK), "AUDIT_TO": str(heard)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    assert {"pickle.find_class", "exec", "compile"} <= {line.split("\t")[1] for line in heard.read_text().splitlines()}
+
+
+@pytest.mark.parametrize("what", ["scheduler", "trajectories", "parameters"])
+def test_no_server_starts_beyond_loopback_without_keys(
+    run_dir: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bind = f'{what}.bind=["tcp://0.0.0.0:5000"]' if what == "trajectories" else f"{what}.bind=tcp://0.0.0.0:5000"
+    config = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
+    assert main(["serve", what, "--config", str(config), "--run-dir", str(run_dir), bind]) == 2
+    assert "without security.keys only loopback may be bound" in capsys.readouterr().err
+    assert not run_dir.exists()
+
+
+def test_insecure_is_loud(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = free_ports(1)[0]
+    settings = [f"scheduler.bind=tcp://0.0.0.0:{first}", f"trainer.steps={STEPS}", "--insecure"]
+    with Run(run_dir, "simulated.toml", *settings) as run:
+        run.wait_for("consume", 2, 90)
+        capsys.readouterr()
+        assert main(["status", "--connect", f"tcp://127.0.0.1:{first}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["security"] == "insecure"
+        run.process.send_signal(signal.SIGINT)
+        output = run.finish(90)
+    assert run.process.returncode == 130, output
+    assert "INSECURE: bound beyond this machine without keys" in output
+    log = (run_dir / "logs" / "scheduler.log").read_text()
+    assert f"INSECURE: tcp://0.0.0.0:{first} has no keys; anybody who reaches it owns this run" in log
