@@ -20,7 +20,7 @@ from staleflow.protocols.wire.codec import (
     encode_reply,
     encode_request,
 )
-from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Operations, Ping, Reply, Request, Status
+from staleflow.protocols.wire.messages import PROTOCOL, Count, Done, GetStatus, Operations, Ping, Reply, Request, Status
 
 IDS = st.integers(0, 2**63 - 1)
 PLAIN: dict[Any, SearchStrategy[Any]] = {
@@ -41,6 +41,8 @@ def values(hint: Any) -> SearchStrategy[Any]:
     if isinstance(hint, NewType):
         return values(hint.__supertype__)
     origin, args = get_origin(hint), get_args(hint)
+    if hint == Count:
+        return st.integers(0, 1 << 40)
     if origin in (Union, types.UnionType):
         return st.one_of(*map(values, args))
     if origin is list:
@@ -53,7 +55,8 @@ def values(hint: Any) -> SearchStrategy[Any]:
         return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
     if issubclass(hint, Enum):
         return st.sampled_from(list(hint))
-    return st.builds(hint, **{name: values(kind) for name, kind in get_type_hints(hint).items() if name[0] != "_"})
+    hints = get_type_hints(hint, include_extras=True)
+    return st.builds(hint, **{name: values(kind) for name, kind in hints.items() if name[0] != "_"})
 
 
 @given(id=IDS, body=values(Request))

@@ -5,15 +5,17 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from staleflow.configs.load import write_resolved
-from staleflow.configs.schema import Config
+from staleflow.configs.schema import Algorithm, Config, Model
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import Batch, Done, Metrics
+from staleflow.protocols.wire.stages import CRITIC
 from staleflow.runtime.errors import Refused
-from tests.servers.scheduler.world import Cast, Instance, TrainerOf, World, config
+from tests.servers.scheduler.world import Cast, Instance, Someone, TrainerOf, World, config
 
 
 async def test_leases_batches_and_fences_survive(world: World) -> None:
@@ -239,5 +241,25 @@ async def test_a_commit_that_fails_answers_busy_and_never_happened(short_dir: Pa
         await cast.instance.report()
         world.stop()
         assert world.audit().events["push"] == 1
+    finally:
+        world.close()
+
+
+async def test_who_only_sends_heartbeats_is_known_to_be_there_after_a_restart(short_dir: Path) -> None:
+    """A stage worker says nothing to the scheduler but hello; a second critic must find that there is one."""
+    settings = config()
+    judged = msgspec.structs.replace(settings.trainer, algorithm=Algorithm(advantage="gae"))
+    model = Model(path=str(short_dir))
+    world = World(short_dir / "run", msgspec.structs.replace(settings, trainer=judged, model=model))
+    world.start()
+    try:
+        await Someone(world, "critic-0", "stage", stage=CRITIC).attach()
+        world.kill()
+        world.start()
+        async with asyncio.timeout(10):
+            while not [row for row in (await world.status())["workers"] if row["alive"] and row["role"] == "stage"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        with pytest.raises(Refused, match="critic-0 is this run's critic"):
+            await Someone(world, "critic-1", "stage", stage=CRITIC).attach()
     finally:
         world.close()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.messages import Assign, FetchGroups, Groups, MemberRef
+from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.wire.messages import Assign, FetchGroups, Groups, Join, Joined, MemberRef
 from staleflow.protocols.wire.tensors import pack
 from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
@@ -115,6 +116,38 @@ async def test_a_damaged_record_is_given_up_and_the_others_go_on(run: Run) -> No
         return bool((await run.status(run.where.scheduler))["totals"]["releases"].get("aborted") == 1)
 
     assert await eventually(aborted)
+
+
+async def test_a_damaged_record_of_a_consumed_group_is_quarantined_when_a_rollback_brings_it_back(run: Run) -> None:
+    trainer, rollout, assigns = await leased(run, 4)
+    await rollout.push(*assigns[:4])
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    await stage.finish(items)
+    batch = await trainer.next_batch(0)
+    await trainer.publish(1, WEIGHTS, batch.batch)
+    bad = batch.members[0]
+    await flip_while_stopped(run, bad.sha.encode())
+
+    async def known() -> bool:
+        values = await run.status(run.where.trajectories[0])
+        return bool(values["unregistered"] == 0 and sum(values["groups"].values()) == 3)
+
+    assert await eventually(known)
+    again = Join(trainer=trainer.worker, lineage=Lineage(0), version=Version(0))
+    trainer.joined = await trainer.scheduler.ask(again, Joined)
+    assert bad.group in [member.group for member in (await trainer.next_batch(0)).members]
+
+    async def fetched() -> list[int]:
+        try:
+            return await fetch(run, trainer, (await trainer.next_batch(0)).members)
+        except Refused:  # stale, until the batch is sealed anew
+            return []
+
+    found = await eventually(fetched)
+    assert (len(found), bad.group in found) == (2, False)
+    drops = (await run.status(run.where.scheduler))["totals"]["drops"]
+    assert drops["quarantine"] == 1
 
 
 async def test_a_damaged_reward_is_never_served(run: Run) -> None:

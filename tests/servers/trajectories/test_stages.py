@@ -76,10 +76,39 @@ async def test_a_take_whose_answer_was_lost_gets_the_same_groups_again(run: Run)
         assert isinstance(reply, StageWork)
         return [(item.group, item.ticket) for item in reply.items]
 
-    first, second = await take(8), await take(9)
-    assert first != second
-    assert (await take(8), await take(9)) == (first, second)
+    first = await take(8)
+    assert (len(first), await take(8)) == (1, first)
     assert await take(7) == []  # an echo of what was answered long ago takes nothing
+    second = await take(9)  # who asks for more has not got what it did not finish
+    assert [group for group, _ in second] == [group for group, _ in first]
+    assert second != first
+    assert (await take(8), await take(9)) == ([], second)
+    peer.zmq.close()
+
+
+async def test_an_echo_of_a_worker_that_was_gone_for_a_while_takes_nothing(run: Run) -> None:
+    """One that was stopped sends its call again as it goes on, reads the answer right after, and forgets the other."""
+    await pushed(run)
+    peer = RawPeer(zmq.DEALER)
+    peer.zmq.set(zmq.ROUTING_ID, b"reward-0.1/0")
+    peer.zmq.connect(run.where.trajectories[0])
+    ask = encode_request(5, TakeStage(stage="reward", worker=WorkerId("reward-0.1"), max_groups=8, wait_ms=0))
+    _, reply = await peer.ask(ask)
+    assert isinstance(reply, StageWork)
+    assert reply.items
+
+    async def taken() -> int:
+        count: int = (await run.status(run.where.trajectories[0]))["queues"]["reward"]["taken"]
+        return count
+
+    async def lost() -> bool:
+        return not await taken()
+
+    await eventually(lost)
+    assert await peer.ask(ask) == (5, StageWork(items=[]))
+    assert await taken() == 0
+    again, _ = await StageWorker(run, "reward-1").take()
+    assert [item.group for item in again] == [item.group for item in reply.items]
     peer.zmq.close()
 
 

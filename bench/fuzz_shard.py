@@ -1,0 +1,194 @@
+"""A trajectory server under malformed messages: the real service and store; the scheduler says yes to most things."""
+
+import asyncio
+import shutil
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from bench.fuzz_messages import Raw, Said
+from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read, signature
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire import messages
+from staleflow.protocols.wire.messages import Operations, Request, Result, Results
+from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.client import Client
+from staleflow.runtime.lmdb_store import Store
+from staleflow.runtime.prompts import PromptRows
+from staleflow.servers.attached import Tasks
+from staleflow.servers.trajectories.main import make_service
+from staleflow.servers.trajectories.records import Key, pushed
+from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpacked
+
+WORKER, STAGE, TRAINER = WorkerId("rollout-0"), WorkerId("reward-0"), WorkerId("trainer")
+SAMPLES, TOKENS = 2, 5
+MAP_BYTES = 64 << 20
+MOST_HELD = 40
+"""Payloads after which the shard begins anew."""
+REMEMBERED = 16
+
+
+class Agreeable:
+    """Stands for the client of a scheduler that registers nearly everything."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    async def ask(self, body: Request, *_: object, **__: object) -> object:
+        match body:
+            case Operations():
+                codes = (None, None, None, None, None, Code.STALE_LEASE, Code.STALE)
+                return Results(results=[Result(code=self._random.choice(codes)) for _ in body.ops])
+            case messages.Retention():
+                return messages.Retained(keep=body.groups[: len(body.groups) // 2])
+            case _:
+                raise Finding(f"the shard asks {type(body).__name__}")
+
+
+class ShardTarget:
+    """One shard with one stage, in a folder of its own."""
+
+    def __init__(self, folder: Path, random: Random) -> None:
+        self._folder, self._random = folder, random
+        self._prompts = PromptRows([msgspec.msgpack.encode({"prompt": f"{n} + 1", "answer": n}) for n in range(9)])
+        self._last = 0
+        self._pushed: dict[Key, str] = {}
+        """Payloads offered lately, and the sha256 of each."""
+        self._given: list[messages.StageItem] = []
+
+    async def begin(self) -> None:
+        """Start it on an empty store."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        store = Store(self._folder, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
+        self._store, self._close = TrajectoryStore(store, map_bytes=MAP_BYTES), store.close
+        config = Config(
+            prompts=Prompts(source="nobody:opens"),
+            reward=Reward(run="nobody:calls"),
+            rollout=Rollout(engine="simulated", group_size=SAMPLES),
+            trainer=Trainer(backend="simulated", batch_size=2, steps=10),
+        )
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        scheduler = cast("Client", Agreeable(self._random))
+        self._service = make_service(config, 0, self._store, self._prompts, scheduler, Tasks(self._group))
+        self._ears = Ears(self._service.on_call)
+        self._working = self._group.create_task(self._service.work())
+        self._pushed.clear()
+        self._say(self._push(*(self._fresh() for _ in range(6))))
+        await self._turns()
+        self._say(self._take())
+
+    def _fresh(self) -> Key:
+        self._last += 1
+        return Key(GroupId(self._last % 50), LeaseId(self._last))
+
+    def _say(self, said: Said) -> None:
+        self._heard(said.peer, said.body, [bytes(frame) for frame in said.frames])
+
+    def _heard(self, peer: str, body: Request, frames: Sequence[bytes]) -> messages.Reply | None:
+        reply = self._ears.say(peer, body, frames, then=self._service.on_drained)
+        if isinstance(reply, messages.StageWork):
+            self._given = [*reply.items, *self._given][:4]
+        return reply
+
+    # --- what makes sense now --------------------------------------------------------------------------------------
+
+    def seeds(self) -> Sequence[Said]:
+        known = [*self._pushed][-4:] or [self._fresh()]
+        fetch = messages.FetchGroups(groups=[key.group for key in known], shas=[self._pushed[key] for key in known])
+        return [
+            *(self._push(self._fresh()) for _ in range(3)),
+            self._push(*known[:2]),
+            self._take(),
+            self._partial(known[0]),
+            Said(TRAINER, fetch),
+            Said(WORKER, messages.GetRows(groups=[key.group for key in known])),
+            Said(WORKER, messages.GetRows(groups=[known[0].group], partials=[known[0].lease])),
+            Said("x", messages.GetStatus()),
+            *(self._finish(Key(item.group, item.lease), item.ticket) for item in self._given),
+        ]
+
+    def _payload(self) -> tuple[list[messages.TensorSpec], list[memoryview]]:
+        total = SAMPLES * TOKENS
+        payload = GroupPayload(
+            prompt_ids=np.arange(3, dtype=np.int32),
+            lengths=np.full(SAMPLES, TOKENS, np.int32),
+            token_ids=np.frombuffer(self._random.randbytes(total), np.uint8).astype(np.int32),
+            logprobs=np.full(total, -0.5, np.float32),
+            loss_mask=np.ones(total, np.uint8),
+            segments=np.asarray([(sample, 0, 0, TOKENS) for sample in range(SAMPLES)], np.int64),
+            finish=np.zeros(SAMPLES, np.uint8),
+        )
+        return specs_and_frames(payload.to_arrays())
+
+    def _push(self, *keys: Key) -> Said:
+        items: list[messages.PushItem] = []
+        frames: list[memoryview] = []
+        for group, lease in keys:
+            specs, more = self._payload()
+            frames += more
+            item = messages.PushItem(group=group, lease=lease, worker=WORKER, truncated=False, frames=specs)
+            self._pushed[Key(group, lease)] = pushed(item, more, SAMPLES).record.sha
+            items.append(item)
+        while len(self._pushed) > REMEMBERED:
+            del self._pushed[next(iter(self._pushed))]
+        return Said(WORKER, messages.PushGroups(items=items), frames)
+
+    def _partial(self, key: Key) -> Said:
+        specs, frames = self._payload()
+        partial = messages.PartialFrames(origin=key.lease, frames=specs)
+        return Said(WORKER, messages.PutPartial(group=key.group, lease=key.lease, partial=partial), frames)
+
+    def _take(self) -> Said:
+        return Said(STAGE, messages.TakeStage(stage="reward", worker=STAGE, max_groups=2, wait_ms=0))
+
+    def _finish(self, key: Key, ticket: int) -> Said:
+        specs, frames = specs_and_frames({"reward": np.asarray([0.0, 1.0], np.float32)})
+        result = messages.StageResult(group=key.group, lease=key.lease, ticket=ticket, frames=specs)
+        return Said(STAGE, messages.FinishStage(stage="reward", worker=STAGE, results=[result]), frames)
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def offer(self, raw: Raw) -> str:
+        if (body := read(raw)) is None:
+            return UNREADABLE
+        before = self._state()
+        heard = self._heard(raw.peer, body, raw.frames)
+        must_be_unchanged(body, heard, before, self._state())
+        return signature(body, heard)
+
+    def _state(self) -> Hashable:
+        status = self._ears.say("state", messages.GetStatus(), then=self._service.on_drained)
+        assert isinstance(status, messages.Status)
+        return repr({name: value for name, value in status.values.items() if name != "used_share"})
+
+    async def _turns(self) -> None:
+        for _ in range(6):
+            await asyncio.sleep(0)
+
+    async def settle(self) -> None:
+        """What is under way ends; then every payload in the store is whole."""
+        await self._turns()
+        self._service.on_drained()
+        stored = [*self._store.load()]
+        for key, record, _ in stored:
+            if record is None:
+                raise Finding(f"the record of {key} is damaged")
+            unpacked(key, record, self._store.payload(key, record))
+        if len(stored) > MOST_HELD or self._working.done():
+            await self.close()
+            await self.begin()
+
+    async def close(self) -> None:
+        """What ran must not have failed."""
+        self._service.drain()
+        self._working.cancel()
+        await self._group.__aexit__(None, None, None)
+        self._close()

@@ -1,0 +1,259 @@
+"""A publish that is torn anywhere, slow readers and dead ones: nobody ever sees a version that is mixed of two.
+
+Every value of version ``v`` is a function of ``v`` and of its place, so a reader knows what it should have got.
+"""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.clients.parameters import Puller
+from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.manifest import lay_out
+from staleflow.protocols.wire.messages import Chunk, GetChunk, GetManifest, Manifest, ManifestOf
+from staleflow.protocols.wire.tensors import Array
+from staleflow.runtime.errors import Refused
+from staleflow.servers.parameters.versions import About, Stored, VersionKey, Versions
+from tests.servers.running import Run, eventually, produced
+
+TEARS = 100
+SIZES = (700, 0, 3, 4_000)
+"""Values of each tensor of a version."""
+PIECE = 1_000
+SEED = 4
+
+
+def weights(version: int) -> dict[str, Array]:
+    """Those of a version, as everybody can tell."""
+    return {
+        f"layer{number}": np.arange(size, dtype=np.int32) * 7919 + 97 * version + number
+        for number, size in enumerate(SIZES)
+    }
+
+
+def version_of(arrays: Mapping[str, Array]) -> int:
+    """Which version all of this is; fails when it is of none, or of several."""
+    version = (int(arrays["layer2"][0]) - 2) // 97
+    for name, array in weights(version).items():
+        np.testing.assert_array_equal(arrays[name], array)
+    return version
+
+
+def laid_out(version: int) -> tuple[Manifest, bytes]:
+    """Manifest and bytes of a version."""
+    named = weights(version)
+    described = [(n, "int32", array.shape, hashlib.sha256(array.tobytes()).hexdigest()) for n, array in named.items()]
+    manifest = lay_out(described)
+    data = bytearray(manifest.nbytes)
+    for entry in manifest.tensors:
+        data[entry.offset : entry.offset + entry.nbytes] = named[entry.name].tobytes()
+    return manifest, bytes(data)
+
+
+def taken_apart(manifest: Manifest, data: bytes) -> dict[str, Array]:
+    return {
+        entry.name: np.frombuffer(data[entry.offset : entry.offset + entry.nbytes], np.int32).reshape(entry.shape)
+        for entry in manifest.tensors
+    }
+
+
+def publish(versions: Versions, version: int) -> Stored:
+    """What the server does with the folder, from the first byte to the last rename."""
+    manifest, data = laid_out(version)
+    about = About(
+        lineage=Lineage(0), version=Version(version), trainer_term=TrainerTerm(1), batch=None, manifest=manifest
+    )
+    staged = versions.stage(about, number=version)
+    for start in range(0, len(data), PIECE):
+        versions.write(staged, start, data[start : start + PIECE])
+    stored = versions.keep(staged)
+    versions.stored[about.key] = stored
+    return stored
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Tear:
+    """Ends the process at the ``at``-th change of the folder, which is done, half done, or not done."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, at: int, random: Random) -> None:
+        self.changes, self._at, self._random = 0, at, random
+        for name in ("unlink", "replace", "chmod"):
+            patched.setattr(Path, name, self._whole(getattr(Path, name)))
+        patched.setattr(os, "posix_fallocate", self._whole(os.posix_fallocate))
+        pwrite, write_bytes = os.pwrite, Path.write_bytes
+
+        def half_pwrite(descriptor: int, data: Any, offset: int) -> int:
+            return self._half(lambda part: pwrite(descriptor, part, offset), bytes(data))
+
+        def half_write_bytes(path: Path, data: bytes) -> int:
+            return self._half(lambda part: write_bytes(path, part), data)
+
+        patched.setattr(os, "pwrite", half_pwrite)
+        patched.setattr(Path, "write_bytes", half_write_bytes)
+
+    def _whole(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def torn(*args: Any, **kwargs: Any) -> Any:
+            self.changes += 1
+            if self.changes == self._at and self._random.random() < 0.5:
+                raise Killed
+            done = change(*args, **kwargs)
+            if self.changes == self._at:
+                raise Killed
+            return done
+
+        return torn
+
+    def _half(self, write: Callable[[bytes], int], data: bytes) -> int:
+        self.changes += 1
+        if self.changes == self._at:
+            write(data[: self._random.randrange(len(data) + 1)])
+            raise Killed
+        return write(data)
+
+
+def found(folder: Path) -> dict[int, int]:
+    """What a server that starts on the folder has: number of the version, and which one its bytes are."""
+    versions = Versions(folder, durability="process")
+    seen: dict[int, int] = {}
+    for key, stored in versions.stored.items():
+        versions.verify(stored)
+        data = versions.read(stored, 0, stored.about.manifest.nbytes)
+        seen[key.version] = version_of(taken_apart(stored.about.manifest, data))
+    assert {path.suffix for path in folder.iterdir()} <= {".bin", ".json"}  # nothing half is left behind
+    return seen
+
+
+def changes_of_a_publish(folder: Path) -> int:
+    with pytest.MonkeyPatch.context() as patched:
+        whole = Tear(patched, at=0, random=Random(0))
+        publish(Versions(folder, durability="process"), 1)
+    return whole.changes
+
+
+def test_a_publish_torn_anywhere_is_whole_or_not_there(tmp_path: Path) -> None:
+    random, changes = Random(SEED), changes_of_a_publish(tmp_path / "whole")
+    outcomes: Counter[str] = Counter()
+    for number in range(TEARS):
+        folder = tmp_path / str(number)
+        publish(Versions(folder, durability="process"), 1)
+        versions = Versions(folder, durability="process")
+        at = random.randint(1, changes)
+        with pytest.MonkeyPatch.context() as patched:
+            Tear(patched, at, random)
+            with pytest.raises(Killed):
+                publish(versions, 2)
+        seen = found(folder)
+        assert seen in ({1: 1}, {1: 1, 2: 2}), f"seed {SEED}, tear {number} at change {at}"
+        outcomes["whole" if 2 in seen else "not there"] += 1
+        publish(Versions(folder, durability="process"), 2)  # the trainer tries again
+        assert found(folder) == {1: 1, 2: 2}
+    assert min(outcomes["whole"], outcomes["not there"]) > 2, outcomes
+
+
+def test_other_bytes_in_place_of_a_corrupt_version_are_whole_or_not_there(tmp_path: Path) -> None:
+    random, changes = Random(SEED), changes_of_a_publish(tmp_path / "whole")
+    outcomes: Counter[bool] = Counter()
+    for number in range(40):
+        folder = tmp_path / str(number)
+        stored = publish(Versions(folder, durability="process"), 1)
+        stored.path.chmod(0o644)
+        stored.path.write_bytes(b"x" * stored.about.manifest.nbytes)
+        versions = Versions(folder, durability="process")
+        with pytest.MonkeyPatch.context() as patched:
+            Tear(patched, random.randint(changes - 8, changes), random)
+            with pytest.raises(Killed):
+                publish(versions, 1)
+        left = Versions(folder, durability="process")
+        if (again := left.stored.get(VersionKey(Lineage(0), Version(1)))) is not None:
+            data = left.read(again, 0, again.about.manifest.nbytes)
+            assert data == b"x" * len(data) or version_of(taken_apart(again.about.manifest, data)) == 1
+        outcomes[again is not None] += 1
+    assert min(outcomes[True], outcomes[False]) > 2, outcomes
+
+
+async def test_a_slow_reader_gets_one_version_while_others_are_published_and_deleted(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(parameters={"keep_versions": 1, "chunk_kb": 1})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    await trainer.publish(0, weights(0))
+    slow, reader = WorkerId("slow.1"), WorkerId("quick.1")
+    client, quick = run.client(run.where.parameters, slow), Puller(run.where.parameters, worker=reader)
+    data, manifest = bytearray(), Manifest(tensors=[], nbytes=0, sha="")
+    seen: list[int] = []
+    async with produced(run):
+        for step in range(6):
+            batch = await trainer.next_batch(step)
+            await trainer.publish(step + 1, weights(step + 1), batch.batch)
+            async with await quick.pull(Lineage(0), Version(step + 1)) as pulled:
+                seen.append(version_of(pulled.arrays()))
+            if step == 0:
+                ask = GetManifest(worker=slow, lineage=Lineage(0), version=Version(1))
+                manifest = (await client.ask(ask, ManifestOf)).manifest
+            reply, frames = await client.call(
+                GetChunk(lineage=Lineage(0), version=Version(1), offset=len(data), nbytes=manifest.nbytes)
+            )
+            assert isinstance(reply, Chunk)
+            data += frames[0]
+    while len(data) < manifest.nbytes:
+        _, frames = await client.call(
+            GetChunk(lineage=Lineage(0), version=Version(1), offset=len(data), nbytes=manifest.nbytes)
+        )
+        data += frames[0]
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert version_of(taken_apart(manifest, bytes(data))) == 1
+    quick.close()
+
+
+async def test_a_dead_readers_version_is_deleted_and_never_served_to_anybody_as_another(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(parameters={"keep_versions": 1})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    await trainer.publish(0, weights(0))
+    async with produced(run):
+        batch = await trainer.next_batch(0)
+        await trainer.publish(1, weights(1), batch.batch)
+        dead = Puller(run.where.parameters, worker=WorkerId("dead.1"))
+        mapped = await dead.pull(Lineage(0), Version(1))
+        dead.close()
+        for step in range(1, 5):
+            batch = await trainer.next_batch(step)
+            await trainer.publish(step + 1, weights(step + 1), batch.batch)
+
+    async def deleted() -> bool:
+        listed = (await run.status(run.where.parameters))["versions"]
+        return 1 not in [version["version"] for version in listed]
+
+    assert await eventually(deleted)
+    assert version_of(mapped.arrays()) == 1  # what it had mapped stays what it was
+    late = Puller(run.where.parameters, worker=WorkerId("late.1"))
+    with pytest.raises(Refused, match="version 1 of lineage 0 is not here"):
+        await late.pull(Lineage(0), Version(1))
+    async with await late.pull(Lineage(0), Version(5)) as newest:
+        assert version_of(newest.arrays()) == 5
+    late.close()
+
+
+async def test_a_version_that_goes_while_it_is_read_is_refused_and_the_server_goes_on(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, weights(0))
+    (run.run_dir / "parameters" / "0-0.bin").unlink()
+    client = run.client(run.where.parameters, WorkerId("reader.1"))
+    for _ in range(2):
+        with pytest.raises(Refused, match="is gone"):
+            await client.call(GetChunk(lineage=Lineage(0), version=Version(0), offset=0, nbytes=4))

@@ -1,0 +1,208 @@
+"""A disk without room: writes are refused ``busy``, reads go on, and so does everything once there is room again.
+
+On a file system of 24 MiB in memory, which takes the right to mount one. The maps are larger than it, so that it is the
+disk that is full and not they; full maps are tests of their own, next to each server.
+"""
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from staleflow.clients.parameters import Puller
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import Assign, FetchGroups, GetRows, Groups, PushGroups, PushItem, Results, Rows
+from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.runtime.audit import audit
+from staleflow.runtime.errors import Unavailable
+from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
+from tests.servers.scheduler.world import Cast, World, config
+
+DISK_BYTES = 24 << 20
+LEFT_BYTES = 1 << 20
+
+
+class Disk:
+    """A small file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._filler = path / "filler"
+
+    def fill(self, left: int = LEFT_BYTES) -> None:
+        """Leave no more than that many bytes."""
+        with self._filler.open("ab", buffering=0) as file:
+            while (free := self.free()) > left:
+                file.write(bytes(min(free - left, 1 << 20)))
+
+    def empty(self) -> None:
+        """Remove what ``fill`` wrote."""
+        self._filler.unlink()
+
+    def free(self) -> int:
+        found = subprocess.run(
+            ["stat", "-f", "-c", "%a %S", str(self.path)], capture_output=True, text=True, check=True
+        )
+        blocks, size = map(int, found.stdout.split())
+        return blocks * size
+
+
+@pytest.fixture
+def disk(short_dir: Path) -> Iterator[Disk]:
+    path = short_dir / "d"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield Disk(path)
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+async def on_disk(disk: Disk) -> AsyncIterator[Run]:
+    """All three servers, on the small disk."""
+    run = Run(disk.path / "run", scheduler={"map_mb": 64}, trajectories={"map_mb": 64}, trainer={"batch_size": 12})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    yield run
+    await run.close()
+
+
+async def push(rollout: Rollout, assign: Assign, tokens: int, timeout_s: float) -> Code | None:
+    """A large payload; ``Unavailable`` when it is not taken in time."""
+    specs, frames = specs_and_frames(payload(assign.version, seed=assign.group, tokens=tokens).to_arrays())
+    item = PushItem(group=assign.group, lease=assign.lease, worker=rollout.worker, truncated=False, frames=specs)
+    answer = await rollout.shards[0].ask(PushGroups(items=[item]), Results, frames, timeout_s=timeout_s)
+    rollout.held.pop(assign.lease, None)
+    return answer.results[0].code
+
+
+async def test_a_shard_on_a_full_disk_refuses_pushes_serves_reads_and_goes_on_by_itself(
+    on_disk: Run, disk: Disk
+) -> None:
+    run, tokens = on_disk, 20_000  # 0.4 MB a group
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout(capacity=24)
+    leased = await rollout.leases(12)
+    taken: list[Assign] = []
+    disk.fill()
+    refused = ""
+    for assign in leased:
+        try:
+            assert await push(rollout, assign, tokens, timeout_s=1.5) is None
+        except Unavailable as busy:
+            refused = busy.why
+            break
+        taken.append(assign)
+    assert taken, "void: nothing was taken before the disk was full"
+    assert "is full" in refused, "void: nothing was refused"
+    rows = await rollout.shards[0].ask(GetRows(groups=[taken[0].group]), Rows)
+    assert len(rows.rows) == 1
+    held = (await run.status(run.where.trajectories[0]))["groups"]
+    assert sum(held.values()) == len(taken)
+    items, _ = await StageWorker(run).take(most=2)  # payload is served
+    assert {item.group for item in items} <= {assign.group for assign in taken}
+    disk.empty()
+    late = leased[len(taken)]
+    assert await push(rollout, late, tokens, timeout_s=20) is None  # the same process
+    held = (await run.status(run.where.trajectories[0]))["groups"]
+    assert sum(held.values()) == len(taken) + 1
+
+
+async def test_the_parameter_server_on_a_full_disk_refuses_a_version_serves_the_others_and_goes_on(
+    on_disk: Run, disk: Disk
+) -> None:
+    run = on_disk
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout, stage = await run.rollout(capacity=24), StageWorker(run)
+    for assign in await rollout.leases(12):
+        await rollout.push(assign)
+    items, _ = await stage.take(most=12)
+    while len(items) < 12:
+        items += (await stage.take(most=12))[0]
+    await stage.finish(items)
+    batch = await trainer.next_batch(0)
+    disk.fill()
+    large = {"w": np.ones(2 << 20, np.float32)}
+    publishing = asyncio.create_task(trainer.publish(1, large, batch.batch))
+    await asyncio.sleep(1.0)
+    assert not publishing.done(), "void: there was room"
+    assert [version["version"] for version in (await run.status(run.where.parameters))["versions"]] == [0]
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    async with await puller.pull(Lineage(0), Version(0)) as version:
+        np.testing.assert_array_equal(version.arrays()["embed"], WEIGHTS["embed"])
+    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    groups, _ = await run.shard(trainer.worker).call(fetch)
+    assert isinstance(groups, Groups)
+    disk.empty()
+    async with asyncio.timeout(20):
+        assert (await publishing).version == 1  # the same server, asked again by the client
+    puller.close()
+
+
+async def test_the_scheduler_on_a_full_disk_refuses_pushes_answers_looks_and_goes_on(disk: Disk) -> None:
+    world = World(disk.path / "run", config(batch_size=24, map_mb=64))
+    world.start()
+    try:
+        cast = await Cast(world, capacity=64).enter()
+        held = await cast.instance.until_held(24)
+        disk.fill(left=256 << 10)
+        codes: list[Code | None] = []
+        while None not in codes[-1:] or len(codes) < len(held):
+            fat = cast.shard.fat_push(held[len(codes)], cast.instance.worker, 200_000)
+            codes += [result.code for result in await cast.shard.operate(fat)]
+            if codes[-1] is not None:
+                break
+        assert codes[-1] is Code.BUSY, "void: the disk was never full"
+        full = await world.status()
+        assert full["full"] == "disk"
+        assert full["ledger"]["pushed"] == len(codes) - 1
+        disk.empty()
+        await world.until("full", "", within_s=20)
+        (accepted,) = await cast.shard.operate(cast.shard.push(held[len(codes) - 1], cast.instance.worker))
+        assert accepted.code is None
+        assert (await world.status())["incarnation"] == 1  # the same process
+        assert world.stop() == 0
+        assert world.audit().events["push"] == len(codes)
+    finally:
+        world.close()
+
+
+async def test_servers_that_start_or_end_on_a_full_disk_lose_nothing(disk: Disk) -> None:
+    world = World(disk.path / "run", config(batch_size=4, map_mb=64))
+    world.start()
+    try:
+        cast = await Cast(world).enter()
+        await cast.instance.until_held(4)
+        disk.fill(left=0)
+        assert world.stop() == 0
+        world.start()
+        assert (await world.status())["ledger"]["leased"] == 4
+        disk.empty()
+        await world.until("full", "", within_s=20)
+        await eventually(lambda: _finished(cast))
+        assert world.stop() == 0
+        report = audit(world.run_dir / "trace.jsonl")
+        assert report.violations == []
+        assert report.events["open"] == 2
+    finally:
+        world.close()
+
+
+async def _finished(cast: Cast) -> bool:
+    held = await cast.instance.until_held(4)
+    results = await cast.shard.operate(*(cast.shard.push(assign, cast.instance.worker) for assign in held))
+    return {result.code for result in results} == {None}

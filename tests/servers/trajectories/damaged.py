@@ -1,0 +1,133 @@
+"""A shard's store on disk, copies of it with changed bytes, and what a reader in a process of its own finds in one.
+
+``python -m tests.servers.trajectories.damaged`` reads folders from its standard input, each in a child of its own since
+a damaged page may end it, and prints one JSON line for each.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+import numpy as np
+
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire.messages import PushItem
+from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
+from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
+from staleflow.runtime.lmdb_store import Store
+from staleflow.runtime.store import StoreCorrupt
+from staleflow.servers.trajectories.records import Key, Pushed, pushed
+from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore, unpacked
+from tests.servers.running import GROUP_SIZE, payload
+
+MAP_BYTES = 32 << 20
+TOKENS = (5, 60, 900)
+"""Of each sample: payloads that lie inside a page, and ones that take some."""
+
+
+class Original(NamedTuple):
+    """A store with a group under each of some leases, all of them rewarded."""
+
+    data: bytes
+    """The file, live pages only."""
+    groups: dict[Key, dict[str, Array]]
+    shas: dict[Key, str]
+    values: list[tuple[Key, bytes]]
+    """Every live value of its tables, and whose it is."""
+
+
+def opened(path: Path) -> tuple[Store, TrajectoryStore]:
+    store = Store(path, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
+    return store, TrajectoryStore(store, map_bytes=MAP_BYTES)
+
+
+def original(folder: Path, count: int) -> Original:
+    """A store of so many groups."""
+    store, trajectories = opened(folder / "first")
+    groups: dict[Key, dict[str, Array]] = {}
+    shas: dict[Key, str] = {}
+    for number in range(count):
+        one = _group(number)
+        reward = np.asarray([number, number + 0.5], np.float32)
+        trajectories.write_pushes([one])
+        trajectories.write_columns([Columns(one.key, REWARD, {REWARD_COLUMN: reward})])
+        groups[one.key] = unpacked(one.key, one.record, one.blob) | {REWARD_COLUMN: reward}
+        shas[one.key] = one.record.sha
+    store.close()
+    (folder / "live").mkdir()
+    with lmdb.Environment(str(folder / "first"), max_dbs=8, map_size=MAP_BYTES) as environment:
+        environment.copy(str(folder / "live"), compact=True)
+    data = (folder / "live" / "data.mdb").read_bytes()
+    return Original(data, groups, shas, _values(folder / "live"))
+
+
+def _group(number: int) -> Pushed:
+    specs, frames = specs_and_frames(payload(0, seed=number, tokens=TOKENS[number % len(TOKENS)]).to_arrays())
+    item = PushItem(
+        group=GroupId(number), lease=LeaseId(100 + number), worker=WorkerId("w"), truncated=False, frames=specs
+    )
+    return pushed(item, frames, GROUP_SIZE)
+
+
+def _values(folder: Path) -> list[tuple[Key, bytes]]:
+    found: list[tuple[Key, bytes]] = []
+    with lmdb.Environment(str(folder), max_dbs=8, map_size=MAP_BYTES, readonly=True, lock=False) as environment:
+        for table in ("records", "payloads", "columns"):
+            opened_table = environment.open_db(table.encode(), create=False)
+            with environment.begin() as txn:
+                for raw, value in txn.cursor(opened_table):
+                    group, lease = (int.from_bytes(raw[start : start + 8], "big") for start in (0, 8))
+                    found.append((Key(GroupId(group), LeaseId(lease)), bytes(value)))
+    return found
+
+
+def copied(folder: Path, data: bytes) -> Path:
+    """A store of these bytes."""
+    folder.mkdir(parents=True)
+    (folder / "data.mdb").write_bytes(data)
+    return folder
+
+
+def named(arrays: dict[str, Array]) -> str:
+    """Hex sha256 of arrays."""
+    return hashlib.sha256(pack(arrays)).hexdigest()
+
+
+def read(folder: Path) -> dict[str, str] | str:
+    """What each lease's payload and reward are, or that it is damaged; or why the store is refused."""
+    found: dict[str, str] = {}
+    try:
+        store, trajectories = opened(folder)
+        for key, record, _ in trajectories.load():
+            try:
+                if record is None:
+                    raise CorruptRecord(key, "the record")
+                arrays = unpacked(key, record, trajectories.payload(key, record))
+                found[str(key.lease)] = named(arrays | trajectories.columns(key, (REWARD,)))
+            except CorruptRecord:
+                found[str(key.lease)] = "damaged"
+        store.close()
+    except StoreCorrupt as error:
+        return str(error)
+    return found
+
+
+def main() -> None:
+    """Read every folder of the standard input."""
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # LMDB says there what it does not like
+            print(json.dumps(read(Path(line.strip()))), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps(f"ended by signal {os.WTERMSIG(status)}"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Changed bytes in a shard's store: what they hit is found and named, and nothing wrong is ever served."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import msgspec
+import pytest
+
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.codec import Data
+from staleflow.protocols.wire.messages import (
+    FetchGroups,
+    Groups,
+    Op,
+    Operations,
+    RegisterQuarantine,
+    RegisterRelease,
+    Reply,
+    Request,
+    Result,
+    Results,
+)
+from staleflow.protocols.wire.tensors import arrays
+from staleflow.runtime.client import Client
+from staleflow.runtime.endpoint import Call, Peer
+from staleflow.runtime.prompts import PromptRows
+from staleflow.runtime.store import StoreCorrupt
+from staleflow.servers.attached import Tasks
+from staleflow.servers.trajectories.main import make_service
+from staleflow.servers.trajectories.records import Key
+from staleflow.servers.trajectories.service import TrajectoryService
+from tests.servers.running import GROUP_SIZE
+from tests.servers.trajectories.damaged import Original, copied, named, opened, original
+
+COPIES = 100
+GROUPS = 12
+PAGE = 4096
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    return original(tmp_path_factory.mktemp("store"), GROUPS)
+
+
+class Ledger:
+    """Stands for a scheduler to which every group is occupied; it notes what is given up."""
+
+    def __init__(self) -> None:
+        self.quarantined: list[int] = []
+
+    async def ask(self, body: Request, *_: object, **__: object) -> Reply:
+        assert isinstance(body, Operations)
+        return Results(results=[self._one(op) for op in body.ops])
+
+    def _one(self, op: Op) -> Result:
+        if isinstance(op, RegisterQuarantine):
+            self.quarantined.append(op.group)
+        return Result(code=Code.STALE) if isinstance(op, RegisterRelease) else Result()
+
+
+class Answer:
+    """Takes the answer of one call."""
+
+    def __init__(self) -> None:
+        self.came: asyncio.Future[tuple[Reply, list[memoryview]]] = asyncio.get_running_loop().create_future()
+
+    def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
+        self.came.set_result((body, [memoryview(frame) for frame in frames]))
+
+
+@asynccontextmanager
+async def served(folder: Path, ledger: Ledger) -> AsyncGenerator[TrajectoryService]:
+    """The real service over a store that is there, when it has taken up everything."""
+    store, trajectories = opened(folder)
+    config = Config(
+        prompts=Prompts(source="nobody:opens"),
+        reward=Reward(run="nobody:calls"),
+        rollout=Rollout(engine="simulated", group_size=GROUP_SIZE),
+        trainer=Trainer(backend="simulated", batch_size=2, steps=10),
+    )
+    prompts = PromptRows([msgspec.msgpack.encode({"prompt": "1 + 1"})])
+    async with asyncio.TaskGroup() as group:
+        service = make_service(config, 0, trajectories, prompts, cast("Client", ledger), Tasks(group))
+        working = group.create_task(service.work())
+        for _ in range(8):
+            await asyncio.sleep(0)
+        yield service
+        service.on_drained()
+        working.cancel()
+    store.close()
+
+
+async def fetched(service: TrajectoryService, key: Key, sha: str) -> str | None:
+    """sha256 of what is served of a group, or None when it is refused."""
+    answer = Answer()
+    service.on_call(Call(answer, Peer(b"trainer/1", 0.0, []), 1, FetchGroups(groups=[key.group], shas=[sha]), []))
+    reply, frames = await answer.came
+    return named(arrays(reply.groups[0].frames, frames)) if isinstance(reply, Groups) else None
+
+
+def flipped(data: bytes, place: int, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
+async def test_a_byte_inside_a_live_record_is_found_named_and_quarantined_in_each_of_a_hundred_stores(
+    whole: Original, tmp_path: Path
+) -> None:
+    random = Random(SEED)
+    hit = 0
+    for number in range(COPIES):
+        key, value = random.choice(whole.values)
+        assert whole.data.count(value) == 1
+        place = whole.data.index(value) + random.randrange(len(value))
+        folder, ledger = copied(tmp_path / str(number), flipped(whole.data, place, random.randrange(8))), Ledger()
+        async with served(folder, ledger) as service:
+            for _ in range(2):
+                got = {one: await fetched(service, one, sha) for one, sha in whole.shas.items()}
+                right = {one: named(arrays) if one != key else None for one, arrays in whole.groups.items()}
+                assert got == right, f"seed {SEED}, store {number}, byte {place}"
+        hit += {*ledger.quarantined} == {key.group}
+    assert hit == COPIES
+
+
+async def test_an_untouched_store_serves_everything_and_quarantines_nothing(whole: Original, tmp_path: Path) -> None:
+    ledger = Ledger()
+    async with served(copied(tmp_path / "copy", whole.data), ledger) as service:
+        got = {one: await fetched(service, one, sha) for one, sha in whole.shas.items()}
+    assert got == {one: named(arrays) for one, arrays in whole.groups.items()}
+    assert ledger.quarantined == []
+
+
+def outcomes(whole: Original, folder: Path, stores: Sequence[bytes]) -> Counter[str]:
+    """What became of each of these stores. Fails when anything wrong is served, or a group is missing unnamed."""
+    folders = [copied(folder / str(number), data) for number, data in enumerate(stores)]
+    reader = [sys.executable, "-m", "tests.servers.trajectories.damaged"]
+    said = subprocess.run(
+        reader, input="\n".join(map(str, folders)), text=True, capture_output=True, check=True, timeout=100
+    )
+    right = {str(key.lease): named(arrays) for key, arrays in whole.groups.items()}
+    counts: Counter[str] = Counter()
+    for place, line in zip(folders, said.stdout.splitlines(), strict=True):
+        found: dict[str, str] | str = json.loads(line)
+        if isinstance(found, str):
+            stopped = found.startswith("ended by signal")
+            assert stopped or "data.mdb" in found or "the trajectory store" in found, found
+            counts["ended by a signal" if stopped else "refused"] += 1
+            continue
+        assert right.keys() <= found.keys(), f"{place}: groups are missing, and nobody says so"
+        wrong = {lease for lease, sha in right.items() if found[lease] not in (sha, "damaged")}
+        assert not wrong, f"{place}: other bytes than were stored are served of {wrong}"
+        counts["quarantined" if "damaged" in found.values() else "no matter"] += 1
+    return counts
+
+
+def test_a_byte_anywhere_is_found_or_does_not_matter(whole: Original, tmp_path: Path) -> None:
+    random = Random(SEED)
+    heads = [start + random.randrange(24) for start in range(0, len(whole.data), PAGE)]
+    places = [*heads, *(random.randrange(len(whole.data)) for _ in range(120))]
+    stores = [flipped(whole.data, place, random.randrange(8)) for place in places]
+    counts = outcomes(whole, tmp_path, stores)
+    assert counts.total() == len(stores)
+    assert min(counts["refused"], counts["quarantined"], counts["no matter"]) > 2  # each kind was there
+    assert counts["ended by a signal"] <= len(stores) // 20
+
+
+def test_a_torn_tail_is_found(whole: Original, tmp_path: Path) -> None:
+    random = Random(SEED)
+    stores = [whole.data[: random.randrange(PAGE * 2, len(whole.data))] for _ in range(40)]
+    counts = outcomes(whole, tmp_path, stores)
+    assert counts["quarantined"] + counts["refused"] == len(stores)
+
+
+def test_a_store_that_lacks_a_table_is_refused_and_not_begun_anew(whole: Original, tmp_path: Path) -> None:
+    folder = copied(tmp_path / "copy", whole.data.replace(b"records", b"recordt"))
+    with pytest.raises(StoreCorrupt, match=r"data\.mdb has the tables"):
+        opened(folder)
