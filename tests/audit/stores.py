@@ -1,0 +1,85 @@
+"""The stores' own bytes, read through lmdb and by the words of the file format alone.
+
+A payload is stored under ``group || lease`` (two big-endian 64-bit numbers): in ``payloads`` as a blob, in ``records``
+as what is known of it, behind the sha256 of its key and it. A blob is ``sfa1``, the length of its description, the
+description (msgpack: name, dtype, shape of each array, sorted by name), then the arrays, each at a multiple of 64
+bytes.
+"""
+
+import hashlib
+import math
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lmdb
+import msgspec
+import numpy as np
+
+from tests.audit.prf import Array
+
+
+class Stored(NamedTuple):
+    """One payload as it lies in a shard's file."""
+
+    group: int
+    lease: int
+    blob: bytes
+    record: dict[str, Any]
+    """Empty when it is not what its sha256 says."""
+
+    @property
+    def sha(self) -> str:
+        return hashlib.sha256(self.blob).hexdigest()
+
+    def arrays(self) -> dict[str, Array]:
+        return unpacked(self.blob)
+
+
+def read_shard(folder: Path) -> dict[tuple[int, int], Stored]:
+    """Every payload of a shard that nobody has open for writing at the moment."""
+    environment: Any = lmdb.Environment(str(folder), readonly=True, lock=False, max_dbs=8)
+    try:
+        payloads = environment.open_db(b"payloads", create=False)
+        records = environment.open_db(b"records", create=False)
+        with environment.begin() as view:
+            found: dict[tuple[int, int], Stored] = {}
+            for key, blob in view.cursor(db=payloads):
+                group, lease = struct.unpack(">QQ", key)
+                found[group, lease] = Stored(group, lease, bytes(blob), _record(key, view.get(key, db=records)))
+            return found
+    finally:
+        environment.close()
+
+
+def _record(key: bytes, value: bytes | None) -> dict[str, Any]:
+    if value is None or hashlib.sha256(key + value[32:]).digest() != value[:32]:
+        return {}
+    record: dict[str, Any] = msgspec.msgpack.decode(value[32:])
+    return record
+
+
+def unpacked(blob: bytes) -> dict[str, Array]:
+    """The arrays of a blob."""
+    magic, length = struct.unpack_from("<4sI", blob)
+    assert magic == b"sfa1", magic
+    place = 8 + length
+    found: dict[str, Array] = {}
+    described: list[tuple[str, str, tuple[int, ...]]] = msgspec.msgpack.decode(blob[8:place])
+    for name, dtype, shape in described:
+        place += -place % 64
+        kind = np.dtype(dtype).newbyteorder("<")
+        count = math.prod(shape)
+        found[name] = np.frombuffer(blob, kind, count, place).reshape(shape)
+        place += count * kind.itemsize
+    assert place == len(blob), f"{len(blob) - place} bytes follow the last array"
+    return found
+
+
+def versions_in(folder: Path) -> set[tuple[int, int]]:
+    """(lineage, version) of every version that the parameter server's folder shows."""
+    found: set[tuple[int, int]] = set()
+    for path in folder.glob("*.json"):
+        lineage, _, version = path.stem.partition("-")
+        found.add((int(lineage), int(version)))
+    return found

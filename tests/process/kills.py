@@ -1,0 +1,161 @@
+"""Servers that end at random instants under load, again and again, and what the witnesses saw of it."""
+
+import asyncio
+import json
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from staleflow.configs.schema import Durability
+from tests.audit import journal, stores
+from tests.audit.reconcile import Report, Rule, reconcile
+from tests.process.actors import Rewarder, Rollout, Trainer
+from tests.process.fleet import Fleet
+from tests.process.running import audited
+
+IN_DOUBT = 0.25
+"""A campaign is void unless so many of its kills left something committed and unacknowledged."""
+PROGRESS_S = 30.0
+"""Within so many seconds of a restart, pushes must be acknowledged again."""
+HOLD_S = 0.1
+"""Between a lease and its push, so that pushes are under way at every moment and not in bursts."""
+SETTLE_S = 0.1
+"""Answers that were on their way when a server died have arrived after this long."""
+NO_STALE = (Rule.ZOMBIE_NEVER, Rule.SERVED_AGAIN, Rule.REDELIVERED, Rule.REFUSED_FENCED)
+"""Rules that need a worker or a trainer to fail."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a campaign came to."""
+
+    kills: Counter[str] = field(default_factory=Counter[str])
+    in_doubt: list[int] = field(default_factory=list[int])
+    """For each kill: things that were committed, and that nobody had been told of."""
+    restart_s: list[float] = field(default_factory=list[float])
+    """From the start of the process until it answers."""
+    end_s: list[float] = field(default_factory=list[float])
+    """Of a SIGTERM: until the process was gone."""
+    codes: Counter[int] = field(default_factory=Counter[int])
+    events: Counter[str] = field(default_factory=Counter[str])
+    report: Report = field(default_factory=Report)
+    acknowledged: int = 0
+    wall_s: float = 0.0
+
+    @property
+    def doubtful(self) -> float:
+        """Share of kills that left something committed and unacknowledged."""
+        return sum(count > 0 for count in self.in_doubt) / max(len(self.in_doubt), 1)
+
+
+class Campaign:
+    """One run under load."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self._fleet = fleet
+        self._random = random.Random(seed)
+        run_dir = fleet.run_dir
+        self._rollouts = [Rollout(run_dir, f"rollout-{n}", capacity=64, hold_s=HOLD_S) for n in range(2)]
+        rewarders = [Rewarder(run_dir, f"reward-{shard}", shard=shard) for shard in range(len(fleet.shards))]
+        self._trainer = Trainer(run_dir, "trainer")
+        self._actors: list[Rollout | Rewarder | Trainer] = [self._trainer, *self._rollouts, *rewarders]
+        self._work: list[asyncio.Task[None]] = []
+        self.tally = Tally()
+
+    async def run(self, rounds: int, number: signal.Signals) -> Tally:
+        """So many ends of servers, each as often as the others."""
+        started = time.monotonic()
+        self._work = [asyncio.ensure_future(actor.run()) for actor in self._actors]
+        deck: list[str] = []
+        try:
+            await self._progress(40)
+            for _ in range(rounds):
+                deck = deck or self._random.sample(self._fleet.servers, k=len(self._fleet.servers))
+                await asyncio.sleep(self._random.uniform(0.0, 0.4))
+                await self._once(deck.pop(), number)
+            await self._progress(100)
+        finally:
+            for task in self._work:
+                task.cancel()
+            await asyncio.gather(*self._work, return_exceptions=True)
+            for actor in self._actors:
+                await actor.close()
+        self.tally.wall_s = time.monotonic() - started
+        self.tally.acknowledged = sum(rollout.counts["acknowledged"] for rollout in self._rollouts)
+        return self.tally
+
+    async def _once(self, name: str, number: signal.Signals) -> None:
+        self.tally.kills[name] += 1
+        if number == signal.SIGKILL:
+            self._fleet.kill(name)
+            await asyncio.sleep(SETTLE_S)
+            self.tally.in_doubt.append(await asyncio.to_thread(in_doubt, self._fleet, name))
+        else:
+            code, took_s = await self._fleet.end(name)
+            self.tally.codes[code] += 1
+            self.tally.end_s.append(took_s)
+        self._fleet.start(name)
+        self.tally.restart_s.append(await self._fleet.answers(name))
+        await self._progress(48)
+
+    async def _progress(self, pushes: int) -> None:
+        """Until so many more pushes are acknowledged and one more version is out."""
+        goal = sum(rollout.counts["acknowledged"] for rollout in self._rollouts) + pushes
+        version = self._trainer.version + 1
+        deadline = time.monotonic() + PROGRESS_S
+        while sum(rollout.counts["acknowledged"] for rollout in self._rollouts) < goal or (
+            self._trainer.version < version
+        ):
+            for task in self._work:
+                if task.done():
+                    task.result()
+            assert time.monotonic() < deadline, f"no progress: {self._fleet.status('scheduler')['why']}"
+            await asyncio.sleep(0.01)
+
+
+def in_doubt(fleet: Fleet, name: str) -> int:
+    """What a dead server had committed and no witness has been told: its own store against their journals."""
+    entries = [entry for entries in journal.read(fleet.journals).values() for entry in entries]
+    told = {(e["group"], e["lease"]) for e in entries if e["what"] == "answered"}
+    if name.startswith("trajectories"):
+        return len(stores.read_shard(fleet.run_dir / name).keys() - told)
+    published = {(e["lineage"], e["version"]) for e in entries if e["what"] == "published"}
+    if name == "parameters":
+        return len(stores.versions_in(fleet.run_dir / name) - published)
+    trace = (fleet.run_dir / "trace.jsonl").read_bytes().split(b"\n")[:-1]
+    leased = {e["lease"] for e in entries if e["what"] == "leased"}
+    count = 0
+    for event in map(json.loads, trace):
+        match event["ev"]:
+            case "push":
+                count += (event["group"], event["lease"]) not in told
+            case "reserve":
+                count += event["lease"] not in leased
+            case "publish":
+                count += (event["lineage"], event["version"]) not in published
+            case _:
+                pass
+    return count
+
+
+async def campaign(
+    run_dir: Path,
+    *,
+    rounds: int,
+    seed: int,
+    number: signal.Signals = signal.SIGKILL,
+    durability: Durability = "process",
+) -> Tally:
+    """A whole run under load whose servers end ``rounds`` times, and all accounts of it held against each other."""
+    kept = {name: {"durability": durability} for name in ("scheduler", "trajectories", "parameters")}
+    async with Fleet(run_dir, **kept) as fleet:
+        tally = await Campaign(fleet, seed).run(rounds, number)
+        for name in reversed(fleet.servers):  # the scheduler last
+            code, _ = await fleet.end(name)
+            assert code == 0, fleet.said(name)
+    tally.report = reconcile(fleet.journals, run_dir / "trace.jsonl", fleet.stores, seed=fleet.config.seed)
+    tally.events = Counter(audited(run_dir))
+    return tally

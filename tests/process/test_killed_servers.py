@@ -1,0 +1,36 @@
+"""Every server dies at random instants under load; what was acknowledged is there afterwards, byte for byte."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.audit.reconcile import prove
+from tests.process.kills import IN_DOUBT, NO_STALE, Tally, campaign
+
+pytestmark = [pytest.mark.xdist_group("machine")]
+
+
+def proven(tally: Tally, rounds: int) -> None:
+    """Nothing acknowledged is lost, nothing is there that was not sent, and the campaign was one."""
+    prove(tally.report, without=NO_STALE)
+    assert tally.kills.total() == rounds
+    assert len(tally.kills) == 4, "a server was spared"
+    assert tally.events["consume"] > rounds
+
+
+@pytest.mark.timeout(240)
+async def test_what_was_acknowledged_survives_twenty_kills(run_dir: Path) -> None:
+    """Synced commits take longer, so more of the kills hit one; `make faults` kills without them too."""
+    tally = await campaign(run_dir, rounds=20, seed=1, durability="power")
+    proven(tally, 20)
+    assert tally.doubtful >= IN_DOUBT, f"void: {tally.in_doubt}"
+    assert tally.events["open"] == 1 + tally.kills["scheduler"]
+
+
+@pytest.mark.timeout(120)
+async def test_a_server_that_drains_under_load_loses_and_doubles_nothing(run_dir: Path) -> None:
+    tally = await campaign(run_dir, rounds=5, seed=2, number=signal.SIGTERM)
+    proven(tally, 5)
+    assert tally.codes == {0: 5}
+    assert tally.events["close"] == 1 + tally.kills["scheduler"]

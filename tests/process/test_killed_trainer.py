@@ -1,0 +1,99 @@
+"""A trainer that dies at every point of a step, comes back from older checkpoints, and meets its successor."""
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.audit import journal
+from tests.audit.reconcile import Rule, prove, reconcile
+from tests.process.actors import FENCED_EXIT, Rewarder, Rollout
+from tests.process.fleet import Fleet
+from tests.process.running import audited
+from tests.process.test_killed_workers import until
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
+
+DEATH_S = 60.0
+KEPT = 0.95
+"""Share of what still fits that a rollback must keep."""
+DEATHS: tuple[dict[str, Any], ...] = (
+    {"checkpoint_every": 1, "die": "delivered", "at": 3},
+    {"checkpoint_every": 1, "die": "stepped", "at": 5},
+    {"checkpoint_every": 1, "die": "published", "at": 7},  # comes back at 7 and finds 8: rolls back
+    {"checkpoint_every": 4, "die": "delivered", "at": 15},  # comes back at 12
+)
+
+
+def kept_by_rollbacks(events: list[dict[str, Any]]) -> tuple[int, int]:
+    """(groups that still fitted when a rollback came, those of them that it kept), over all rollbacks.
+
+    What fits: live, or trained since the version that is gone back to, with no token of a later version.
+    """
+    newest: dict[int, int] = {}
+    """Of each live group, the newest version that wrote any of it."""
+    trained: dict[int, list[int]] = {}
+    seals: dict[int, dict[str, Any]] = {}
+    fits, kept, settling = 0, 0, dict[int, bool]()
+    for event in events:
+        if settling and not (event["ev"] in ("release", "drop") and event["why"] == "rollback"):
+            kept += sum(settling.values())
+            settling = {}
+        match event["ev"]:
+            case "reserve":
+                newest[event["group"]] = event["version"]
+            case "push":
+                newest[event["group"]] = max(segment["version"] for segment in event["segments"])
+            case "release" | "drop":
+                newest.pop(event["group"], None)
+                settling[event["group"]] = False
+            case "seal":
+                seals[event["batch"]] = event
+            case "consume":
+                trained[event["step"]] = [member["group"] for member in seals[event["batch"]]["members"]]
+            case "rollback":
+                back = event["to_version"]
+                for step in [step for step in trained if step < back]:
+                    for group in trained.pop(step):
+                        newest.pop(group, None)
+                settling = {group: True for group, version in newest.items() if version <= back}
+                fits += len(settling)
+            case _:
+                pass
+    return fits, kept
+
+
+async def test_no_step_is_lost_or_doubled_wherever_the_trainer_dies(run_dir: Path) -> None:
+    async with Fleet(run_dir, trainer={"batch_size": 8}) as fleet:
+        actors: list[Rollout | Rewarder] = [Rollout(run_dir, f"rollout-{n}", hold_s=0.02) for n in range(2)]
+        actors += [Rewarder(run_dir, f"reward-{n}", shard=n) for n in range(len(fleet.shards))]
+        work = [asyncio.ensure_future(actor.run()) for actor in actors]
+        for death in DEATHS:
+            fleet.act("trainer", "trainer", **death)
+            assert await fleet.ended("trainer", DEATH_S) == -signal.SIGKILL, fleet.said("trainer")
+        fleet.act("trainer", "trainer", checkpoint_every=4, think_s=0.05)
+        await until(lambda: (fleet.status("scheduler")["version"]) >= 18)
+        fleet.act("trainer", "trainer-b", checkpoint_every=1)
+        assert await fleet.ended("trainer", DEATH_S) == FENCED_EXIT, fleet.said("trainer")
+        await until(lambda: fleet.status("scheduler")["version"] >= 24)
+        fleet.kill("trainer-b")
+        await until(lambda: fleet.status("scheduler")["ledger"]["occupied"] >= 8)  # something is left to look for
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        for actor in actors:
+            await actor.close()
+        for name in reversed(fleet.servers):
+            assert (await fleet.end(name))[0] == 0, fleet.said(name)
+    report = reconcile(fleet.journals, run_dir / "trace.jsonl", fleet.stores, seed=fleet.config.seed)
+    prove(report, without=(Rule.ZOMBIE_NEVER, Rule.SERVED_AGAIN))
+    assert report.checks[Rule.REDELIVERED] >= len(DEATHS)
+    told = {entry["op"]: entry["code"] for entry in journal.read(fleet.journals)["trainer"] if "op" in entry}
+    assert told == dict.fromkeys(("seal", "publish", "consume", "checkpoint"), "fenced")
+    fits, kept = kept_by_rollbacks([json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()])
+    assert fits >= 20, "void: nothing was there to be kept"
+    assert kept >= KEPT * fits
+    audited(run_dir, "rollback=2", f"join={len(DEATHS) + 2}")
