@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: help run test test-backends test-vllm format lint type unit bench proof docs clean
+.PHONY: help run test test-backends test-vllm format lint type unit bench proof soak faults fuzz flat docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -53,10 +53,23 @@ test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment 
 		tests/clients/rollout/test_vllm_engine.py tests/process/test_vllm_run.py
 
 bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it
-	for name in ledger control_plane rollout_engine; do $(BIN)/python -m bench.$$name || exit 1; done
+	for name in ledger control_plane curve rollout_engine; do $(BIN)/python -m bench.$$name || exit 1; done
 
 proof: .venv/.installed ## long: three seeds of the quickstart, results under bench/results/
 	$(BIN)/python -m bench.quickstart
+
+faults: .venv/.installed ## long: hundreds of kills, a storm of clients, the quickstart under sixty faults
+	$(BIN)/python -m bench.faults
+	$(BIN)/python -m bench.chaos
+
+soak: .venv/.installed ## long: 10^7 events of simulated faults, seed after seed, result under bench/results/
+	nice -n 19 $(BIN)/python -m bench.soak --publish
+
+fuzz: .venv/.installed ## long: ten million malformed messages
+	nice -n 19 $(BIN)/python -m bench.fuzz --messages 10000000
+
+flat: .venv/.installed ## long: a million trajectories through one server, whose memory, files and disk must stay flat
+	nice -n 19 $(BIN)/python -m bench.flat --trajectories 1000000
 
 docs: .venv/.installed ## docs/ as a site in site/
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'

@@ -1,0 +1,289 @@
+"""The faults themselves: what each kind does to the world, and how it passes."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from staleflow.sim.faults.network import GRAIN_S
+from staleflow.sim.faults.plan import Plan
+from staleflow.sim.faults.world import Node, World
+
+SPELL_S = 60.0
+PAUSE_S = 25.0
+"""After so long without an end the faults pause for this long: a run that stands still then has no excuse."""
+SERVERS = ("scheduler", "trajectories", "parameters")
+WORKERS = ("rollout", "rollout", "stage", "trainer")
+
+
+class Faults:
+    """Causes the faults of a plan while ``on``."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self.counts: Counter[str] = Counter()
+        self.number = 0
+        self.on = True
+        self._pause_s = world.conductor.now_s + SPELL_S
+        self._plan = plan
+        self._world = world
+        self._rng = random.Random(f"staleflow faults of {plan.seed}")
+        self._ways: dict[str, Callable[[], bool]] = {
+            "kill": self._kill,
+            "kill at a commit": self._kill_at_commit,
+            "kill at a rename": self._kill_at_rename,
+            "stop shortly": partial(self._stop, 0.1, 2.0),
+            "stop for longer than a lease": partial(self._stop, 1.2, 2.5),
+            "terminate": self._terminate,
+            "power failure": self._power_failure,
+            "torn trace": self._torn_trace,
+            "lose messages": partial(self._weather, "loss"),
+            "double messages": partial(self._weather, "double"),
+            "reorder messages": partial(self._weather, "reorder"),
+            "delay messages": self._delay,
+            "slow link": self._slow,
+            "partition": partial(self._partition, both=True),
+            "one-way partition": partial(self._partition, both=False),
+            "disconnect": self._disconnect,
+            "full disk": partial(self._disk, "full", 4.0),
+            "crowded disk": partial(self._disk, "crowded", 4.0),
+            "broken disk": self._broken_disk,
+            "slow disk": self._slow_disk,
+            "full disk of the weights": self._full_weights,
+            "flip a byte of a payload": partial(self._flip, ("payloads",)),
+            "flip a byte of a column": partial(self._flip, ("columns", "records")),
+            "flip a byte of the weights": self._flip_weights,
+            "two trainers": self._two_trainers,
+            "clock jump": self._clock_jump,
+            "malformed message": self._malformed,
+        }
+
+    def begin(self) -> None:
+        """The first fault comes when the run is under way."""
+        self._world.conductor.after(2.0, self._next)
+
+    def _next(self) -> None:
+        if not self.on:
+            return
+        now_s = self._world.conductor.now_s
+        if now_s > self._pause_s:
+            self._pause_s = now_s + PAUSE_S + SPELL_S
+            self._world.conductor.after(PAUSE_S, self._next)
+            return
+        kind = self._rng.choice(self._plan.kinds)
+        if self._ways[kind]():
+            self.number += 1
+            self.counts[kind] += 1
+        self._world.conductor.after(self._rng.expovariate(1 / self._plan.every_s), self._next)
+
+    # --- for a while -----------------------------------------------------------------------------------------
+
+    def _for(self, seconds: float, over: Callable[[], object]) -> None:
+        """The world is in trouble until then."""
+        self._world.troubles += 1
+
+        def passes() -> None:
+            self._world.troubles -= 1
+            over()
+
+        self._world.conductor.after(seconds, passes)
+
+    def _some(self, *roles: str) -> Node | None:
+        nodes = [node for node in self._world.of(self._rng.choice(roles)) if node.runs]
+        return self._rng.choice(nodes) if nodes else None
+
+    # --- processes -------------------------------------------------------------------------------------------
+
+    def _kill(self) -> bool:
+        node = self._some(*SERVERS, *WORKERS)
+        if node is None or node.process is None:
+            return False
+        self.counts[f"killed: {node.role}"] += 1
+        self._world.conductor.kill(node.process)
+        return True
+
+    def _kill_at_commit(self) -> bool:
+        node = self._some("scheduler", "trajectories")
+        if node is None or node.disk is None:
+            return False
+        node.disk.kill_at = self._rng.choice(("before", "after"))
+        return True
+
+    def _kill_at_rename(self) -> bool:
+        world = self._world
+        world.machine.kill_at_rename = (world.run_dir / "parameters", lambda: world.nodes["parameters"].process)
+        return True
+
+    def _stop(self, least: float, most: float) -> bool:
+        """SIGSTOP for so many leases, then SIGCONT."""
+        node = self._some(*SERVERS, *WORKERS)
+        if node is None or node.process is None:
+            return False
+        process = node.process
+        self.counts[f"stopped: {node.role}"] += 1
+        self._world.conductor.stop(process)
+        scale_s = self._world.scene.lease_s if least > 1 else 1.0
+        silent = self._world.silence(process)
+
+        def over() -> None:
+            if silent is not None:
+                silent.until_s = self._world.conductor.now_s
+            self._world.conductor.go_on(process)
+
+        self._for(self._rng.uniform(least, most) * scale_s, over)
+        return True
+
+    def _terminate(self) -> bool:
+        """SIGTERM."""
+        node = self._some(*SERVERS, "rollout")
+        if node is None or node.stop is None:
+            return False
+        stop = node.stop
+        node.process.loop.call_soon(stop.set, "SIGTERM")  # type: ignore[union-attr]
+        return True
+
+    def _power_failure(self) -> bool:
+        """Every server at once; of the trace's file only what was synced is left, and perhaps a bit more."""
+        world = self._world
+        for node in world.of(*SERVERS):
+            if node.process is not None and node.process.alive:
+                world.conductor.kill(node.process)
+        path = world.run_dir / "trace.jsonl"
+        if world.plan.config.scheduler.durability == "power" and path.exists():
+            synced = world.machine.synced(path)
+            with path.open("r+b") as file:
+                file.truncate(self._rng.randint(synced, path.stat().st_size))
+        return True
+
+    def _torn_trace(self) -> bool:
+        """The scheduler dies between its commit and its file, in the middle of a line."""
+        world, node = self._world, self._world.nodes["scheduler"]
+        if node.disk is None or not node.runs or node.process is None:
+            return False
+        process, path = node.process, world.run_dir / "trace.jsonl"
+        if not path.exists():
+            return False
+        node.disk.kill_at = "after"
+
+        def tear() -> None:
+            with path.open("ab") as file:
+                file.write(b'{"schema":1,"run":"torn'[: self._rng.randrange(1, 23)])
+
+        process.on_end.insert(0, tear)
+        return True
+
+    def _two_trainers(self) -> bool:
+        world = self._world
+        others = [node for node in world.of("trainer") if not node.wanted and not node.runs]
+        return world.take_over(others[0] if others else world.add_trainer())
+
+    # --- the network -----------------------------------------------------------------------------------------
+
+    def _weather(self, what: str) -> bool:
+        weather, share = self._world.network.weather, self._rng.choice((0.02, 0.1, 0.4))
+        setattr(weather, what, share)
+        self._for(self._rng.uniform(0.5, 6.0), lambda: setattr(weather, what, 0.0))
+        return True
+
+    def _delay(self) -> bool:
+        weather = self._world.network.weather
+        weather.delay_s = self._rng.choice((0.01, 0.1, 0.4))
+
+        def over() -> None:
+            weather.delay_s = GRAIN_S
+
+        self._for(self._rng.uniform(0.5, 6.0), over)
+        return True
+
+    def _slow(self) -> bool:
+        weather, node = self._world.network.weather, self._some(*SERVERS, *WORKERS)
+        if node is None:
+            return False
+        weather.slow[node.name] = self._rng.choice((0.05, 0.5, 1.5))
+        self._for(self._rng.uniform(1.0, 10.0), lambda: weather.slow.pop(node.name, None))
+        return True
+
+    def _partition(self, *, both: bool) -> bool:
+        """Some do not reach some others; sometimes one of them reaches nobody."""
+        weather, rng = self._world.network.weather, self._rng
+        names = list(self._world.nodes)
+        share = rng.choice((1 / len(names), 0.3, 0.5))
+        here = [name for name in names if rng.random() < share] or [rng.choice(names)]
+        there = [name for name in names if name not in here]
+        cut = {(a, b) for a in here for b in there}
+        if both or rng.random() < 0.5:
+            cut = cut | {(b, a) for a, b in cut} if both else {(b, a) for a, b in cut}
+        weather.cut |= cut
+
+        def over() -> None:
+            weather.cut -= cut
+
+        self._for(rng.uniform(0.5, 2.5) * self._world.scene.lease_s, over)
+        return True
+
+    def _disconnect(self) -> bool:
+        node = self._some(*SERVERS, *WORKERS)
+        if node is not None:
+            self._world.network.disconnect(node.name)
+        return node is not None
+
+    def _malformed(self) -> bool:
+        return self._world.garble(self._rng)
+
+    # --- disks -----------------------------------------------------------------------------------------------
+
+    def _disk(self, what: str, most_s: float) -> bool:
+        node = self._some("scheduler", "trajectories")
+        if node is None or node.disk is None:
+            return False
+        disk = node.disk
+        setattr(disk, what, True)
+        self._for(self._rng.uniform(0.3, most_s), lambda: setattr(disk, what, False))
+        return True
+
+    def _broken_disk(self) -> bool:
+        """The scheduler's only: a shard whose disk gives errors ends, which is as good as a kill."""
+        disk = self._world.nodes["scheduler"].disk
+        assert disk is not None
+        disk.broken = True
+        self._for(self._rng.uniform(0.3, 3.0), lambda: setattr(disk, "broken", False))
+        return True
+
+    def _slow_disk(self) -> bool:
+        node = self._some("scheduler", "trajectories")
+        if node is None or node.disk is None:
+            return False
+        disk = node.disk
+        disk.sync_s = self._rng.choice((0.005, 0.03))
+        self._for(self._rng.uniform(0.5, 5.0), lambda: setattr(disk, "sync_s", 0.0))
+        return True
+
+    def _full_weights(self) -> bool:
+        machine = self._world.machine
+        machine.full_folder = self._world.run_dir / "parameters"
+        self._for(self._rng.uniform(0.3, 4.0), lambda: setattr(machine, "full_folder", None))
+        return True
+
+    def _flip(self, tables: tuple[str, ...]) -> bool:
+        node = self._some("trajectories")
+        return node is not None and node.disk is not None and node.disk.flip(tables) is not None
+
+    def _flip_weights(self) -> bool:
+        """One byte of one version on disk: of those that no rollback goes back to. The newest one, and what a trainer
+        may come back from, nobody but a trainer could ever bring back."""
+        kept = self._world.scene.checkpoints
+        oldest = kept[-1][1] if kept else 0
+        files = sorted((self._world.run_dir / "parameters").glob("*.bin"))
+        files = [path for path in files if int(path.stem.split("-")[1]) < oldest]
+        if not files:
+            return False
+        path = self._rng.choice(files)
+        data = bytearray(path.read_bytes())
+        data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+        path.chmod(0o644)
+        path.write_bytes(data)
+        path.chmod(0o444)
+        return True
+
+    def _clock_jump(self) -> bool:
+        self._world.clock.jump_ns += self._rng.choice((-3600, -5, 5, 86_400)) * 1_000_000_000
+        return True

@@ -1,0 +1,92 @@
+"""What the workers and trainers of a run wrote down themselves: the witness that does not ask the servers.
+
+A line is there before what it tells of is said to anybody, and an answer is noted when it has come. Times are virtual.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
+
+
+class Key(NamedTuple):
+    group: GroupId
+    lease: LeaseId
+
+
+@dataclass(slots=True)
+class Sent:
+    """One payload that a worker has pushed, or tried to."""
+
+    worker: str
+    sha: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """A push that was answered with yes."""
+
+    key: Key
+    sha: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A batch that a trainer has in hand, all of it."""
+
+    batch: BatchId
+    lineage: Lineage
+    step: Step
+    term: TrainerTerm
+    digest: str
+    groups: tuple[GroupId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A version that a trainer was told is published."""
+
+    term: TrainerTerm
+    lineage: Lineage
+    version: Version
+    sha: str
+    batch: BatchId | None
+
+
+@dataclass(slots=True)
+class Heard:
+    """One report of a worker that was answered."""
+
+    sent_s: float
+    answered_s: float
+
+
+@dataclass(slots=True)
+class Journal:
+    """All journals of one run."""
+
+    sent: dict[Key, list[Sent]] = field(default_factory=dict[Key, list[Sent]])
+    acknowledged: list[Acknowledged] = field(default_factory=list[Acknowledged])
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """Answers of no to pushes, by code."""
+    fetched: list[Fetched] = field(default_factory=list[Fetched])
+    published: dict[tuple[Lineage, Version], set[str]] = field(default_factory=dict[tuple[Lineage, Version], set[str]])
+    """Shas of the weights that some trainer sent as that version."""
+    committed: list[Committed] = field(default_factory=list[Committed])
+    pulled: list[tuple[Lineage, Version, str]] = field(default_factory=list[tuple[Lineage, Version, str]])
+    heard: dict[str, list[Heard]] = field(default_factory=dict[str, list[Heard]])
+    wrong: list[str] = field(default_factory=list[str])
+    """Bytes that somebody was served and nobody had written."""
+    looked: Counter[str] = field(default_factory=Counter[str])
+    """Payloads looked at, by who looked."""
+    ends: Counter[str] = field(default_factory=Counter[str])
+    """Why workers and trainers ended by themselves."""
+
+    def send(self, key: Key, worker: str, sha: str, at_s: float) -> None:
+        """About to push."""
+        sent = self.sent.setdefault(key, [])
+        if all(one.sha != sha for one in sent):
+            sent.append(Sent(worker, sha, at_s))

@@ -1,0 +1,110 @@
+"""The machine under the simulated processes: what randomness it gives, and how its files behave.
+
+The product asks the system for random names and writes two kinds of plain files, the trace and the weights. While
+``Machine.installed`` holds, those calls go through here: names come from the seed, the disk of the weights can be full,
+a process can be killed between two of its file operations, and it is known what of a file was synced.
+"""
+
+import errno
+import importlib
+import logging
+import os
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from staleflow.sim.faults.virtual import Conductor, Killed, Process
+
+BEGIN_UNIX_NS = 1_800_000_000_000_000_000
+
+
+class SimClock:
+    """A ``Clock`` of virtual time; ``jump_ns`` is what the label that people read is off."""
+
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        self.jump_ns = 0
+
+    def now_ns(self) -> int:
+        return round(self._conductor.now_s * 1e9)
+
+    def now_ms(self) -> int:
+        return self.now_ns() // 1_000_000
+
+    def unix_ns(self) -> int:
+        return BEGIN_UNIX_NS + self.now_ns() + self.jump_ns
+
+
+class Machine:
+    """Files and randomness of one run."""
+
+    def __init__(self, conductor: Conductor, rng: random.Random) -> None:
+        self.full_folder: Path | None = None
+        """Files in it cannot grow."""
+        self.kill_at_rename: tuple[Path, Callable[[], Process | None]] | None = None
+        """The next rename into this folder kills that process, right before or right after it."""
+        self.counts: Counter[str] = Counter()
+        self._synced: dict[tuple[int, int], int] = {}
+        self._conductor = conductor
+        self._rng = rng
+        self._names = random.Random(rng.getrandbits(64))
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        """Everything that runs inside sees this machine."""
+        importlib.import_module("numpy.random")  # takes randomness when it comes first, which must not be this one
+        state, level = random.getstate(), logging.root.manager.disable
+        random.seed(self._rng.getrandbits(64))
+        logging.disable(logging.CRITICAL)
+        names = self._names
+        try:
+            with (
+                mock.patch.object(secrets, "token_hex", lambda size=32: names.randbytes(size).hex()),
+                mock.patch.object(secrets, "randbits", names.getrandbits),
+                mock.patch.object(os, "fdatasync", self._sync),
+                mock.patch.object(os, "posix_fallocate", self._allocate(os.posix_fallocate)),
+                mock.patch.object(os, "replace", self._rename(os.replace)),
+            ):
+                yield
+        finally:
+            logging.disable(level)
+            random.setstate(state)
+
+    def synced(self, path: Path) -> int:
+        """Bytes of the file that a power failure leaves."""
+        found = path.stat()
+        return min(self._synced.get((found.st_dev, found.st_ino), 0), found.st_size)
+
+    def _sync(self, descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        self._synced[found.st_dev, found.st_ino] = found.st_size
+
+    def _allocate(self, real: Callable[..., None]) -> Callable[..., None]:
+        def allocate(descriptor: int, offset: int, size: int) -> None:
+            if self.full_folder is not None:
+                self.counts["weights full"] += 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(descriptor, offset, size)
+
+        return allocate
+
+    def _rename(self, real: Callable[..., None]) -> Callable[..., None]:
+        def rename(source: Any, target: Any, **options: Any) -> None:
+            if self.kill_at_rename is None or Path(target).parent != self.kill_at_rename[0]:
+                real(source, target, **options)
+                return
+            process = self.kill_at_rename[1]()
+            self.kill_at_rename = None
+            if self._rng.random() < 0.5:
+                real(source, target, **options)
+            if process is not None:
+                self.counts["killed at a rename"] += 1
+                self._conductor.kill(process)
+                raise Killed
+
+        return rename

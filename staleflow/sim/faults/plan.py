@@ -1,0 +1,124 @@
+"""What a seed stands for: the shape of the run, and which faults it has, how often."""
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from staleflow.configs.load import from_json
+from staleflow.configs.schema import Config
+
+ROWS: Final = 500
+SOURCE: Final = "staleflow.sim.faults.payload:rows"
+
+KINDS: Final = (
+    "kill",
+    "kill at a commit",
+    "kill at a rename",
+    "stop shortly",
+    "stop for longer than a lease",
+    "terminate",
+    "power failure",
+    "torn trace",
+    "lose messages",
+    "double messages",
+    "reorder messages",
+    "delay messages",
+    "slow link",
+    "partition",
+    "one-way partition",
+    "disconnect",
+    "full disk",
+    "crowded disk",
+    "broken disk",
+    "slow disk",
+    "full disk of the weights",
+    "flip a byte of a payload",
+    "flip a byte of a column",
+    "flip a byte of the weights",
+    "two trainers",
+    "clock jump",
+    "malformed message",
+)
+"""Every fault there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One seed."""
+
+    seed: int
+    config: Config
+    engines: int
+    capacity: int
+    stages: int
+    kinds: tuple[str, ...]
+    """The faults of this run; each kind is left out of some runs, so that the others get deeper."""
+    every_s: float
+    """Mean time between two faults."""
+
+
+def plan_of(seed: int) -> Plan:
+    """The plan of a seed; the same for ever, as long as this file is."""
+    rng = random.Random(f"staleflow faults {seed}")
+    shards = rng.choice((1, 1, 2, 3))
+    bound = rng.choice(("trajectory", "trajectory", "token"))
+    batch_size = rng.choice((2, 6, 12, 24))
+    table = {
+        "name": f"faults-{seed}",
+        "seed": seed,
+        "model": {"path": "simulated"},
+        "prompts": {"source": SOURCE, "options": {"count": ROWS}},
+        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
+        "staleness": {
+            "max_staleness": rng.choice((0, 1, 2, 3)),
+            "bound": bound,
+            "on_overdue": "wait" if bound == "token" else rng.choice(("wait", "truncate", "retry", "drop")),
+            "min_trainable": rng.choice((0.0, 0.3)) if bound == "token" else 0.0,
+        },
+        "rollout": {
+            "engine": "simulated",
+            "max_inflight": 1024,
+            "group_size": rng.choice((1, 2, 4)),
+            "filter": rng.choice(("none", "zero_spread")),
+            "redundancy": {"groups": rng.choice((1.0, 1.0, 1.5))},
+        },
+        "coordination": {
+            "routing": rng.choice(("cost_model", "least_loaded", "round_robin")),
+            "sync": rng.choice(("greedy", "idle")),
+            "migration": rng.choice(("none", "idle", "throughput")),
+            "admission": rng.choice(("fill", "just_in_time")),
+            "composition": rng.choice(("iid", "iid", "length_clustered")),
+            "ranker": rng.choice(("none", "history")),
+        },
+        "trainer": {
+            "backend": "simulated",
+            "batch_size": batch_size,
+            "steps": 1_000_000,
+            "checkpoint_every": rng.choice((1, 3, 8)),
+            "algorithm": {"kl_coef": rng.choice((0.0, 0.0, 0.1))},
+            "simulated_step_s": batch_size * rng.choice((0.02, 0.06)),
+        },
+        "scheduler": {"bind": "tcp://127.0.0.1:7000", "lease_s": 5.0, "durability": rng.choice(("process", "power"))},
+        "trajectories": {
+            "shards": shards,
+            "bind": [f"tcp://127.0.0.1:{7001 + shard}" for shard in range(shards)],
+            "durability": "power",
+        },
+        "parameters": {"bind": "tcp://127.0.0.1:7100"},
+    }
+    if table["coordination"]["composition"] == "length_clustered":  # type: ignore[index]
+        table["coordination"]["ranker"] = "history"  # type: ignore[index]
+    if table["rollout"]["group_size"] == 1:  # type: ignore[index]
+        table["rollout"]["filter"] = "none"  # type: ignore[index]
+    kinds = tuple(kind for kind in KINDS if rng.random() < 0.7)
+    return Plan(
+        seed=seed,
+        config=from_json(msgspec.json.encode(table)),
+        engines=rng.choice((2, 3, 5)),
+        capacity=rng.choice((8, 16)),
+        stages=rng.choice((1, 2)),
+        kinds=kinds or KINDS,
+        every_s=rng.choice((0.7, 1.5, 3.0)),
+    )

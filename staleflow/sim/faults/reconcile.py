@@ -1,0 +1,258 @@
+"""The witnesses against the servers: journals, trace and disks must tell the same story.
+
+The audit of the trace asks whether the ledger kept its own rules; here it is asked whether what the workers were told
+is what is in the trace, whether what is in the trace is on the disks, and whether everything served was written by
+somebody. Nothing of the servers' code is asked.
+"""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
+from staleflow.sim.faults.journal import Journal, Key
+from staleflow.sim.faults.world import History, Spell
+
+TICK_S = 0.06
+
+
+class Rule(StrEnum):
+    """What must hold."""
+
+    ACKNOWLEDGED = "a push that was answered with yes is in the trace, with those bytes"
+    SENT = "a push in the trace was made by its worker, with those bytes"
+    SERVED = "whoever got bytes got what somebody wrote"
+    BATCH = "a batch in a trainer's hand is the sealed one: same step, lineage, digest and members"
+    DIGEST = "the digest of a sealed batch is that of its members, in their order"
+    COMMITTED = "a version that a trainer was told of is published, with its bytes"
+    PUBLISHED = "a published version was sent by a trainer"
+    PULLED = "what an instance loaded is what was published"
+    ZOMBIE = "no yes for a push under a lease that was over before it was pushed"
+    EARLY = "a lease of a worker that was heard in time does not expire"
+    LATE = "a lease of a dead or stopped worker is over after its time and a second"
+    STORED = "what is pushed, occupied or sealed lies in its shard, with those bytes"
+    GARBAGE = "a shard keeps nothing that nobody needs"
+    ALIVE = "no server ends by an error of its own"
+    PROGRESS = "a run without trouble does not stand still for three times the life of a lease"
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is not as it must be, and how often each rule had something to look at."""
+
+    violations: list[tuple[Rule, str]] = field(default_factory=list[tuple[Rule, str]])
+    checks: Counter[str] = field(default_factory=Counter[str])
+
+    def check(self, rule: Rule, holds: bool, why: str, *seen: object) -> None:
+        """``why`` is a format for ``seen``."""
+        self.checks[rule.name] += 1
+        if not holds:
+            self.violations.append((rule, why.format(*seen)))
+
+
+@dataclass(slots=True)
+class Told:
+    """The trace by what is asked of it."""
+
+    pushes: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict[tuple[int, int], dict[str, Any]])
+    seals: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    published: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    reserved: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    """By lease."""
+    over: dict[int, tuple[float, str]] = field(default_factory=dict[int, tuple[float, str]])
+    """By lease: when it ended, and how."""
+    live: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    """By group: the push of what is pushed, occupied or sealed at the end."""
+    by_step: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    """The seal of each step of the surviving history."""
+    kept: int = 0
+    """The version of the newest checkpoint: consumed payload of later steps stays."""
+    end_s: float = 0.0
+
+    @classmethod
+    def by(cls, events: "list[dict[str, Any]]") -> "Told":
+        told = cls()
+        for event in events:
+            told.take(event)
+        return told
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One line."""
+        self.end_s = now_s = event["m"] / 1e9
+        match event["ev"]:
+            case "reserve":
+                self.reserved[event["lease"]] = event
+            case "push":
+                self.pushes[event["group"], event["lease"]] = event
+                self.live[event["group"]] = event
+                self.over[event["lease"]] = (now_s, "push")
+            case "release":
+                self.live.pop(event["group"], None)
+                self.over.setdefault(event["lease"], (now_s, event["why"]))
+            case "drop":
+                self.live.pop(event["group"], None)
+            case "seal":
+                self.seals[event["batch"]] = self.by_step[event["step"]] = event
+            case "unseal":
+                self.by_step.pop(self.seals.get(event["batch"], event).get("step", -1), None)
+            case "consume":
+                for member in self.seals.get(event["batch"], {}).get("members", ()):
+                    self.live.pop(member["group"], None)
+            case "checkpoint":
+                self.kept = event["version"]
+            case "rollback":
+                self._bring_back(event["to_version"])
+            case "publish":
+                self.published[event["lineage"], event["version"]] = event["sha"]
+            case _:
+                pass
+
+    def _bring_back(self, version: int) -> None:
+        """Batches of later steps are undone; the drops that follow in the trace take what must go."""
+        for step in [step for step in self.by_step if step >= version]:
+            for key in _members(self.by_step.pop(step)):
+                if key in self.pushes:
+                    self.live.setdefault(key[0], self.pushes[key])
+
+    def needed(self) -> set[tuple[int, int]]:
+        """(group, lease) of what must not be forgotten, and of what a rollback may still want."""
+        may_return = {key for step, seal in self.by_step.items() if step >= self.kept for key in _members(seal)}
+        return {(group, push["lease"]) for group, push in self.live.items()} | may_return
+
+
+def _members(seal: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(member["group"], member["lease"]) for member in seal["members"]]
+
+
+def reconcile(
+    journal: Journal,
+    history: History,
+    events: list[dict[str, Any]],
+    stored: Mapping[tuple[int, int], str],
+    *,
+    lease_s: float,
+    flipped: set[tuple[int, int]],
+) -> Findings:
+    """``stored``: sha by (group, lease) of what the shards have at the end; ``flipped``: where bytes were changed."""
+    found, told = Findings(), Told.by(events)
+    _pushes(found, journal, told)
+    _versions(found, journal, told)
+    _leases(found, journal, history, told, lease_s)
+    _disks(found, told, stored, flipped)
+    found.checks[Rule.SERVED.name] += sum(journal.looked.values())
+    found.violations += [(Rule.SERVED, why) for why in journal.wrong]
+    found.checks[Rule.ALIVE.name] += 1
+    found.violations += [(Rule.ALIVE, why) for why in history.failures]
+    found.checks[Rule.PROGRESS.name] += 1
+    found.violations += [(Rule.PROGRESS, why) for why in history.stalls]
+    return found
+
+
+def _pushes(found: Findings, journal: Journal, told: Told) -> None:
+    for one in journal.acknowledged:
+        push = told.pushes.get(one.key)
+        found.check(
+            Rule.ACKNOWLEDGED,
+            push is not None and push["sha"] == one.sha,
+            "group {}, lease {}: {} against {}",
+            one.key.group,
+            one.key.lease,
+            one.sha,
+            push,
+        )
+        over = told.over.get(one.key.lease)
+        found.check(
+            Rule.ZOMBIE,
+            over is None or over[1] == "push",
+            "lease {} was over by {}, and its push was taken",
+            one.key.lease,
+            over,
+        )
+    for key, push in told.pushes.items():
+        sent = journal.sent.get(Key(GroupId(key[0]), LeaseId(key[1])), [])
+        found.check(
+            Rule.SENT,
+            any(one.sha == push["sha"] and one.worker == push["worker"] for one in sent),
+            "nobody pushed {}",
+            push,
+        )
+
+
+def _versions(found: Findings, journal: Journal, told: Told) -> None:
+    for seal in told.seals.values():
+        lines = ["{group} {lease} {lineage} {version} {sha}\n".format_map(member) for member in seal["members"]]
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+        found.check(Rule.DIGEST, seal["digest"] == digest, "batch {} has another digest", seal["batch"])
+    for fetched in journal.fetched:
+        sealed = told.seals.get(fetched.batch)
+        same = sealed is not None and (
+            (sealed["step"], sealed["lineage"], sealed["digest"]) == (fetched.step, fetched.lineage, fetched.digest)
+            and tuple(member["group"] for member in sealed["members"]) == fetched.groups
+        )
+        found.check(Rule.BATCH, same, "{} against {}", fetched, sealed)
+    for one in journal.committed:
+        sha = told.published.get((one.lineage, one.version))
+        found.check(Rule.COMMITTED, sha == one.sha, "{} against {}", one, sha)
+    for key, sha in told.published.items():
+        sent = journal.published.get((Lineage(key[0]), Version(key[1])), set())
+        found.check(Rule.PUBLISHED, sha in sent, "nobody sent {}", key)
+    for lineage, version, sha in journal.pulled:
+        known = told.published.get((lineage, version))
+        found.check(Rule.PULLED, known == sha, "version {} of lineage {} is {}, not {}", version, lineage, known, sha)
+
+
+def _leases(found: Findings, journal: Journal, history: History, told: Told, lease_s: float) -> None:
+    heard: dict[str, list[tuple[float, float]]] = {
+        worker: [(one.sent_s, one.answered_s) for one in reports] for worker, reports in journal.heard.items()
+    }
+    for lease, (over_s, why) in told.over.items():
+        if why == "expired":
+            if (reserve := told.reserved.get(lease)) is None:
+                continue
+            since_s = over_s - lease_s + TICK_S
+            fresh = any(sent > since_s and answered < over_s for sent, answered in heard.get(reserve["worker"], ()))
+            found.check(
+                Rule.EARLY,
+                not fresh and reserve["m"] / 1e9 <= since_s,
+                "lease {} of {} expired too early",
+                lease,
+                reserve["worker"],
+            )
+    leases: dict[str, list[int]] = defaultdict(list)
+    for lease, reserve in told.reserved.items():
+        leases[reserve["worker"]].append(lease)
+    for spell in history.silent:
+        for lease in leases[spell.what]:
+            since_s = max(told.reserved[lease]["m"] / 1e9, spell.since_s)
+            until_s = min(told.over.get(lease, (told.end_s, ""))[0], spell.until_s)
+            longest_s = _longest(history.serving, since_s, until_s)
+            found.check(
+                Rule.LATE,
+                longest_s <= lease_s + 1.0,
+                "lease {} outlived its holder by {:.2f} s",
+                lease,
+                longest_s,
+            )
+
+
+def _longest(spells: list[Spell], since_s: float, until_s: float) -> float:
+    """The longest time between the two in which the scheduler worked without a break."""
+    return max((min(s.until_s, until_s) - max(s.since_s, since_s) for s in spells), default=0.0)
+
+
+def _disks(found: Findings, told: Told, stored: Mapping[tuple[int, int], str], flipped: set[tuple[int, int]]) -> None:
+    for group, push in told.live.items():
+        key = (group, push["lease"])
+        found.check(
+            Rule.STORED,
+            stored.get(key) == push["sha"] or key in flipped,
+            "{} lies there as {}",
+            push,
+            stored.get(key),
+        )
+    needed = told.needed()
+    for key in stored:
+        found.check(Rule.GARBAGE, key in needed or key in flipped, "group {}, lease {} is garbage", *key)

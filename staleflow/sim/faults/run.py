@@ -1,0 +1,171 @@
+"""One seed from its first fault to the verdict."""
+
+import hashlib
+import json
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from staleflow.runtime.audit import audit
+from staleflow.runtime.store import key_number
+from staleflow.sim.faults.faults import Faults
+from staleflow.sim.faults.plan import Plan, plan_of
+from staleflow.sim.faults.reconcile import reconcile
+from staleflow.sim.faults.world import World
+
+LOOK_S = 0.5
+SETTLE_S = 12.0
+"""After the last fault: long enough for leases to end, stages to be given again, garbage to be found."""
+END_S = 60.0
+"""A run that is to end ends within this."""
+LEAST_FAULTS = 15
+MOST_S = 2_000.0
+"""A run whose faults let it do nothing is judged after this, however few events it has."""
+STORY_LINES = 40
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one seed."""
+
+    seed: int
+    events: int = 0
+    trace_hash: str = ""
+    seconds: float = 0.0
+    """Of virtual time."""
+    violations: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """(rule, what was seen), those of the audit first."""
+    story: list[str] = field(default_factory=list[str])
+    """Lines of the trace about the first violation."""
+    faults: Counter[str] = field(default_factory=Counter[str])
+    checks: Counter[str] = field(default_factory=Counter[str])
+    """How often each rule had something to look at."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    @property
+    def replay(self) -> str:
+        """The command that shows it again."""
+        return f"python -m staleflow.sim.faults {self.seed} --events {self.events}"
+
+
+def run_seed(seed: int, events: int, run_dir: Path | None = None) -> Outcome:
+    """Run until the trace has about ``events`` lines, let the faults pass, end the run, and judge it.
+
+    Its files go to ``run_dir``, which must be empty, or are thrown away.
+    """
+    return run_plan(plan_of(seed), events, run_dir)
+
+
+def run_plan(plan: Plan, events: int, run_dir: Path | None = None) -> Outcome:
+    """As ``run_seed``, for a plan that may differ from its seed's."""
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return _run(plan, events, run_dir)
+    with tempfile.TemporaryDirectory(prefix="staleflow-faults-") as place:
+        return _run(plan, events, Path(place))
+
+
+def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
+    world = World(plan, run_dir)
+    faults = Faults(plan, world)
+    with world.machine.installed():
+        try:
+            world.begin()
+            faults.begin()
+            _until(world, lambda: world.seq() >= events and faults.number >= LEAST_FAULTS)
+            faults.on = False
+            _until(world, lambda: not world.troubles and world.calm())
+            world.settle()
+            _for(world, SETTLE_S)
+            world.scene.finishing = True
+            closed = _until(world, world.closed, END_S)
+            _for(world, 5.0)
+            if not closed and not world.history.stalls:
+                world.history.stalls.append("the run does not end")
+            world.ended = True
+            return _judge(world, faults, events)
+        finally:
+            world.conductor.close()
+
+
+def _until(world: World, holds: "Any", most_s: float = MOST_S) -> bool:
+    """Let time go on until it holds, or the world has ended; says whether it holds."""
+    conductor, found = world.conductor, [False]
+    end_s = conductor.now_s + most_s
+
+    def look() -> None:
+        found[0] = holds()
+        if not found[0]:
+            conductor.after(LOOK_S, look)
+
+    look()
+    conductor.run(lambda: found[0] or world.ended or conductor.now_s >= end_s)
+    return found[0]
+
+
+def _for(world: World, seconds: float) -> None:
+    end_s = world.conductor.now_s + seconds
+    world.conductor.run(lambda: world.ended or world.conductor.now_s >= end_s)
+
+
+def _judge(world: World, faults: Faults, events: int) -> Outcome:
+    path = world.run_dir / "trace.jsonl"
+    report = audit(path)
+    lines = path.read_bytes().splitlines()
+    told = [json.loads(line) for line in lines]
+    found = reconcile(
+        world.scene.journal,
+        world.history,
+        told,
+        _stored(world),
+        lease_s=world.scene.lease_s,
+        flipped={key for node in world.of("trajectories") if node.disk for key in node.disk.flipped},
+    )
+    outcome = Outcome(world.plan.seed, report.lines, report.last_hash, world.conductor.now_s)
+    outcome.violations = [(one.rule.name, f"line {one.seq}: {one.why}") for one in report.violations]
+    outcome.violations += [(rule.name, why) for rule, why in found.violations]
+    outcome.checks = report.checks + found.checks
+    outcome.faults = faults.counts
+    journal, network = world.scene.journal, world.network.counts
+    outcome.counts = Counter(world.scene.counts) + Counter({f"network: {k}": n for k, n in network.items()})
+    outcome.counts += Counter({f"trace: {name}": n for name, n in report.events.items()})
+    outcome.counts += Counter({f"push refused: {name}": n for name, n in journal.refused.items()})
+    outcome.counts += Counter({f"looked: {name}": n for name, n in journal.looked.items()})
+    outcome.counts += Counter({f"ended: {name}": n for name, n in journal.ends.items()})
+    for node in world.of("scheduler", "trajectories"):
+        if node.disk is not None:
+            outcome.counts += Counter({f"disk: {name}": n for name, n in node.disk.counts.items()})
+    outcome.counts += Counter({f"machine: {name}": n for name, n in world.machine.counts.items()})
+    if outcome.violations:
+        outcome.story = _story(outcome.violations[0][1], told, [line.decode() for line in lines])
+    return outcome
+
+
+def _stored(world: World) -> dict[tuple[int, int], str]:
+    """Sha of what lies in the shards, by (group, lease)."""
+    return {
+        (key_number(key[:8]), key_number(key[8:16])): hashlib.sha256(blob).hexdigest()
+        for node in world.of("trajectories")
+        if node.disk is not None
+        for key, blob in node.disk.tables.get("payloads", {}).items()
+    }
+
+
+def _story(why: str, told: list[dict[str, Any]], lines: list[str]) -> list[str]:
+    """The lines about the group or the line that the violation names; the last ones when it names none."""
+    words = why.replace(",", " ").replace(":", " ").split()
+    group = next((int(b) for a, b in pairwise(words) if a == "group" and b.isdigit()), None)
+    seq = next((int(b) for a, b in pairwise(words) if a == "line" and b.isdigit()), None)
+    if group is None and seq is not None and seq <= len(told):
+        group = told[seq - 1].get("group")
+    if group is not None:
+        named = f'"group":{group},'
+        return [line for line in lines if named in line][-STORY_LINES:]
+    return lines[max((seq or len(lines)) - STORY_LINES, 0) : seq or len(lines)]

@@ -1,0 +1,57 @@
+"""The simulated stages: the shipped stage worker, with a stage that checks what it gets and rewards by the seed."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from staleflow.clients.attachment import attach
+from staleflow.clients.stage.worker import Failed, Made, StageGroup, StageWorker
+from staleflow.protocols.consistency.ids import LeaseId
+from staleflow.protocols.wire.messages import Attach
+from staleflow.protocols.wire.stages import REFERENCE
+from staleflow.runtime.client import Client, worker_id
+from staleflow.sim.faults.payload import is_what_was_written, reference_of, rewards_of
+from staleflow.sim.faults.scene import Scene
+from staleflow.sim.faults.virtual import Process
+
+GROUP_S = 0.01
+FAILED_SHARE = 0.003
+MOST_GROUPS = 8
+
+
+class CheckedStage:
+    """Columns that are a function of the group's lease; a few groups cannot be judged."""
+
+    def __init__(self, scene: Scene, stage: str) -> None:
+        self._scene = scene
+        self._stage = stage
+        self._rng = random.Random(scene.rng.getrandbits(64))
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        await asyncio.sleep(GROUP_S * len(groups))
+        return [self._one(group) for group in groups]
+
+    def _one(self, group: StageGroup) -> Made:
+        scene, payload = self._scene, group.payload
+        scene.journal.looked["stage"] += 1
+        if not is_what_was_written(scene.seed, group.group, payload, scene.samples):
+            scene.journal.wrong.append(f"a stage got bytes of group {group.group} that nobody wrote")
+        if self._rng.random() < FAILED_SHARE:
+            return Failed("it cannot be judged")
+        if self._stage == REFERENCE:
+            return {"logprobs": reference_of(payload)}
+        lease = LeaseId(int(payload.prompt_ids[1]))
+        return {"reward": rewards_of(scene.seed, group.group, lease, scene.samples)}
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None:
+        """Nobody waits for that here."""
+
+
+async def run_stage(scene: Scene, process: Process, name: str, stage: str) -> None:
+    """One worker of a stage, until its process ends."""
+    me, transport = worker_id(name), scene.network.transport(process)
+    scheduler = Client(scene.where.scheduler, worker=me, transport=transport)
+    await attach(scheduler, Attach(worker=me, name=name, role="stage", stage=stage))
+    shards = [Client(address, worker=me, transport=transport) for address in scene.where.trajectories]
+    worker = StageWorker(worker=me, name=stage, stage=CheckedStage(scene, stage), max_groups=MOST_GROUPS)
+    await worker.serve(shards)

@@ -1,0 +1,207 @@
+"""A simulated trainer over the shipped connections: joins from its newest checkpoint, trains, publishes, is fenced."""
+
+import asyncio
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from staleflow.clients.attachment import attach
+from staleflow.clients.parameters import TRIES
+from staleflow.clients.trainer.backend import NoBatch
+from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch
+from staleflow.clients.trainer.stream import BatchStream
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import BatchId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Attach,
+    Batch,
+    BeginPublish,
+    CommitPublish,
+    Done,
+    Finished,
+    Join,
+    Joined,
+    MemberRef,
+    NextBatch,
+    PublishChunk,
+    PublishTo,
+    RegisterCheckpoint,
+    Registered,
+)
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.errors import Refused
+from staleflow.sim.faults.journal import Committed, Fetched
+from staleflow.sim.faults.payload import is_what_was_written, manifest_of, weights_of
+from staleflow.sim.faults.scene import Scene
+from staleflow.sim.faults.virtual import Process
+
+CHUNK = 64
+OTHER_RANK_SHARE = 0.2
+FUTURE = 1_000
+"""Versions ahead of everything: a trainer that comes from there is refused."""
+
+
+class CheckedStream(BatchStream):
+    """The shipped stream; what it fetches is looked at."""
+
+    def __init__(self, scene: Scene, scheduler: Client, shards: Sequence[Client], term: TrainerTerm) -> None:
+        super().__init__(scheduler, shards, term)
+        self._scene = scene
+
+    async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
+        found = await super()._members(members)
+        scene = self._scene
+        for item, member in zip(found, members, strict=True):
+            scene.journal.looked["trainer"] += 1
+            right = is_what_was_written(scene.seed, item.group, item.payload, scene.samples)
+            if not right or item.group != member.group or int(item.payload.prompt_ids[1]) != member.lease:
+                scene.journal.wrong.append(f"a trainer got bytes of group {member.group} that nobody wrote")
+        return found
+
+
+class Trainer:
+    """One process's worth of training."""
+
+    def __init__(self, scene: Scene, process: Process, name: str) -> None:
+        self._scene = scene
+        self._name = name
+        self._rng = random.Random(scene.rng.getrandbits(64))
+        self.me: WorkerId = worker_id(name)
+        transport = scene.network.transport(process)
+        self._scheduler = Client(scene.where.scheduler, worker=self.me, transport=transport)
+        self._shards = [Client(address, worker=self.me, transport=transport) for address in scene.where.trajectories]
+        self._parameters = Client(scene.where.parameters, worker=self.me, transport=transport)
+        self._term = TrainerTerm(0)
+        self._lineage = Lineage(0)
+
+    async def run(self) -> None:
+        """Train until the run has had enough, or another trainer has taken over."""
+        await attach(self._scheduler, Attach(worker=self.me, name=self._name, role="trainer"), parameters=True)
+        try:
+            await self._train(await self._join())
+        except Refused as no:
+            if no.code is not Code.FENCED:
+                raise
+            self._scene.counts["a trainer was fenced"] += 1
+        except NoBatch:
+            self._scene.counts["a trainer came too late"] += 1
+
+    async def _join(self) -> Version:
+        """Take over from the newest checkpoint that the run accepts."""
+        if self._rng.random() < 0.2:
+            await self._try(Lineage(0), Version(FUTURE))
+        while True:
+            for lineage, version in [*reversed(self._scene.checkpoints), (Lineage(0), Version(0))]:
+                joined = await self._try(lineage, version)
+                if joined is not None:
+                    del self._scene.checkpoints[self._newer_than(version) :]
+                    self._term, self._lineage = joined.trainer_term, joined.lineage
+                    if joined.version < 0:
+                        await self._publish(Version(0), None)
+                    return version
+            await asyncio.sleep(0.1)  # another trainer has made a checkpoint meanwhile: look again
+
+    def _newer_than(self, version: Version) -> int:
+        """Where the checkpoints after that version begin."""
+        return next((n for n, one in enumerate(self._scene.checkpoints) if one[1] > version), 10**9)
+
+    async def _try(self, lineage: Lineage, version: Version) -> Joined | None:
+        request = Join(trainer=self.me, lineage=lineage, version=version)
+        try:
+            return await self._scheduler.ask(request, Joined, timeout_s=None)
+        except Refused as no:
+            if no.code is not Code.BAD_VERSION:
+                raise
+            self._scene.counts["a trainer came from a bad version"] += 1
+            return None
+
+    async def _train(self, version: Version) -> None:
+        stream = CheckedStream(self._scene, self._scheduler, self._shards, self._term)
+        ahead = asyncio.ensure_future(stream.fetch(Step(version)))
+        while True:
+            batch = await ahead
+            self._note(batch)
+            ahead = asyncio.ensure_future(stream.fetch(Step(batch.step + 1)))
+            try:
+                await self._other_rank(batch)
+                await asyncio.sleep(self._scene.step_s * (0.5 + self._rng.random()))
+                version = Version(batch.step + 1)
+                await self._publish(version, batch.batch)
+                if version % self._scene.checkpoint_every == 0 or self._scene.finishing:
+                    await self._checkpoint(version)
+            except BaseException:
+                ahead.cancel()
+                raise
+            if self._scene.finishing:
+                ahead.cancel()
+                await self._scheduler.ask(Finished(trainer_term=self._term), Done, timeout_s=None)
+                return
+
+    async def _other_rank(self, batch: TrainBatch) -> None:
+        """Now and then another rank asks for the same step, and must get the same batch."""
+        if self._rng.random() < OTHER_RANK_SHARE:
+            ask = NextBatch(trainer_term=self._term, step=batch.step, rank=1)
+            other = await self._scheduler.ask(ask, Batch, timeout_s=None)
+            if other.batch == batch.batch and other.digest != batch.digest:
+                self._scene.journal.wrong.append(f"two ranks got batch {batch.batch} with two digests")
+
+    def _note(self, batch: TrainBatch) -> None:
+        groups = tuple(dict.fromkeys(batch.group_ids.tolist()))
+        fetched = Fetched(batch.batch, batch.lineage, batch.step, self._term, batch.digest, groups)
+        self._scene.journal.fetched.append(fetched)
+
+    async def _checkpoint(self, version: Version) -> None:
+        self._scene.checkpoints.append((self._lineage, version))
+        await asyncio.sleep(0.01)
+        request = RegisterCheckpoint(trainer_term=self._term, lineage=self._lineage, version=version)
+        await self._scheduler.ask(request, Done, timeout_s=None)
+
+    # --- publishing ------------------------------------------------------------------------------------------
+
+    async def _publish(self, version: Version, batch: BatchId | None) -> None:
+        """Bytes first, then the commit; from the start if the server has forgotten the upload.
+
+        A batch that was taken back meanwhile (a member is corrupt) cannot be published: that ends the trainer, as it
+        ends the shipped one, and it comes back from its checkpoint.
+        """
+        data = weights_of(self._scene.seed, self._lineage, version, self._term)
+        manifest = manifest_of(data)
+        begin = BeginPublish(
+            trainer_term=self._term, lineage=self._lineage, version=version, batch=batch, manifest=manifest
+        )
+        self._scene.journal.published.setdefault((self._lineage, version), set()).add(manifest.sha)
+        for attempt in range(1, TRIES + 1):
+            try:
+                await self._upload(begin, data)
+            except Refused as no:
+                if no.code is not Code.STALE or attempt == TRIES:
+                    raise
+                self._scene.counts["an upload was begun again"] += 1
+            else:
+                break
+        committed = Committed(self._term, self._lineage, version, manifest.sha, batch)
+        self._scene.journal.committed.append(committed)
+
+    async def _upload(self, begin: BeginPublish, data: bytes) -> None:
+        to = await self._parameters.ask(begin, PublishTo, timeout_s=None)
+        if self._rng.random() < 0.5 or not _written(to.path, data):
+            for start in range(0, len(data), CHUNK):
+                chunk = PublishChunk(upload=to.upload, offset=start)
+                await self._parameters.ask(chunk, Done, [data[start : start + CHUNK]], timeout_s=None)
+        else:
+            await asyncio.sleep(0.01)
+        await self._parameters.ask(CommitPublish(upload=to.upload), Registered, timeout_s=None)
+
+
+def _written(path: str, data: bytes) -> bool:
+    """Write into the server's file, as a trainer on its host does."""
+    try:
+        descriptor = os.open(Path(path), os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        os.pwrite(descriptor, data, 0)
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,258 @@
+"""Processes in virtual time: each has an asyncio loop of its own, and one conductor turns them in a fixed order.
+
+- ``loop.time()`` is the virtual clock; it stands still while anything can run. Threads run at once, in order.
+- ``kill`` is ``kill -9``: no line of the process runs again, no ``finally`` of it either. What it was about to do is
+  kept until ``Conductor.close``, so that no garbage collector does it.
+- A stopped process keeps its place: what falls due meanwhile happens, late, when it goes on.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
+from typing import Any, Final
+
+BEGIN_S: Final = 1_000.0
+"""Monotonic time at the start: servers take 0 for "never"."""
+
+
+class Killed(KeyboardInterrupt):
+    """Unwinds a process that was killed in the middle of a call; asyncio lets this kind of exception through."""
+
+
+class Process:
+    """What runs under one name until it ends or is killed."""
+
+    def __init__(self, conductor: "Conductor", name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.stopped = False
+        self.busy_until_s = 0.0
+        """What it says before then leaves then: it waits for its disk."""
+        self.heard_until_s = 0.0
+        """When the last message that it sent arrives."""
+        self.error: BaseException | None = None
+        """What ended it, if that was an error of its own."""
+        self.on_end: list[Callable[[], None]] = []
+        self.loop = SimLoop(conductor, self)
+        self.main: asyncio.Task[Any] | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.stopped
+
+
+class SimTask(asyncio.Task[Any]):
+    """A task whose place in a set is the same in every run."""
+
+    def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], **options: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """The loop of one process."""
+
+    def __init__(self, conductor: "Conductor", process: Process) -> None:
+        super().__init__()
+        self.conductor = conductor
+        self.process = process
+        self.ready: deque[asyncio.Handle] = deque()
+        self.tasks: dict[SimTask, None] = {}
+        self._number = 0
+        factory: Any = self._task  # coroutines are all there is here
+        self.set_task_factory(factory)
+
+    def _task(self, _: Any, coroutine: Coroutine[Any, Any, Any], **options: Any) -> SimTask:
+        self._number += 1
+        task = SimTask(self._number, coroutine, loop=self, **options)
+        self.tasks[task] = None
+        task.add_done_callback(lambda done: self.tasks.pop(task, None))
+        return task
+
+    def time(self) -> float:
+        return self.conductor.now_s
+
+    # The signatures of the base class say more than a loop whose every callback is taken as it is needs to know.
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.push(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self.conductor.schedule(when, self.push, timer)
+        return timer
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It stays in the conductor's queue, where it does nothing."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> "asyncio.Future[Any]":
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An error in a callback ends the process, as ``runtime.daemon`` has it."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and self.process.alive:
+            self.conductor.fail(self.process, error)
+
+    def push(self, handle: asyncio.Handle) -> None:
+        """Run the handle in the process's next turn."""
+        if not handle.cancelled() and self.process.alive:
+            self.ready.append(handle)
+            if not self.process.stopped:
+                self.conductor.wake(self)
+
+
+class Conductor:
+    """Time, and whose turn it is."""
+
+    def __init__(self) -> None:
+        self.now_s = BEGIN_S
+        self._later: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = 0
+        self._awake: deque[SimLoop] = deque()
+        self._waiting: set[int] = set()
+        self._all: list[Process] = []
+        self.turns = 0
+
+    def spawn(self, name: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
+        """Start a process; ``main`` is called inside it."""
+        process = Process(self, name)
+        self._all.append(process)
+
+        def begin() -> None:
+            process.main = process.loop.create_task(main())
+            process.main.add_done_callback(lambda task: self._ended(process, task))
+
+        process.loop.call_soon(begin)
+        return process
+
+    def _ended(self, process: Process, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            process.error = process.error or error
+        self.kill(process)
+
+    def fail(self, process: Process, error: BaseException) -> None:
+        """The process ends with an error of its own."""
+        process.error = process.error or error
+        self.kill(process)
+
+    def kill(self, process: Process) -> None:
+        """``kill -9``; no effect on what has ended."""
+        if process.alive:
+            process.alive = False
+            process.loop.ready.clear()
+            for told in process.on_end:
+                told()
+
+    def stop(self, process: Process) -> None:
+        """``SIGSTOP``."""
+        process.stopped = True
+
+    def go_on(self, process: Process) -> None:
+        """``SIGCONT``."""
+        process.stopped = False
+        if process.loop.ready:
+            self.wake(process.loop)
+
+    def wake(self, loop: SimLoop) -> None:
+        """The loop has something to do."""
+        if id(loop) not in self._waiting:
+            self._waiting.add(id(loop))
+            self._awake.append(loop)
+
+    def schedule(self, when_s: float, happening: Callable[..., None], *args: Any) -> None:
+        """Call ``happening`` at that time, or as soon as everything of this instant has run."""
+        self._order += 1
+        heappush(self._later, (max(when_s, self.now_s), self._order, happening, args))
+
+    def after(self, delay_s: float, happening: Callable[..., None], *args: Any) -> None:
+        self.schedule(self.now_s + delay_s, happening, *args)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Go on until ``until()``, asked whenever time goes on, or until nothing is left to do."""
+        later, awake = self._later, self._awake
+        while True:
+            if awake:
+                self._turn(awake.popleft())
+            elif not later or until():
+                return
+            else:
+                self.now_s, _, happening, args = heappop(later)
+                happening(*args)
+
+    def _turn(self, loop: SimLoop) -> None:
+        """Run what is ready in one process; what becomes ready meanwhile waits for its next turn."""
+        self._waiting.discard(id(loop))
+        process, ready = loop.process, loop.ready
+        if not process.runs:
+            return
+        self.turns += 1
+        events._set_running_loop(loop)
+        try:
+            for _ in range(len(ready)):
+                if not process.runs or not ready:
+                    break
+                handle = ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        except Killed:
+            self.kill(process)
+        finally:
+            events._set_running_loop(None)
+        if ready and process.runs:
+            self.wake(loop)
+
+    def close(self) -> None:
+        """Bury everybody: whatever is pending in any process is thrown away."""
+        for process in self._all:
+            process.alive = False
+            loop = process.loop
+            loop.ready.clear()
+            events._set_running_loop(loop)
+            try:
+                for task in list(loop.tasks):
+                    _bury(task)
+            finally:
+                events._set_running_loop(None)
+            loop.tasks.clear()
+            loop.close()
+        self._later.clear()
+
+
+def _bury(task: SimTask) -> None:
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    coroutine: Any = task.get_coro()
+    for _ in range(10):  # a ``finally`` that awaits refuses to end the first time
+        with contextlib.suppress(BaseException):
+            coroutine.close()
+            return

@@ -1,0 +1,383 @@
+"""Everybody of one simulated run: servers, workers, a trainer, and who starts them again when they end."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from staleflow.configs.load import addresses
+from staleflow.configs.stages import stages
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.codec import encode_request
+from staleflow.protocols.wire.messages import (
+    FetchGroups,
+    GetManifest,
+    GetStatus,
+    InstanceStats,
+    NextBatch,
+    Operations,
+    RegisterCheckpoint,
+    RegisterOccupy,
+    Report,
+    Request,
+    Status,
+)
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.daemon import Stop
+from staleflow.runtime.errors import ConfigError, Refused, Unavailable
+from staleflow.runtime.limits import TransportLimits
+from staleflow.runtime.trace import stored_head
+from staleflow.servers.parameters import main as parameters
+from staleflow.servers.scheduler import main as scheduler
+from staleflow.servers.scheduler.interpreter import TABLES
+from staleflow.servers.trajectories import main as trajectories
+from staleflow.sim.faults.disk import Disk, SimWrite
+from staleflow.sim.faults.machine import Machine, SimClock
+from staleflow.sim.faults.network import Network
+from staleflow.sim.faults.plan import ROWS, Plan
+from staleflow.sim.faults.rollout import RolloutWorker
+from staleflow.sim.faults.scene import Scene
+from staleflow.sim.faults.stage import run_stage
+from staleflow.sim.faults.trainer import Trainer
+from staleflow.sim.faults.virtual import Conductor, Process
+
+START_S = 0.3
+LOOK_S = 0.1
+MOST_FAILURES = 20
+"""Servers that ended by themselves, after which a run is over."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A name that should always have a process."""
+
+    name: str
+    role: str
+    main: Callable[[Process, Stop], Coroutine[Any, Any, None]]
+    process: Process | None = None
+    stop: Stop | None = None
+    wanted: bool = True
+    """Started again when it ends."""
+    lives: int = 0
+    disk: Disk | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.runs
+
+
+@dataclass(slots=True)
+class Spell:
+    """A time in which something held."""
+
+    what: str
+    since_s: float
+    until_s: float = float("inf")
+
+
+@dataclass(slots=True)
+class History:
+    """What the world saw: who was down when, and what failed by itself."""
+
+    silent: list[Spell] = field(default_factory=list[Spell])
+    """Rollout workers that were killed, or stopped for a while."""
+    serving: list[Spell] = field(default_factory=list[Spell])
+    """When the scheduler could do its work."""
+    failures: list[str] = field(default_factory=list[str])
+    """Servers that ended with an error of their own."""
+    stalls: list[str] = field(default_factory=list[str])
+
+
+class World:
+    """One run. ``run`` it, then look at ``scene.journal``, ``history`` and the trace."""
+
+    def __init__(self, plan: Plan, run_dir: Path) -> None:
+        self.plan = plan
+        self.run_dir = run_dir
+        self.rng = random.Random(f"staleflow world {plan.seed}")
+        self.conductor = Conductor()
+        self.network = Network(self.conductor, self.rng)
+        self.machine = Machine(self.conductor, self.rng)
+        self.clock = SimClock(self.conductor)
+        self.history = History()
+        self.scene = Scene(
+            seed=plan.seed,
+            config=plan.config,
+            where=addresses(plan.config, run_dir),
+            conductor=self.conductor,
+            network=self.network,
+            rng=self.rng,
+            rows=ROWS,
+        )
+        self.nodes: dict[str, Node] = {}
+        self._workers: dict[Process, str] = {}
+        self.troubles = 0
+        """Faults that go on at present."""
+        self.ended = False
+        self._why: object = ""
+        """What the scheduler said last of what its trainer waits for."""
+        self._progress = 0
+        self._calm_since_s = float("inf")
+        self._moved_s = 0.0
+        self._populate()
+
+    # --- who there is ----------------------------------------------------------------------------------------
+
+    def _populate(self) -> None:
+        self._add("scheduler", "scheduler", self._scheduler, disk=True)
+        for shard in range(self.plan.config.trajectories.shards):
+            self._add(f"trajectories-{shard}", "trajectories", partial(self._shard, shard), disk=True)
+        self._add("parameters", "parameters", self._parameters)
+        for number in range(self.plan.engines):
+            self._add(f"rollout-{number}", "rollout", partial(self._rollout, f"rollout-{number}"))
+        for stage in stages(self.plan.config):
+            for number in range(self.plan.stages):
+                name = f"{stage}-{number}"
+                self._add(name, "stage", partial(self._stage, name, stage))
+        self._add("trainer", "trainer", partial(self._trainer, "trainer"))
+        self._add("monitor", "monitor", self._monitor)
+
+    def _add(
+        self, name: str, role: str, main: Callable[[Process, Stop], Coroutine[Any, Any, None]], *, disk: bool = False
+    ) -> None:
+        self.nodes[name] = Node(name, role, main, disk=Disk(self.conductor, self.rng) if disk else None)
+
+    def of(self, *roles: str) -> list[Node]:
+        return [node for node in self.nodes.values() if node.role in roles]
+
+    def start(self, node: Node) -> None:
+        """A new process for it, unless it has one."""
+        if self.ended or not node.wanted or (node.process is not None and node.process.alive):
+            return
+        node.lives += 1
+
+        async def main() -> None:
+            stop = node.stop = Stop()
+            await node.main(process, stop)
+
+        process = node.process = self.conductor.spawn(node.name, main)
+        process.on_end.append(lambda: self._on_end(node, process))
+
+    def _on_end(self, node: Node, process: Process) -> None:
+        serving = self.history.serving
+        if node.role == "scheduler" and serving and serving[-1].until_s == float("inf"):
+            serving[-1].until_s = self.conductor.now_s
+        error, server = process.error, node.disk is not None or node.role == "parameters"
+        if error is not None:
+            kind = f"{node.role}: {type(error).__name__}"
+            self.scene.journal.ends[kind] += 1
+            known = isinstance(error, ConfigError if server else ConfigError | Refused | Unavailable)
+            if not known:
+                self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
+                self.ended = len(self.history.failures) >= MOST_FAILURES
+        longest_s = START_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
+        self.conductor.after(longest_s * (0.3 + 2 * self.rng.random()), self.start, node)
+
+    def add_trainer(self) -> Node:
+        """One more name for a trainer; not started."""
+        name = f"trainer-{len(self.of('trainer'))}"
+        self._add(name, "trainer", partial(self._trainer, name))
+        self.nodes[name].wanted = False
+        return self.nodes[name]
+
+    def take_over(self, newer: Node) -> bool:
+        """Another trainer starts while the present one goes on, until it is fenced."""
+        for node in self.of("trainer"):
+            node.wanted = node is newer
+        self.start(newer)
+        return True
+
+    def garble(self, rng: random.Random) -> bool:
+        """Somebody says to a server what is no message, or one that fits nowhere."""
+        where = self.scene.where
+        address = rng.choice((where.scheduler, where.scheduler, *where.trajectories, where.parameters))
+        good = encode_request(7, GetStatus())
+        said = (rng.randbytes(rng.randrange(40)), good[: rng.randrange(len(good))], good + b"\0", *_out_of_place(rng))
+
+        async def main() -> None:
+            transport = self.network.transport(process)
+            link = transport.connect(address, b"stranger/1", limits=TransportLimits(), on_message=_heed_not)
+            link.start()
+            for header in said:
+                link.send((header,))
+            await asyncio.sleep(1.0)
+            link.close()
+
+        process = self.conductor.spawn("stranger", main)
+        return True
+
+    # --- what they do ----------------------------------------------------------------------------------------
+
+    async def _scheduler(self, process: Process, stop: Stop) -> None:
+        disk = self.nodes["scheduler"].disk
+        assert disk is not None
+        store = disk.opener(process)(
+            self.run_dir / "scheduler", tables=TABLES, map_bytes=1, durability=self.plan.config.scheduler.durability
+        )
+        await scheduler.serve_until(
+            stop,
+            self.plan.config,
+            self.run_dir,
+            store,
+            clock=self.clock,
+            transport=self.network.transport(process),
+        )
+
+    async def _shard(self, shard: int, process: Process, stop: Stop) -> None:
+        disk = self.nodes[f"trajectories-{shard}"].disk
+        assert disk is not None
+        await trajectories.serve_until(
+            stop,
+            self.plan.config,
+            self.run_dir,
+            shard,
+            opened=disk.opener(process),
+            transport=self.network.transport(process),
+        )
+
+    async def _parameters(self, process: Process, stop: Stop) -> None:
+        await parameters.serve_until(stop, self.plan.config, self.run_dir, transport=self.network.transport(process))
+
+    async def _rollout(self, name: str, process: Process, stop: Stop) -> None:
+        worker = RolloutWorker(self.scene, process, name, self.plan.capacity)
+
+        self._workers[process] = worker.me
+        process.on_end.append(partial(self._on_silence, process))
+        working = asyncio.ensure_future(worker.run())
+        asked = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            await worker.leave()
+            self.scene.counts["a rollout worker left"] += 1
+            return
+        await working
+
+    def _on_silence(self, process: Process) -> None:
+        self.silence(process)
+
+    def silence(self, process: Process) -> Spell | None:
+        """From now on nothing is heard of that rollout worker; None if it is none."""
+        worker = self._workers.get(process)
+        if worker is None:
+            return None
+        spell = Spell(worker, max(self.conductor.now_s, process.heard_until_s))
+        self.history.silent.append(spell)
+        return spell
+
+    async def _stage(self, name: str, stage: str, process: Process, _: Stop) -> None:
+        await run_stage(self.scene, process, name, stage)
+
+    async def _trainer(self, name: str, process: Process, _: Stop) -> None:
+        await Trainer(self.scene, process, name).run()
+
+    async def _monitor(self, process: Process, stop: Stop) -> None:
+        """Asks every server how it is, again and again."""
+        me, where = worker_id("monitor"), self.scene.where
+        clients = [
+            Client(address, worker=me, transport=self.network.transport(process))
+            for address in (where.scheduler, *where.trajectories, where.parameters)
+        ]
+        while not stop.is_set():
+            for client in clients:
+                try:
+                    answer = await client.ask(GetStatus(), Status, timeout_s=2.0)
+                    self.scene.counts["status"] += 1
+                    self._why = answer.values.get("why", self._why)
+                except Unavailable:
+                    self.scene.counts["no status"] += 1
+            await asyncio.sleep(3.0)
+
+    # --- time ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start everybody."""
+        for node in self.nodes.values():
+            self.start(node)
+        self.conductor.after(LOOK_S, self._look)
+
+    def seq(self) -> int:
+        """Lines of the committed trace."""
+        disk = self.nodes["scheduler"].disk
+        assert disk is not None
+        return stored_head(SimWrite(disk.tables, [])).seq if "trace" in disk.tables else 0
+
+    def settle(self) -> None:
+        """No fault that is armed happens any more, and damage that nobody has met yet is not judged."""
+        self.machine.kill_at_rename = None
+        for node in self.nodes.values():
+            if node.disk is not None:
+                node.disk.kill_at = ""
+
+    def closed(self) -> bool:
+        """The trainer has said that the run is over; nobody is started again then."""
+        over = any(node.role == "trainer" and node.wanted and not node.runs for node in self.nodes.values())
+        if over:
+            for node in self.nodes.values():
+                node.wanted = False
+        return over
+
+    def calm(self) -> bool:
+        """Nothing is wrong with anybody at this moment."""
+        return not self.troubles and all(node.runs for node in self.nodes.values() if node.wanted)
+
+    def _look(self) -> None:
+        """See whether the scheduler works, and whether the run makes progress when nothing is in its way."""
+        now_s = self.conductor.now_s
+        serving, node = self.history.serving, self.nodes["scheduler"]
+        assert node.disk is not None
+        works = node.runs and not (node.disk.full or node.disk.broken)
+        if works and (not serving or serving[-1].until_s != float("inf")):
+            serving.append(Spell("scheduler", now_s))
+        elif not works and serving and serving[-1].until_s == float("inf"):
+            serving[-1].until_s = now_s - LOOK_S
+        progress = len(self.scene.journal.committed)
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, now_s
+        if not self.calm():
+            self._calm_since_s = float("inf")
+        elif self._calm_since_s == float("inf"):
+            self._calm_since_s = now_s
+        if now_s - max(self._moved_s, self._calm_since_s) > self.patience_s and not self.scene.finishing:
+            self.history.stalls.append(f"nothing was trained from {self._moved_s:.1f} to {now_s:.1f}: {self._why}")
+            self.ended = True
+        if not self.ended:
+            self.conductor.after(LOOK_S, self._look)
+
+    @property
+    def patience_s(self) -> float:
+        """The longest that a run without trouble may stand still."""
+        return 3 * self.scene.lease_s
+
+
+def _out_of_place(rng: random.Random) -> list[bytes]:
+    """Messages that are well made and come from nobody who may say them."""
+    group, lease, worker = GroupId(rng.randrange(500)), LeaseId(rng.randrange(2_000)), WorkerId("stranger")
+    term = TrainerTerm(rng.randrange(3))
+    bodies: tuple[Request, ...] = (
+        Report(worker=worker, ack=rng.randrange(9), held=[lease], stats=InstanceStats()),
+        Operations(ops=[RegisterOccupy(group=group, lease=lease, reward_mean=0.0, reward_std=0.0)]),
+        NextBatch(trainer_term=term, step=Step(rng.randrange(500))),
+        RegisterCheckpoint(trainer_term=term, lineage=Lineage(0), version=Version(rng.randrange(500))),
+        FetchGroups(groups=[group], shas=["0" * 64]),
+        GetManifest(worker=worker, lineage=Lineage(9), version=Version(9)),
+    )
+    return [encode_request(10 + number, body) for number, body in enumerate(bodies)]
+
+
+def _heed_not(head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
+    """A stranger does not care for answers."""
+
+
+def _story(error: BaseException) -> str:
+    """The error, and those inside a group of them."""
+    if isinstance(error, BaseExceptionGroup):
+        inside = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return "; ".join(map(_story, inside))
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        place = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{error!r} at {place}"

@@ -1,0 +1,438 @@
+"""Bugs that somebody might write one day, each planted into the shipped code for the length of a ``with``."""
+
+# pyright: reportPrivateUsage=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+
+import asyncio
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from staleflow.protocols.consistency import production, rollback, settle, snapshot, training
+from staleflow.protocols.consistency.effects import Pushed
+from staleflow.protocols.consistency.events import Push
+from staleflow.protocols.consistency.groups import LEASED, Group
+from staleflow.protocols.consistency.ids import LeaseId
+from staleflow.protocols.consistency.leases import Leases
+from staleflow.protocols.consistency.ledger import Ledger
+from staleflow.protocols.consistency.lineage import Lineages
+from staleflow.protocols.consistency.machine import Machine
+from staleflow.protocols.consistency.window import Window
+from staleflow.protocols.wire.messages import Registered, Result
+from staleflow.protocols.wire.tensors import unpack
+from staleflow.servers.parameters.catalog import Catalog
+from staleflow.servers.scheduler.answers import Answers
+from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.trajectories import service as trajectory_service
+from staleflow.servers.trajectories import stage_calls
+from staleflow.servers.trajectories.shard import Shard
+
+Change = Callable[[Any], Any]
+"""The real function -> the wrong one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One bug: where it is, what it does instead, the faults that bring it out, and the rules that may name it."""
+
+    name: str
+    where: Any
+    function: str
+    change: Change
+    rules: frozenset[str]
+    kinds: tuple[str, ...] = ()
+    """Faults of its run; empty: those of the seed."""
+    every_s: float = 0.7
+    seed: int = 1
+    events: int = 800
+
+    @contextmanager
+    def planted(self) -> Generator[None]:
+        """The bug is there."""
+        wrong = self.change(getattr(self.where, self.function))
+        with mock.patch.object(self.where, self.function, wrong):
+            yield
+
+
+def _lease_kept_for_ever(real: Any) -> Any:
+    def expired(self: Leases, now_ms: int) -> list[Group]:
+        return []
+
+    return expired
+
+
+def _half_the_time(real: Any) -> Any:
+    def late(self: Leases, holder: Any, now_ms: int) -> list[Group]:
+        gone: list[Group] = real(self, holder, now_ms + self._lease_ms // 2)
+        return gone
+
+    return late
+
+
+def _does_nothing(real: Any) -> Any:
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    return nothing
+
+
+def _lease_number_again(real: Any) -> Any:
+    def reserve(self: Ledger, *args: Any, **named: Any) -> Group:
+        group: Group = real(self, *args, **named)
+        if group.lease % 50 == 0:
+            self.lease_hi = LeaseId(self.lease_hi - 1)
+        return group
+
+    return reserve
+
+
+def _any_lease_pushes(real: Any) -> Any:
+    def push(ledger: Ledger, event: Push) -> None:
+        group = ledger.groups.get(event.group)
+        if group is not None and group.state is LEASED and group.lease > event.lease:
+            event = replace(event, lease=group.lease, worker=group.worker)
+        real(ledger, event)
+
+    return push
+
+
+def _one_version_more(real: Any) -> Any:
+    def init(self: Window, limits: Any) -> None:
+        real(self, limits)
+        self.max_staleness += 1
+
+    return init
+
+
+def _one_more(real: Any) -> Any:
+    def more(self: Window, *args: Any) -> int:
+        return int(real(self, *args)) + 1
+
+    return more
+
+
+def _no(real: Any) -> Any:
+    def no(*_: object, **__: object) -> bool:
+        return False
+
+    return no
+
+
+def _ready_when_full(real: Any) -> Any:
+    def ready(self: Window) -> bool:
+        return self.occupied >= self.batch_size - self.claimed
+
+    return ready
+
+
+def _latest_first(real: Any) -> Any:
+    def taken(self: Window, count: int) -> list[Group]:
+        return list(reversed(real(self, count)))
+
+    return taken
+
+
+def _keeps_abandoned(real: Any) -> Any:
+    def judge(ledger: Ledger, group: Group, to: int) -> None:
+        ledger.window.enter(group)
+
+    return judge
+
+
+def _second_push(real: Any) -> Any:
+    def push(ledger: Ledger, event: Any) -> None:
+        before = len(ledger.out)
+        real(ledger, event)
+        if len(ledger.out) > before and getattr(ledger.out[-1], "code", None) == "duplicate":
+            ledger.out[-1] = pushed_effect(event)
+
+    return push
+
+
+def pushed_effect(event: Any) -> Any:
+    """The effect of a push that never happened."""
+    return Pushed(
+        group=event.group,
+        lease=event.lease,
+        worker=event.worker,
+        shard=event.shard,
+        sha=event.sha,
+        nbytes=event.nbytes,
+        truncated=event.truncated,
+        segments=event.segments,
+    )
+
+
+def _answer_at_once(real: Any) -> Any:
+    def hold(self: Answers, call: Any, reply: Any) -> None:
+        call.reply(reply)
+
+    return hold
+
+
+def _told_when_it_comes(real: Any) -> Any:
+    def push(self: Shard, pushed: Any, then: Any) -> None:
+        real(self, pushed, lambda _: None)
+        then(Result())
+
+    return push
+
+
+def _told_before_registered(real: Any) -> Any:
+    def register(self: Shard, held: Any) -> None:
+        waiting, held.waiting = held.waiting, []
+        for then in waiting:
+            then(Result())
+        real(self, held)
+
+    return register
+
+
+def _any_bytes_do(real: Any) -> Any:
+    def push(self: Shard, pushed: Any, then: Any) -> None:
+        real(self, pushed, lambda result: then(Result() if result.code == "conflict" else result))
+
+    return push
+
+
+def _without_looking(real: Any) -> Any:
+    def unpacked(key: Any, record: Any, blob: bytes) -> Any:
+        try:
+            return unpack(blob)
+        except Exception:
+            return real(key, record, blob)
+
+    return unpacked
+
+
+def _told_before_the_scheduler(real: Any) -> Any:
+    async def register(self: Catalog, about: Any) -> Registered:
+        asyncio.ensure_future(real(self, about)).add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._registered.add(about.key)
+        return Registered(lineage=about.lineage, version=about.version)
+
+    return register
+
+
+def _forgets_releases(real: Any) -> Any:
+    def restored(ledger: Ledger, globals_row: Any, rows: Any, now_ms: int) -> None:
+        kept = [(key, list(row)) for key, row in rows]
+        real(ledger, globals_row, kept, now_ms)
+        for group in list(ledger.groups.values()):
+            if group.state is LEASED and group.id % 3 == 0:
+                ledger.leases.end(group)
+                ledger.window.leave(group)
+                ledger.counts[LEASED] -= 1
+                ledger.reserves -= 1
+                del ledger.groups[group.id]
+
+    return restored
+
+
+def _goes_on_after_a_failure(real: Any) -> Any:
+    def load(self: Interpreter) -> None:
+        if not hasattr(self, "_was_loaded"):
+            object.__setattr__(self, "_was_loaded", True)
+            real(self)
+
+    return load
+
+
+def _keeps_the_opening(real: Any) -> Any:
+    def forget(self: Interpreter) -> None:
+        self.trace.forget()
+
+    return forget
+
+
+def _not_what_is_occupied(real: Any) -> Any:
+    def must_keep(self: Machine, id: Any) -> bool:
+        view = self.group(id)
+        return bool(real(self, id)) and not (view is not None and view.state.name == "OCCUPIED" and id % 2 == 0)
+
+    return must_keep
+
+
+def _retains_everything(real: Any) -> Any:
+    def retain(self: Shard, asked: Any, keep: Any) -> int:
+        return 0
+
+    return retain
+
+
+def _always_the_first_attempt(real: Any) -> Any:
+    def deliver(ledger: Ledger, event: Any) -> None:
+        ledger.attempts.clear()
+        real(ledger, event)
+
+    return deliver
+
+
+def _nothing_was_abandoned(real: Any) -> Any:
+    def survives(self: Lineages, lineage: int, version: int) -> bool:
+        return 0 <= lineage <= self.current
+
+    return survives
+
+
+def _masks_nothing(real: Any) -> Any:
+    def masked(self: Group, below: int) -> int:
+        return 0
+
+    return masked
+
+
+def _one_member_less(real: Any) -> Any:
+    def seal(ledger: Ledger, groups: tuple[Group, ...]) -> None:
+        real(ledger, groups[:-1] if ledger.window.step % 20 == 19 else groups)
+
+    return seal
+
+
+def _newer_digest(real: Any) -> Any:
+    def digest(members: Any) -> str:
+        return str(real(tuple(reversed(members))))
+
+    return digest
+
+
+def _rules(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+KILLS = ("kill", "kill at a commit", "kill at a rename", "disconnect")
+SLOW = ("stop for longer than a lease", "partition", "kill")
+
+MUTANTS = (
+    Mutant("leases never expire", Leases, "expired", _lease_kept_for_ever, _rules("LATE"), SLOW),
+    Mutant("a lease lives half its time", Leases, "_late", _half_the_time, _rules("EARLY"), SLOW, seed=3),
+    Mutant("a report renews nothing", Leases, "renew", _does_nothing, _rules("EARLY"), SLOW),
+    Mutant("a lease number is used again", Ledger, "reserve", _lease_number_again, _rules("I4")),
+    Mutant(
+        "a push under an older lease counts",
+        production,
+        "push",
+        _any_lease_pushes,
+        _rules("SENT", "ZOMBIE", "ACKNOWLEDGED"),
+        SLOW,
+        seed=2,
+    ),
+    Mutant("the bound is one version too wide", Window, "__init__", _one_version_more, _rules("I1", "I2", "I4")),
+    Mutant("one group too many is admitted", Window, "slack", _one_more, _rules("I2")),
+    Mutant("a step is sealed over Hall's condition", Window, "ready", _ready_when_full, _rules("I2"), seed=3),
+    Mutant("a step is never ready at once", settle, "settle", _does_nothing, _rules("PROGRESS")),
+    Mutant("the batch is in another order", Window, "take_earliest", _latest_first, _rules("ORDER")),
+    Mutant("a batch lacks a member", settle, "seal", _one_member_less, _rules("I3")),
+    Mutant("the digest is of other members", settle, "digest", _newer_digest, _rules("DIGEST")),
+    Mutant("nobody is fenced", training, "_fenced", _no, _rules("FENCE"), ("two trainers", "kill")),
+    Mutant(
+        "a rollback keeps what was abandoned",
+        rollback,
+        "_judge",
+        _keeps_abandoned,
+        _rules("ROLLBACK"),
+        ("two trainers", "kill"),
+    ),
+    Mutant(
+        "no version is ever abandoned",
+        Lineages,
+        "survives",
+        _nothing_was_abandoned,
+        _rules("VERSION", "PULL", "ROLLBACK"),
+        ("two trainers", "kill"),
+        seed=5,
+    ),
+    Mutant("a duplicate has a second effect", production, "push", _second_push, _rules("I4", "MOVE"), KILLS),
+    Mutant(
+        "attempts are not counted", training, "deliver", _always_the_first_attempt, _rules("DELIVERY"), KILLS, seed=3
+    ),
+    Mutant(
+        "answers leave before the commit",
+        Answers,
+        "hold",
+        _answer_at_once,
+        _rules("ACKNOWLEDGED", "COMMITTED"),
+        ("kill at a commit",),
+    ),
+    Mutant(
+        "a push is acknowledged before it is durable",
+        Shard,
+        "push",
+        _told_when_it_comes,
+        _rules("ACKNOWLEDGED"),
+        ("kill at a commit",),
+    ),
+    Mutant(
+        "a push is acknowledged before it is registered",
+        Shard,
+        "_register",
+        _told_before_registered,
+        _rules("ACKNOWLEDGED", "ZOMBIE"),
+        SLOW,
+        seed=2,
+    ),
+    Mutant(
+        "other bytes under the same key are taken for the same", Shard, "push", _any_bytes_do, _rules("ACKNOWLEDGED")
+    ),
+    Mutant(
+        "a publish is answered before the scheduler knows",
+        Catalog,
+        "register",
+        _told_before_the_scheduler,
+        _rules("COMMITTED"),
+        KILLS,
+    ),
+    Mutant(
+        "payload is handed to stages unchecked",
+        stage_calls,
+        "unpacked",
+        _without_looking,
+        _rules("SERVED"),
+        ("flip a byte of a payload", "flip a byte of a payload", "slow link", "stop shortly"),
+        every_s=0.4,
+    ),
+    Mutant(
+        "payload is handed to trainers unchecked",
+        trajectory_service,
+        "unpacked",
+        _without_looking,
+        _rules("SERVED"),
+        ("flip a byte of a payload",),
+    ),
+    Mutant(
+        "damage is not reported",
+        Shard,
+        "_give_up_damaged",
+        _does_nothing,
+        _rules("PROGRESS"),
+        ("flip a byte of a payload",),
+    ),
+    Mutant("a restart forgets leases", snapshot, "restore", _forgets_releases, _rules("RECOVERY"), KILLS),
+    Mutant(
+        "a failed commit is not undone",
+        Interpreter,
+        "load",
+        _goes_on_after_a_failure,
+        _rules("RECOVERY", "MOVE", "I4", "I6", "I2"),
+        ("full disk", "broken disk"),
+    ),
+    Mutant(
+        "a failed commit forgets that a scheduler began",
+        Interpreter,
+        "_forget",
+        _keeps_the_opening,
+        _rules("RUN"),
+        ("broken disk", "kill"),
+    ),
+    Mutant(
+        "what is occupied may be forgotten",
+        Machine,
+        "must_keep",
+        _not_what_is_occupied,
+        _rules("STORED", "PROGRESS"),
+        KILLS,
+    ),
+    Mutant("nothing is ever forgotten", Shard, "retain", _retains_everything, _rules("GARBAGE")),
+    Mutant("masked tokens are not counted", Group, "masked", _masks_nothing, _rules("I1")),
+)

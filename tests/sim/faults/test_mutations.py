@@ -1,0 +1,26 @@
+"""Can the simulation see anything? Bugs are planted into the shipped code, and a rule must name each of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from staleflow.sim.faults.plan import plan_of
+from staleflow.sim.faults.run import run_plan
+from tests.sim.faults.mutants import MUTANTS, Mutant
+
+TRIES = 12
+"""Seeds, of which one must bring the bug out: what a seed does changes whenever the shipped code does."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
+def test_a_planted_bug_is_named_by_a_rule(mutant: Mutant) -> None:
+    seen: list[list[tuple[str, str]]] = []
+    for seed in range(mutant.seed, mutant.seed + TRIES):
+        plan = plan_of(seed)
+        if mutant.kinds:
+            plan = replace(plan, kinds=mutant.kinds, every_s=mutant.every_s)
+        with mutant.planted():
+            seen.append(run_plan(plan, mutant.events).violations)
+        if {rule for rule, _ in seen[-1]} & mutant.rules:
+            return
+    pytest.fail(f"no rule of {', '.join(sorted(mutant.rules))} named it: {[found[:3] for found in seen]}")

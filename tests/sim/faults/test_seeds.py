@@ -1,0 +1,65 @@
+"""Twenty runs full of faults: nothing acknowledged is lost, nothing wrong is served, nothing stands still.
+
+Each run is the shipped servers and clients in virtual time. On failure: the seed, the command that shows it again, and
+the story of the group. ``make soak`` runs the same with far more events.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from staleflow.runtime.audit import FileRule
+from staleflow.runtime.audit_books import Rule as AuditRule
+from staleflow.sim.faults.__main__ import told
+from staleflow.sim.faults.plan import KINDS
+from staleflow.sim.faults.reconcile import Rule
+from staleflow.sim.faults.run import Outcome, run_seed
+
+SEEDS = range(1, 21)
+EVENTS = 2_000
+"""Lines of the trace after which the faults of a run stop."""
+CODES = ("stale_lease", "duplicate", "fenced", "busy", "bad_version", "stale", "malformed")
+
+pytestmark = pytest.mark.xdist_group("faults")
+
+
+@functools.cache
+def outcome(seed: int) -> Outcome:
+    return run_seed(seed, EVENTS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_full_of_faults_keeps_every_promise(seed: int) -> None:
+    found = outcome(seed)
+    assert found.ok, told(found)
+    assert found.events >= EVENTS
+
+
+def test_every_fault_happened_and_every_rule_had_something_to_check() -> None:
+    faults, checks, counts = Counter[str](), Counter[str](), Counter[str]()
+    for seed in SEEDS:
+        faults += outcome(seed).faults
+        checks += outcome(seed).checks
+        counts += outcome(seed).counts
+    assert [kind for kind in KINDS if not faults[kind]] == []
+    assert [rule.name for rule in (*FileRule, *AuditRule, *Rule) if not checks[rule.name]] == []
+    told_codes = {code: counts[f"trace: reject:{code}"] for code in CODES}
+    assert [code for code, count in told_codes.items() if not count] == []
+    assert counts["push refused: stale_lease"] >= 20
+    assert counts["push refused: conflict"] >= 5
+    assert counts["disk: killed after a commit"] >= 5
+    assert counts["disk: killed before a commit"] >= 5
+    assert counts["a trainer was fenced"] >= 5
+    assert counts["trace: rollback"] >= 5
+    assert [where for where in ("stage", "trainer", "rollout: weights") if not counts[f"looked: {where}"]] == []
+
+
+def test_a_seed_is_the_same_run_whatever_the_order_of_hashes_and_whatever_ran_before() -> None:
+    program = f"from staleflow.sim.faults.run import run_seed; print(run_seed(2, {EVENTS}).trace_hash)"
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == outcome(2).trace_hash
