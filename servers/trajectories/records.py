@@ -37,6 +37,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[Segment]
     samples: list[int]
     """Sampled tokens of each sample."""
+    tokens: int
+    """Of all completions, an environment's among them: so long is a column of one value a token."""
 
 
 class Pushed(NamedTuple):
@@ -65,6 +67,7 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int) -> Pushed
         truncated=item.truncated,
         segments=payload.segment_summary(),
         samples=payload.sampled_lengths().tolist(),
+        tokens=payload.num_tokens,
     )
     return Pushed(Key(item.group, item.lease), record, blob)
 

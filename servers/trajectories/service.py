@@ -212,7 +212,7 @@ class TrajectoryService:
             then(self._shard.fail(key, stage, result.ticket, result.error))
             return
         held = self._shard.holdings.find(key)
-        tokens = 0 if held is None else sum(held.record.samples)
+        tokens = 0 if held is None else held.record.tokens
         try:
             named = arrays(result.frames, frames)
             columns = made_columns(stage, named, samples=self._group_size, tokens=tokens)

@@ -13,7 +13,7 @@ from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.store import Loaded, TrajectoryStore
 
-RECORD = Record(worker=WorkerId("w"), sha="", nbytes=1, truncated=False, segments=[], samples=[1])
+RECORD = Record(worker=WorkerId("w"), sha="", nbytes=1, truncated=False, segments=[], samples=[1], tokens=1)
 
 
 class Narrow:

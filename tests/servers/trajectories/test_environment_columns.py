@@ -33,6 +33,7 @@ def test_what_an_environment_returned_is_stored_and_the_ledger_hears_of_sampled_
     record = push("stage/environment/reward").record
     assert record.segments == [Segment(Lineage(0), Version(3), 1), Segment(Lineage(0), Version(4), 1)]
     assert record.samples == [1, 1]
+    assert record.tokens == 4
 
 
 @pytest.mark.parametrize("column", ["stage/reward/reward", "stage/environments/reward"])

@@ -31,11 +31,11 @@ async def run(make_run: Callable[..., Run]) -> Run:
     return run
 
 
-async def pushed(run: Run, count: int = 2) -> None:
+async def pushed(run: Run, count: int = 2, read: int = 0) -> None:
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout()
-    await rollout.push(*(await rollout.leases(count))[:count])
+    await rollout.push(*(await rollout.leases(count))[:count], read=read)
 
 
 async def totals(run: Run) -> dict[str, Any]:
@@ -83,6 +83,13 @@ async def test_a_group_goes_through_every_stage_in_order_and_the_trainer_gets_wh
     found = arrays(answer.groups[0].frames, frames[: len(answer.groups[0].frames)])
     assert found["stage/reference/logprobs"].tolist() == LOGPROBS.tolist()
     assert found["stage/critic/values"].tolist() == VALUES.tolist()
+
+
+async def test_a_column_has_a_value_for_tokens_of_an_environment_too(run: Run) -> None:
+    await pushed(run, read=2)
+    groups = await judged(run, "reward", REWARDS)
+    assert await judged(run, "reference", {"logprobs": LOGPROBS}) == groups
+    assert await judged(run, "critic", {"values": VALUES}) == groups
 
 
 async def test_what_the_filter_does_not_want_is_released_before_the_later_stages(run: Run) -> None:

@@ -43,6 +43,7 @@ def pushed(lease: int) -> Pushed:
         truncated=False,
         segments=[Segment(Lineage(0), Version(0), 1)],
         samples=[1],
+        tokens=1,
     )
     return Pushed(Key(GroupId(lease), LeaseId(lease)), record, blob)
 
