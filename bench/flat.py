@@ -1,6 +1,6 @@
 """Do the servers' memory, file descriptors and stores stay as they are while trajectories pass through them?
 
-    python -m bench.flat                                 20,000 trajectories, as ``make test`` does
+    python -m bench.flat                                 200,000 trajectories, as ``make test`` does
     python -m bench.flat --trajectories 1000000          the long one
 
 A scheduler, one trajectory server and the parameter server as processes of their own; ``flat_load`` is everybody else.
@@ -25,8 +25,9 @@ from bench.flat_load import BATCH, GROUP_SIZE, Load, config_of
 
 SERVERS = ("scheduler", "trajectories-0", "parameters")
 LOGS = ("trace.jsonl", "metrics.jsonl", "logs")
-ROOM = {"memory": (1.10, 4 << 20), "files": (1.0, 2), "store": (1.10, 4 << 20)}
-"""Most that a resource may grow by: a factor, and an amount beside it (bytes, descriptors)."""
+ROOM = {"memory": (1.10, 4 << 20), "files": (1.0, 2), "store": (1.25, 8 << 20)}
+"""Most that a resource may grow by: a factor, and an amount beside it (bytes, descriptors). A store's file has room for
+what came between two questions of what may go, which are two seconds apart; ten times that passes through it."""
 _PROCESS = """
 import sys
 from pathlib import Path
@@ -123,7 +124,7 @@ def _bytes_of(path: Path) -> int:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=20_000)
+    parser.add_argument("--trajectories", type=int, default=200_000)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sf-") as folder:
         flat = measure(Path(folder) / "run", asked.trajectories)

@@ -1,7 +1,8 @@
 """Faults for a run on this machine, on purpose, so that anyone can watch it survive them.
 
 - Processes are found by their command lines: those of ``staleflow run`` as well as those that a person started.
-- Which fault comes when follows from a seed: a shuffled deck of every (process, kind), and waits drawn at random.
+- Which fault comes when follows from a seed: a shuffled deck of every (process, kind), in which kinds take turns, and
+  waits drawn at random.
 - What was stopped goes on in the end, whatever ends this process but ``kill -9``.
 """
 
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -162,6 +164,7 @@ class Chaos:
             names = dict.fromkeys(victim.name for victim in there)
             self._deck = [(name, kind) for name in names for kind in self._kinds if _fits(name, kind)]
             self._random.shuffle(self._deck)
+            self._deck = in_turns(self._deck)
         by_name = {victim.name: victim for victim in there if self._ready(victim)}
         for place, (name, kind) in enumerate(self._deck):
             victim = by_name.get(name)
@@ -212,6 +215,15 @@ class Chaos:
                     process.send_signal(signal.SIGCONT)
                 except psutil.NoSuchProcess:
                     continue
+
+
+def in_turns(deck: Sequence[tuple[str, Kind]]) -> list[tuple[str, Kind]]:
+    """The same cards: before a kind comes again, each of the others has come, if there are any of it left."""
+    of_kind: dict[Kind, list[tuple[str, Kind]]] = {}
+    for card in deck:
+        of_kind.setdefault(card[1], []).append(card)
+    rounds = zip_longest(*of_kind.values())
+    return [card for cards in rounds for card in cards if card is not None]
 
 
 def _fits(name: str, kind: Kind) -> bool:

@@ -165,12 +165,16 @@ class Reconciler:
 
     def _deliveries(self) -> None:
         first: dict[int, Entry] = {}
+        lineage = 0
         for entry in self._of("joined", "delivered"):
             if entry["what"] == "joined":  # later steps than the one it comes back to may be made of other groups now
                 first = {step: known for step, known in first.items() if step <= entry["version"]}
+                lineage = entry["lineage"]
                 continue
             for member in entry["members"]:
                 self._member(entry["step"], member)
+            if entry["lineage"] < lineage:  # fetched by an older trainer as the next one rolled back
+                continue
             before = first.get(entry["step"])
             if before is not None:
                 same = (before["digest"], before["members"]) == (entry["digest"], entry["members"])

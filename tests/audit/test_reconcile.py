@@ -43,6 +43,7 @@ class Run:
         self.trace: list[dict[str, Any]] = [{"ev": "open", "max_staleness": 1}]
         self.stored: dict[tuple[int, int], Stored] = {}
         self._clock = 0
+        self._surviving = 0
         self._play()
 
     def note(self, who: str, what: str, **values: object) -> None:
@@ -73,7 +74,8 @@ class Run:
     ) -> None:
         arrays = prf.payload(SEED, group, lease, lineage, version) | {prf.REWARD: prf.rewards(SEED, group, lease)}
         members = [{"group": group, "lease": lease, "prints": prf.fingerprint(arrays)}]
-        self.note(who, "delivered", step=step, batch=batch, lineage=0, digest=f"d{group}", members=members)
+        what = {"step": step, "batch": batch, "lineage": self._surviving, "digest": f"d{group}"}
+        self.note(who, "delivered", **what, members=members)
 
     def publish(self, who: str, term: int, version: int, batch: int | None, *, lineage: int = 0) -> None:
         names: dict[str, Any] = {"term": term, "lineage": lineage, "version": version, "batch": batch}
@@ -89,6 +91,7 @@ class Run:
 
     def join(self, who: str, term: int, version: int, lineage: int) -> None:
         self.line("join", trainer_term=term)
+        self._surviving = lineage
         self.note(who, "joined", term=term, lineage=lineage, version=version)
 
     def seal(self, batch: int, step: int, group: int, lease: int) -> None:
@@ -235,6 +238,14 @@ LIES: dict[Rule, Callable[[Run], None]] = {
     Rule.FENCED: _old_term,
     Rule.REFUSED_FENCED: _refuse_and_do,
 }
+
+
+def test_what_an_older_trainer_still_fetched_is_not_what_the_next_one_must_get(tmp_path: Path) -> None:
+    run = Run()
+    run.journals["trainer"].append({**_entry(run, "trainer", "delivered"), "t": 10**6, "digest": "abandoned"})
+    run.deliver("trainer-b", 0, 5, 2, 2, 0)
+    run.journals["trainer-b"][-1]["t"] = 10**6 + 1
+    assert run.report(tmp_path).of(Rule.REDELIVERED) == []
 
 
 def test_an_honest_run_is_clean_and_every_rule_has_something_to_say(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Twenty thousand trajectories through one server: its memory, its open files and its store stay as they were.
+"""Two hundred thousand trajectories through one server: its memory, its open files and its store stay as they were.
 
 The long run of a million is ``python -m bench.flat --trajectories 1000000``.
 """
@@ -9,7 +9,7 @@ import pytest
 
 from bench.flat import SERVERS, Seen, measure
 
-TRAJECTORIES = 20_000
+TRAJECTORIES = 200_000
 SAMPLES = 30
 
 
