@@ -1,8 +1,8 @@
 """Faults for a run on this machine, on purpose, so that anyone can watch it survive them.
 
 - Processes are found by their command lines: those of ``staleflow run`` as well as those that a person started.
-- Which fault comes when follows from a seed: a shuffled deck of every (process, kind), in which kinds take turns, and
-  waits drawn at random.
+- Which fault comes when follows from a seed: a shuffled deck of every (process, kind), of which the rarest kind so far
+  that can be caused comes next, and waits drawn at random.
 - What was stopped goes on in the end, whatever ends this process but ``kill -9``.
 """
 
@@ -10,10 +10,10 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -128,6 +128,7 @@ class Chaos:
         self._random = random.Random(seed)
         self._tell = tell
         self._deck: list[tuple[str, Kind]] = []
+        self._done = Counter[Kind]()
         self._stopped: dict[int, tuple[psutil.Process, float]] = {}
         self._began = time.monotonic()
 
@@ -159,17 +160,17 @@ class Chaos:
                 self._rest(LOOK_S)
 
     def _next(self, there: Sequence[Victim]) -> Done | None:
-        """The first fault of the deck that can be caused now."""
+        """The first fault of the deck that can be caused now, of the kind that there were least of."""
         if not self._deck:
             names = dict.fromkeys(victim.name for victim in there)
             self._deck = [(name, kind) for name in names for kind in self._kinds if _fits(name, kind)]
             self._random.shuffle(self._deck)
-            self._deck = in_turns(self._deck)
         by_name = {victim.name: victim for victim in there if self._ready(victim)}
-        for place, (name, kind) in enumerate(self._deck):
+        for name, kind in sorted(self._deck, key=lambda card: self._done[card[1]]):
             victim = by_name.get(name)
             if victim is not None and (detail := self._cause(victim, kind)) is not None:
-                del self._deck[place]
+                self._deck.remove((name, kind))
+                self._done[kind] += 1
                 at_s = round(time.monotonic() - self._began, 3)
                 return Done(at_s=at_s, kind=kind.value, name=name, pid=victim.pid, detail=detail)
         return None
@@ -215,15 +216,6 @@ class Chaos:
                     process.send_signal(signal.SIGCONT)
                 except psutil.NoSuchProcess:
                     continue
-
-
-def in_turns(deck: Sequence[tuple[str, Kind]]) -> list[tuple[str, Kind]]:
-    """The same cards: before a kind comes again, each of the others has come, if there are any of it left."""
-    of_kind: dict[Kind, list[tuple[str, Kind]]] = {}
-    for card in deck:
-        of_kind.setdefault(card[1], []).append(card)
-    rounds = zip_longest(*of_kind.values())
-    return [card for cards in rounds for card in cards if card is not None]
 
 
 def _fits(name: str, kind: Kind) -> bool:

@@ -35,7 +35,7 @@ def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
 
 
 def test_a_killed_rollout_worker_costs_no_group(run_dir: Path) -> None:
-    with Run(run_dir, "simulated.toml", *LONGER) as run:
+    with Run(run_dir, "simulated.toml", *LONGER, "coordination.admission=fill") as run:  # so it always has some
         run.wait_for("consume", 5, END_S)
         before = run.count("release", why="expired") + run.count("release", why="aborted")
         run.kill("attach", "rollout", "rollout-0")

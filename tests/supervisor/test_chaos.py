@@ -9,7 +9,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from staleflow.supervisor.chaos import Kind, flip, in_turns, name_of
+from staleflow.supervisor.chaos import flip, name_of
 
 RUN = Path("/runs/mine")
 START = (sys.executable, "-m", "staleflow.cli")
@@ -63,12 +63,3 @@ def test_an_empty_store_has_nothing_to_flip(tmp_path: Path) -> None:
     environment.open_db(b"payloads")
     environment.close()
     assert flip(tmp_path, random.Random(0)) is None
-
-
-def test_kinds_take_turns_in_the_deck() -> None:
-    names = ("a", "b", "c")
-    deck = [(name, kind) for kind in (Kind.KILL, Kind.STOP) for name in names] + [("b", Kind.FLIP)]
-    kinds = [kind for _, kind in in_turns(deck)]
-    assert kinds[:3] == [Kind.KILL, Kind.STOP, Kind.FLIP]
-    assert kinds[3:] == [Kind.KILL, Kind.STOP] * 2
-    assert sorted(in_turns(deck)) == sorted(deck)
