@@ -29,11 +29,13 @@ from staleflow.protocols.wire.messages import (
     Done,
     GetChunk,
     GetManifest,
+    GetStatus,
     Manifest,
     ManifestOf,
     PublishChunk,
     PublishTo,
     Registered,
+    Status,
     TensorEntry,
     Unpin,
 )
@@ -109,9 +111,21 @@ class Publisher:
                     raise
         raise AssertionError("the last try returns or raises")
 
+    async def damaged(self, lineage: Lineage, version: Version) -> bool:
+        """Whether the server has found that its bytes of this version are not what was published."""
+        return await damaged(self._client, lineage, version)
+
     def close(self) -> None:
         """Close the connection. May be called again."""
         self._client.close()
+
+
+async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
+    """Whether the parameter server has found that its bytes of this version are not what was published."""
+    status = await server.ask(GetStatus(), Status, timeout_s=None)
+    return any(
+        (one["lineage"], one["version"]) == (lineage, version) and one["corrupt"] for one in status.values["versions"]
+    )
 
 
 def _tensor(name: str, array: Array) -> Tensor:

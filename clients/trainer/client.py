@@ -57,6 +57,8 @@ COMMIT_GRACE_S = 5.0
 CROWDED_SHARE = 0.5
 """Of a trajectory server's map. Beyond it consumed payload should go, which only a checkpoint lets happen."""
 STATUS_TIMEOUT_S = 1.0
+LOOK_S = 5.0
+"""After waiting so long for a batch: is the newest version still whole?"""
 FAREWELL_GRACE_S = 1.0
 """Once asked to end, nothing else that is said waits longer than this."""
 
@@ -97,6 +99,10 @@ class TrainerClient:
         self._joined: Joined | None = None
         self.version = Version(0)
         """Of the weights that the trainer holds, as far as the run knows."""
+        self._lineage = Lineage(0)
+        """Of that version: the run's own has moved on after a rollback."""
+        self._held: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
+        """Its weights as they were published, and the batch that made them."""
         self._current: TrainBatch | None = None
         self.waited_s = 0.0
         """Seconds for which the last batch let the trainer wait."""
@@ -135,12 +141,16 @@ class TrainerClient:
             if refused.code is Code.BAD_VERSION:
                 raise BadVersion(f"version {version} of lineage {lineage}: {refused.detail}") from refused
             raise
-        self.version = version
+        self.version, self._lineage = version, lineage
         return self._joined
 
     def publish_initial(self, weights: Mapping[str, Any] | Published) -> None:
         """Publish version 0; rollout begins."""
-        self._publish(weights, Version(0), None)
+        self._publish(weights, self._new_lineage, Version(0), None)
+
+    def holds(self, weights: Mapping[str, Any] | Published) -> None:
+        """These are the weights of the version joined with: published again should the server's copy be damaged."""
+        self._held = weights, None
 
     def batches(self, steps: int) -> Iterator[TrainBatch]:
         """The batch of every step up to ``steps``, one fetched ahead; each must be committed before the next.
@@ -153,7 +163,7 @@ class TrainerClient:
             while self.version < steps:
                 started = time.monotonic()
                 try:
-                    batch = self._wait(stream.get())
+                    batch = self._next(stream)
                     while not self.same(batch):
                         batch = self._wait(stream.fetch(batch.step))
                 except Stopped:
@@ -164,6 +174,28 @@ class TrainerClient:
                 self._check_committed(batch)
         finally:
             feeding.cancel()
+
+    def _next(self, stream: BatchStream) -> TrainBatch:
+        """The next batch. None may come while the newest version is damaged at the server and loaded by nobody."""
+        while (batch := self._wait(within(LOOK_S, stream.get()))) is None:
+            self._mend()
+        return batch
+
+    def _mend(self) -> None:
+        """Publish the newest version once more if its bytes were damaged."""
+        assert self._publisher is not None
+        lineage, version = self._lineage, self.version
+        looked = within(STATUS_TIMEOUT_S, self._publisher.damaged(lineage, version))
+        if not self._wait(looked) or self._held is None:
+            return
+        weights, batch = self._held
+        log.warning("version %d of lineage %d is damaged at the parameter server: published again", version, lineage)
+        try:
+            self._publish(weights, lineage, version, batch)
+        except Refused as refused:
+            if refused.code is not Code.CONFLICT:
+                raise
+            log.error("version %d cannot be published again: %s", version, refused.detail)
 
     def _stream(self, term: TrainerTerm) -> BatchStream:
         rank, world = self._place
@@ -191,7 +223,7 @@ class TrainerClient:
         batch = self._current
         if batch is None:
             raise RuntimeError("there is no batch to commit")
-        self._publish(weights, Version(batch.step + 1), batch.batch)
+        self._publish(weights, self._new_lineage, Version(batch.step + 1), batch.batch)
         self._current = None
         return self.version
 
@@ -238,23 +270,31 @@ class TrainerClient:
         return self._term, self.version
 
     @property
+    def _new_lineage(self) -> Lineage:
+        if self._joined is None:
+            raise RuntimeError("join first")
+        return self._joined.lineage
+
+    @property
     def _term(self) -> TrainerTerm:
         if self._joined is None:
             raise RuntimeError("join first")
         return self._joined.trainer_term
 
-    def _publish(self, weights: Mapping[str, Any] | Published, version: Version, batch: BatchId | None) -> None:
-        assert self._joined is not None
+    def _publish(
+        self, weights: Mapping[str, Any] | Published, lineage: Lineage, version: Version, batch: BatchId | None
+    ) -> None:
         assert self._publisher is not None
         publish = self._publisher.publish(
             as_weights(weights),
             trainer_term=self._term,
-            lineage=self._joined.lineage,
+            lineage=lineage,
             version=version,
             batch=batch,
         )
         self._wait(publish, grace_s=COMMIT_GRACE_S, late=self._not_in_time)
-        self.version = version
+        self.version, self._lineage = version, lineage
+        self._held = weights, batch
 
     def _not_in_time(self) -> Exception:
         return Unavailable("the parameter server", COMMIT_GRACE_S, "asked to end while a version was being published")
@@ -308,6 +348,18 @@ class Followed:
             return self._client.wait(coming)
         except Stopped:
             return None
+
+
+async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
+    """Its result, or None when that takes longer; then it is cancelled."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return None
 
 
 def _always(_: TrainBatch) -> bool:

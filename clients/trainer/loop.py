@@ -117,6 +117,8 @@ class TrainingLoop:
         self._checkpoints.drop_after(self._state.version)
         if joined.version < 0:
             self._client.publish_initial(self._backend.weights())
+        else:
+            self._client.holds(self._backend.weights())
 
     def _step(self, batch: TrainBatch) -> None:
         times = _Times(wait_for_batch=self._client.waited_s)

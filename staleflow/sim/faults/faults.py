@@ -268,12 +268,8 @@ class Faults:
         return node is not None and node.disk is not None and node.disk.flip(tables) is not None
 
     def _flip_weights(self) -> bool:
-        """One byte of one version on disk: of those that no rollback goes back to. The newest one, and what a trainer
-        may come back from, nobody but a trainer could ever bring back."""
-        kept = self._world.scene.checkpoints
-        oldest = kept[-1][1] if kept else 0
+        """One byte of one version on disk; the newest is the trainer's to bring back."""
         files = sorted((self._world.run_dir / "parameters").glob("*.bin"))
-        files = [path for path in files if int(path.stem.split("-")[1]) < oldest]
         if not files:
             return False
         path = self._rng.choice(files)

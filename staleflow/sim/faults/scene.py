@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from staleflow.configs.load import Addresses
 from staleflow.configs.schema import Config
-from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version
 from staleflow.sim.faults.journal import Journal
 from staleflow.sim.faults.network import Network
 from staleflow.sim.faults.virtual import Conductor
@@ -28,6 +28,8 @@ class Scene:
     """What workers and trainers did that is out of the ordinary."""
     checkpoints: list[tuple[Lineage, Version]] = field(default_factory=list[tuple[Lineage, Version]])
     """The trainer's own, oldest first."""
+    wrote: dict[tuple[int, int], TrainerTerm] = field(default_factory=dict[tuple[int, int], TrainerTerm])
+    """The term in which each (lineage, version) was made."""
     finishing: bool = False
     """The trainer is to end the run after its next step."""
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from staleflow.clients.attachment import attach
-from staleflow.clients.parameters import TRIES
+from staleflow.clients.parameters import TRIES, damaged
 from staleflow.clients.trainer.backend import NoBatch
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch
+from staleflow.clients.trainer.client import LOOK_S
 from staleflow.clients.trainer.stream import BatchStream
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Step, TrainerTerm, Version, WorkerId
@@ -74,6 +75,8 @@ class Trainer:
         self._parameters = Client(scene.where.parameters, worker=self.me, transport=transport)
         self._term = TrainerTerm(0)
         self._lineage = Lineage(0)
+        self._from = Lineage(0)
+        """Of the newest version: older than the trainer's own after a rollback."""
 
     async def run(self) -> None:
         """Train until the run has had enough, or another trainer has taken over."""
@@ -97,6 +100,7 @@ class Trainer:
                 if joined is not None:
                     del self._scene.checkpoints[self._newer_than(version) :]
                     self._term, self._lineage = joined.trainer_term, joined.lineage
+                    self._from = lineage
                     if joined.version < 0:
                         await self._publish(Version(0), None)
                     return version
@@ -120,7 +124,7 @@ class Trainer:
         stream = CheckedStream(self._scene, self._scheduler, self._shards, self._term)
         ahead = asyncio.ensure_future(stream.fetch(Step(version)))
         while True:
-            batch = await ahead
+            batch = await self._next(ahead, version)
             self._note(batch)
             ahead = asyncio.ensure_future(stream.fetch(Step(batch.step + 1)))
             try:
@@ -137,6 +141,15 @@ class Trainer:
                 ahead.cancel()
                 await self._scheduler.ask(Finished(trainer_term=self._term), Done, timeout_s=None)
                 return
+
+    async def _next(self, coming: "asyncio.Future[TrainBatch]", version: Version) -> TrainBatch:
+        """The batch. While it does not come, a newest version that was damaged is published again."""
+        while not (await asyncio.wait((coming,), timeout=LOOK_S))[0]:
+            if await damaged(self._parameters, self._from, version):
+                begin, data = self._begin(self._from, version, None)
+                await self._until_whole(begin, data)
+                self._scene.counts["a damaged version was published again"] += 1
+        return coming.result()
 
     async def _other_rank(self, batch: TrainBatch) -> None:
         """Now and then another rank asks for the same step, and must get the same batch."""
@@ -165,12 +178,23 @@ class Trainer:
         A batch that was taken back meanwhile (a member is corrupt) cannot be published: that ends the trainer, as it
         ends the shipped one, and it comes back from its checkpoint.
         """
-        data = weights_of(self._scene.seed, self._lineage, version, self._term)
-        manifest = manifest_of(data)
+        self._scene.wrote[self._lineage, version] = self._term
+        begin, data = self._begin(self._lineage, version, batch)
+        self._scene.journal.published.setdefault((self._lineage, version), set()).add(begin.manifest.sha)
+        await self._until_whole(begin, data)
+        self._from = self._lineage
+        committed = Committed(self._term, self._lineage, version, begin.manifest.sha, batch)
+        self._scene.journal.committed.append(committed)
+
+    def _begin(self, lineage: Lineage, version: Version, batch: BatchId | None) -> tuple[BeginPublish, bytes]:
+        """The bytes of a version, which are others in each term."""
+        data = weights_of(self._scene.seed, lineage, version, self._scene.wrote[lineage, version])
         begin = BeginPublish(
-            trainer_term=self._term, lineage=self._lineage, version=version, batch=batch, manifest=manifest
+            trainer_term=self._term, lineage=lineage, version=version, batch=batch, manifest=manifest_of(data)
         )
-        self._scene.journal.published.setdefault((self._lineage, version), set()).add(manifest.sha)
+        return begin, data
+
+    async def _until_whole(self, begin: BeginPublish, data: bytes) -> None:
         for attempt in range(1, TRIES + 1):
             try:
                 await self._upload(begin, data)
@@ -179,9 +203,7 @@ class Trainer:
                     raise
                 self._scene.counts["an upload was begun again"] += 1
             else:
-                break
-        committed = Committed(self._term, self._lineage, version, manifest.sha, batch)
-        self._scene.journal.committed.append(committed)
+                return
 
     async def _upload(self, begin: BeginPublish, data: bytes) -> None:
         to = await self._parameters.ask(begin, PublishTo, timeout_s=None)

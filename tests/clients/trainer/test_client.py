@@ -163,6 +163,35 @@ def test_a_trainer_that_waits_for_a_batch_can_be_interrupted() -> None:
         assert rest <= 1
 
 
+@pytest.mark.parametrize("returning", [False, True])
+def test_a_newest_version_that_was_damaged_on_disk_is_published_again(
+    returning: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No instance has it, so no batch can come before; also by a trainer that published it in an earlier life."""
+    monkeypatch.setattr("staleflow.clients.trainer.client.LOOK_S", 0.2)
+    with serving("staleness.max_staleness=0") as service:
+        service.processes["rollout"].kill()
+        service.processes["rollout"].wait()
+        with joined(service) as trainer:
+            if returning:
+                trainer.close()
+                trainer = joined(service)
+                trainer.holds(weights(0))
+            damage(service.run_dir / "parameters" / "0-0.bin")
+            service.start("rollout", "attach", "rollout", "--name", "rollout-0")
+            assert one(trainer).step == 0
+            trainer.close()
+        assert [event["ok"] for event in service.trace("pull")][0 :: len(service.trace("pull")) - 1] == [False, True]
+
+
+def damage(path: Path) -> None:
+    """One bit, as a disk does it."""
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
 def test_joining_can_be_interrupted_while_nobody_answers(tmp_path: Path) -> None:
     with TrainerClient(f"ipc://{tmp_path}/nobody") as trainer:
         threading.Timer(0.1, trainer.interrupt).start()
