@@ -53,7 +53,7 @@ test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment 
 		tests/clients/rollout/test_vllm_engine.py tests/process/test_vllm_run.py
 
 bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it
-	for name in ledger control_plane curve rollout_engine; do $(BIN)/python -m bench.$$name || exit 1; done
+	for name in ledger control_plane curve rollout_engine trajectories streaming weights delta weights_remote; do $(BIN)/python -m bench.$$name || exit 1; done
 
 proof: .venv/.installed ## long: three seeds of the quickstart, results under bench/results/
 	$(BIN)/python -m bench.quickstart

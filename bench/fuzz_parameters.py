@@ -1,7 +1,6 @@
 """The parameter server under malformed messages: the real service and folder; the scheduler says yes to most things."""
 
 import asyncio
-import hashlib
 import shutil
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire import messages
-from staleflow.protocols.wire.manifest import lay_out
+from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Request
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
@@ -21,7 +20,7 @@ from staleflow.servers.attached import Tasks
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Versions
 
-READER, TRAINER = WorkerId("rollout-0"), WorkerId("trainer")
+READER, TRAINER, RELAY = WorkerId("rollout-0"), WorkerId("trainer"), WorkerId("relay-0")
 MOST_VERSIONS = 8
 """Versions after which the server begins anew."""
 MOST_BYTES = 1 << 20
@@ -64,6 +63,7 @@ class ParameterTarget:
             keep_versions=2,
             chunk_bytes=256,
         )
+        self._service.run = "fuzz"
         self._ears = Ears(self._service.on_call)
         self._working = self._group.create_task(self._service.work())
         self._upload = 0
@@ -74,35 +74,37 @@ class ParameterTarget:
     async def _publish(self) -> None:
         data, manifest = self._weights(self._newest + 1)
         self._say(Said(TRAINER, self._begin_publish(manifest)))
+        await self._rest()
         self._say(Said(TRAINER, messages.PublishChunk(upload=self._upload, offset=0), [data]))
-        self._say(Said(TRAINER, messages.CommitPublish(upload=self._upload)))
+        self._say(Said(TRAINER, messages.CommitPublish(upload=self._upload, manifest=manifest)))
         await self._rest()
         self._newest += 1
 
     def _weights(self, version: int) -> tuple[bytes, messages.Manifest]:
         data = bytes([version % 256]) * 400
-        return data, lay_out([("w", "float32", (100,), hashlib.sha256(data).hexdigest())])
+        return data, lay_out([("w", "float32", (100,), digest(data))])
 
     def _odd(self) -> messages.Manifest:
         """One that agrees with itself, and announces nothing, or more than any disk has."""
         shapes = [(), (0,), (0, 2**62), (1,) * 70, (2**20, 2**20), (2**40,), (2**21, 2**21)]
         shape = self._random.choice(shapes)
-        return lay_out([("w", self._random.choice(("float32", "bool")), shape, hashlib.sha256(b"").hexdigest())])
+        return lay_out([("w", self._random.choice(("float32", "bool")), shape, digest(b""))])
 
     def _begin_publish(self, manifest: messages.Manifest) -> messages.BeginPublish:
         version = Version(self._newest + 1)
         return messages.BeginPublish(
-            trainer_term=TrainerTerm(1), lineage=Lineage(0), version=version, batch=None, manifest=manifest
+            trainer_term=TrainerTerm(1), lineage=Lineage(0), version=version, batch=None, nbytes=manifest.nbytes
         )
 
     def _say(self, said: Said) -> None:
         self._heard(said.peer, said.body, [bytes(frame) for frame in said.frames])
 
     def _heard(self, peer: str, body: Request, frames: Sequence[bytes]) -> messages.Reply | None:
-        reply = self._ears.say(peer, body, frames, then=self._service.on_drained)
+        return self._ears.say(peer, body, frames, then=self._service.on_drained, late=self._late)
+
+    def _late(self, reply: messages.Reply) -> None:
         if isinstance(reply, messages.PublishTo):
             self._upload = reply.upload
-        return reply
 
     def seeds(self) -> Sequence[Said]:
         lineage, version = Lineage(0), Version(max(self._newest, 0))
@@ -110,14 +112,24 @@ class ParameterTarget:
         return [
             Said(READER, messages.GetManifest(worker=READER, lineage=lineage, version=version)),
             Said(READER, messages.GetChunk(lineage=lineage, version=version, offset=0, nbytes=400)),
+            Said(READER, self._delta(version)),
+            Said(READER, messages.FindSources(worker=READER, host="h")),
+            Said(RELAY, messages.JoinRelays(worker=RELAY, run="fuzz", endpoint="tcp://10.0.0.1:1", host="h")),
             Said(READER, messages.Unpin(worker=READER, lineage=lineage, version=version)),
             Said(TRAINER, self._begin_publish(manifest)),
             Said(TRAINER, messages.PublishChunk(upload=self._upload, offset=0), [data]),
             Said(TRAINER, messages.PublishChunk(upload=self._upload, offset=200), [data[:200]]),
-            Said(TRAINER, messages.CommitPublish(upload=self._upload)),
+            Said(TRAINER, messages.CommitPublish(upload=self._upload, manifest=manifest)),
             Said(TRAINER, self._begin_publish(self._odd())),
             Said("x", messages.GetStatus()),
         ]
+
+    def _delta(self, version: Version) -> messages.GetDelta:
+        """What changed since the version before."""
+        base, lineage = Version(max(version - 1, 0)), Lineage(0)
+        return messages.GetDelta(
+            lineage=lineage, version=version, base_lineage=lineage, base_version=base, offset=0, nbytes=400, width=4
+        )
 
     def offer(self, raw: Raw) -> str:
         if (body := read(raw)) is None:

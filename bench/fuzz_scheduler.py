@@ -111,6 +111,7 @@ class SchedulerTarget:
             Said(WORKER, loaded),
             Said(SHARD, messages.Retention(shard=0, groups=[group for group, _ in held])),
             Said(SHARD, messages.Described(shard=0, rows=[], frames=[])),
+            Said(SHARD, messages.StageLoads(shard=0, loads=[_load([group for group, _ in held])])),
             Said("x", messages.GetStatus()),
         ]
 
@@ -121,6 +122,7 @@ class SchedulerTarget:
         return [
             Said(TRAINER, messages.Join(trainer=TRAINER, lineage=machine.lineage, version=machine.version)),
             Said(TRAINER, messages.NextBatch(trainer_term=term, step=step)),
+            Said(TRAINER, messages.NextGroups(trainer_term=term, step=machine.next_step, held=[], count=1)),
             Said(TRAINER, messages.Metrics(worker=TRAINER, step=step, values={"loss": 1.0})),
             Said(TRAINER, messages.RegisterCheckpoint(trainer_term=term, lineage=lineage, version=version)),
             Said(PARAMETERS, self._register(None if sealed is None else sealed.batch)),
@@ -202,3 +204,7 @@ class SchedulerTarget:
         wrong = [violation for violation in report.violations if violation.rule is not Rule.PULL]
         if wrong:
             raise Finding(f"trace check: {wrong[:3]}")
+
+
+def _load(groups: list[GroupId]) -> messages.StageLoad:
+    return messages.StageLoad(stage="reward", waiting=1, taken=len(groups), groups=groups)

@@ -20,11 +20,13 @@ from staleflow.protocols.wire.messages import Operations, Request, Result, Resul
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
+from staleflow.runtime.host import boot_id
 from staleflow.runtime.lmdb_store import Store
 from staleflow.runtime.prompts import PromptRows
 from staleflow.servers.attached import Tasks
 from staleflow.servers.trajectories.main import make_service
 from staleflow.servers.trajectories.records import Key, pushed
+from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpacked
 
 WORKER, STAGE, TRAINER = WorkerId("rollout-0"), WorkerId("reward-0"), WorkerId("trainer")
@@ -48,6 +50,8 @@ class Agreeable:
                 return Results(results=[Result(code=self._random.choice(codes)) for _ in body.ops])
             case messages.Retention():
                 return messages.Retained(keep=body.groups[: len(body.groups) // 2])
+            case messages.StageLoads():
+                return messages.Done()
             case _:
                 raise Finding(f"the shard asks {type(body).__name__}")
 
@@ -67,7 +71,8 @@ class ShardTarget:
         """Start it on an empty store."""
         shutil.rmtree(self._folder, ignore_errors=True)
         store = Store(self._folder, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
-        self._store, self._close = TrajectoryStore(store, map_bytes=MAP_BYTES), store.close
+        slabs = Slabs(self._folder / "slabs", map_bytes=MAP_BYTES)
+        self._store, self._close = TrajectoryStore(store, map_bytes=MAP_BYTES, slabs=slabs), store.close
         config = Config(
             prompts=Prompts(source="nobody:opens"),
             reward=Reward(run="nobody:calls"),
@@ -108,7 +113,10 @@ class ShardTarget:
             self._push(*known[:2]),
             self._take(),
             self._partial(known[0]),
+            Said(WORKER, messages.GetSlab(worker=WORKER, number=self._last, held=[])),
+            self._push_placed(self._fresh()),
             Said(TRAINER, fetch),
+            Said(TRAINER, msgspec.structs.replace(fetch, host=boot_id())),
             Said(WORKER, messages.GetRows(groups=[key.group for key in known])),
             Said(WORKER, messages.GetRows(groups=[known[0].group], partials=[known[0].lease])),
             Said("x", messages.GetStatus()),
@@ -140,6 +148,16 @@ class ShardTarget:
         while len(self._pushed) > REMEMBERED:
             del self._pushed[next(iter(self._pushed))]
         return Said(WORKER, messages.PushGroups(items=items), frames)
+
+    def _push_placed(self, key: Key) -> Said:
+        """A group at a place of a slab, which nobody has written."""
+        assert self._store.slabs is not None
+        slab = self._store.slabs.give(messages.GetSlab(worker=WORKER, number=1 << 40, held=[]), MAP_BYTES // 2)
+        place = messages.Place(slab=slab.name, offset=self._random.randrange(64), nbytes=512)
+        item = messages.PushItem(
+            group=key.group, lease=key.lease, worker=WORKER, truncated=False, frames=[], place=place
+        )
+        return Said(WORKER, messages.PushGroups(items=[item]))
 
     def _partial(self, key: Key) -> Said:
         specs, frames = self._payload()

@@ -47,14 +47,24 @@ class Ears:
     def __init__(self, on_call: Callable[[Call], None]) -> None:
         self._endpoint = MemoryEndpoint(on_call, lambda deliver: deliver())
 
-    def say(self, peer: str, body: Request, frames: Sequence[bytes] = (), *, then: Callable[[], None]) -> Reply | None:
-        """The answer that is there when ``then`` has run, or None while the call waits."""
+    def say(
+        self,
+        peer: str,
+        body: Request,
+        frames: Sequence[bytes] = (),
+        *,
+        then: Callable[[], None],
+        late: Callable[[Reply], None] | None = None,
+    ) -> Reply | None:
+        """The answer that is there when ``then`` has run, or None while the call waits. ``late`` gets it whenever."""
         heard: list[Reply] = []
 
         def on_reply(reply: Reply) -> None:
             if decode_reply(encode_reply(7, reply))[0] != 7:
                 raise Finding(f"{reply} does not come back as it was sent")
             heard.append(reply)
+            if late is not None:
+                late(reply)
 
         self._endpoint.call(peer, body, on_reply, [memoryview(frame) for frame in frames])
         then()

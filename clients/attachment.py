@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 
 import msgspec
 
@@ -15,12 +16,16 @@ from staleflow.runtime.retry import Backoff
 
 log = logging.getLogger(__name__)
 
+SUPERVISED = "STALEFLOW_SUPERVISED"
+"""Environment: set in the processes that a supervisor starts, and in those that these start."""
+
 
 async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> Attached:
     """The run's answer, once every trajectory server (and the parameter server, if wanted) is attached to it too.
 
     Waits for servers that are still to come. ``ConfigError`` when the run does not take this worker.
     """
+    request = msgspec.structs.replace(request, supervised=SUPERVISED in os.environ)
     backoff, attempt = Backoff(0.1, 1.0), 0
     while True:
         try:

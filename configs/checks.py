@@ -10,7 +10,8 @@ from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.schema import Config
 from staleflow.configs.section import Section
-from staleflow.configs.stages import stages
+from staleflow.configs.stages import graph, stages
+from staleflow.configs.streaming import check_pieces, check_streaming
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
@@ -22,7 +23,7 @@ def consistent(config: Config) -> None:
     """``ConfigError`` for the first rule that ``config`` breaks."""
     for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
         rule(config)
-    for rule in (_shards, _security, _binds, _lengths):
+    for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _lengths):
         rule(config)
 
 
@@ -73,10 +74,12 @@ def import_paths(config: Config) -> dict[str, str]:
         "prompts.eval_source": config.prompts.eval_source,
         "environment.run": config.environment.run,
         "reward.run": config.reward.run,
+        **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
         **algorithm.import_paths(config.trainer.algorithm),
     }
-    needed = "" if config.environment.run else "reward.run"
-    return {key: spec for key, spec in found.items() if spec or key == needed}
+    needed = [f"stage[{place}].run" for place in range(len(config.stage))]
+    needed += [] if config.environment.run else ["reward.run"]
+    return {key: spec for key, spec in found.items() if spec or key in needed}
 
 
 def _specs(config: Config) -> None:
@@ -97,6 +100,18 @@ def _idle(config: Config) -> None:
             value, default = getattr(section, key), getattr(type(section)(), key)
             if value != default:
                 raise ConfigError(f"{name}.{key}", value, f"{needed}; leave it at {shown(default)}")
+
+
+def _stages(config: Config) -> None:
+    graph(config)
+
+
+def _evaluated(config: Config) -> None:
+    """Held-out prompts are scored by the reward alone."""
+    held_out = config.prompts.eval_path or config.prompts.eval_source
+    if config.reward.needs and held_out and config.trainer.eval_prompts:
+        allowed = "held-out prompts go through no other stage: leave it empty, or trainer.eval_prompts at 0"
+        raise ConfigError("reward.needs", config.reward.needs, allowed)
 
 
 def _bound(config: Config) -> None:
@@ -139,6 +154,7 @@ def check_ranks(config: Config, nproc: int) -> None:
     if nproc > trainer.batch_size:
         allowed = f"each rank needs a group of every batch: at most trainer.batch_size, {trainer.batch_size}"
         raise ConfigError("trainer.nproc", nproc, allowed)
+    check_pieces(config, nproc)
 
 
 def _ranks(config: Config) -> None:

@@ -9,7 +9,7 @@ import os
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -79,13 +79,28 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
         text = cast(dict[str, Any], inner).get(key) if isinstance(inner, dict) else None
         if not isinstance(text, str) or not text:
             continue
-        if (section, key) in _PATHS:
-            text = str(_under(base, text))
-        elif is_file(text.rpartition(":")[0]):
-            place, _, attribute = text.rpartition(":")
-            text = f"{_under(base, place)}:{attribute}"
+        text = str(_under(base, text)) if (section, key) in _PATHS else _spec_under(base, text)
         table = dotted.apply(table, [((*above, key), text)])
-    return table
+    return _absolute_stages(table, base)
+
+
+def _absolute_stages(table: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The import path of each ``[[stage]]``."""
+    given: Any = table.get("stage")
+    if not isinstance(given, list):
+        return table
+    found = list[Any]()
+    for one in cast(Iterable[Any], given):
+        if isinstance(one, dict) and isinstance(run := cast(dict[str, Any], one).get("run"), str):
+            one = {**cast(dict[str, Any], one), "run": _spec_under(base, run)}
+        found.append(one)
+    return {**table, "stage": found}
+
+
+def _spec_under(base: Path, spec: str) -> str:
+    """An import path; where it names a file, from the file system's root."""
+    place, _, attribute = spec.rpartition(":")
+    return f"{_under(base, place)}:{attribute}" if is_file(place) else spec
 
 
 def _under(base: Path, text: str) -> Path:

@@ -98,6 +98,8 @@ def _question(config: Config) -> probe.Question:
             calls[key] = (arguments, [])
     if config.environment.run:
         calls["environment.run"] = (0, list(config.environment.options))
+    for place, stage in enumerate(config.stage):
+        calls[f"stage[{place}].run"] = (1, list(stage.options))
     sources: dict[str, tuple[dict[str, Any], str, bool]] = {}
     for key in ("prompts.source", "prompts.eval_source"):
         if key in specs:

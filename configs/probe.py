@@ -18,6 +18,9 @@ Question = dict[str, Any]
 """``specs``: key -> import path; ``calls``: key -> (positional count, keyword names) that it must take;
 ``sources``: key -> (keyword arguments, column that its rows must have, whether to count them all)."""
 
+OFFERED = {"trainer.algorithm.advantage": ("stages",), "trainer.algorithm.loss": ("stages",)}
+"""key -> keyword arguments that it is given if it has them."""
+
 
 def ask(question: Question, timeout_s: float = 120.0) -> dict[str, int]:
     """Rows of each source (1 where not counted), or the ``ConfigError`` that the other process found."""
@@ -73,8 +76,9 @@ def _takes(function: Any, key: str, spec: str, positional: int, names: list[str]
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
+    offered = [name for name in OFFERED.get(key, ()) if name in signature.parameters]
     try:
-        signature.bind(*range(positional), **dict.fromkeys(names))
+        signature.bind(*range(positional), **dict.fromkeys([*names, *offered]))
     except TypeError as error:
         given = ", ".join(names) or f"{positional} values"
         raise ConfigError(key, spec, f"it is called with {given}, but {error}") from error

@@ -12,6 +12,7 @@ from staleflow.configs.simulation import Simulated, Simulation
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 
 Durability = Literal["process", "power"]
+DeltaKind = Literal["off", "raw", "compressed"]
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -49,7 +50,8 @@ class Prompts(Section, frozen=True, kw_only=True):
 
 
 class Reward(Section, frozen=True, kw_only=True):
-    """The first stage: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of its own."""
+    """The stage that every run has: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of
+    its own. What ``rollout.filter`` does not want after it goes through no stage that needs it."""
 
     run: str
     """``module:function`` or ``file.py:function``. May be empty where the environment returns the reward."""
@@ -60,6 +62,34 @@ class Reward(Section, frozen=True, kw_only=True):
     """More tries for a sample whose call raised or hung; then its group is released."""
     batch: Positive = 16
     """Groups that a worker takes at once."""
+    needs: list[str] = field(default_factory=list[str])
+    """Columns of a value a sample, ``stage/column``, that it waits for and gets as keyword arguments by their names."""
+
+
+class Stage(Section, frozen=True, kw_only=True):
+    """A stage of the user's own: ``run(group, **options) -> {column: values}``, sync or async, in processes of its own.
+
+    Stages whose needs are there work at the same time. A group trains once every stage is done with it.
+    """
+
+    name: str
+    """Lower-case letters, digits and ``_``; with a number behind it the name of its workers."""
+    run: str
+    """``module:function`` or ``file.py:function``. Called with one ``clients.stage.group.Group``."""
+    makes: list[str]
+    """Its columns, float32: ``score`` holds a value a sample, ``values:token`` one a completion token."""
+    needs: list[str] = field(default_factory=list[str])
+    """Columns of other stages, ``stage/column``, that it waits for and gets. None: it starts with the push."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments of ``run``."""
+    workers: Positive = 1
+    """Processes started by ``staleflow run``; more may attach."""
+    batch: Positive = 16
+    """Groups that a worker takes at once; an ``async def`` has them all under way."""
+    timeout_s: PositiveFloat = 60.0
+    """Of one call; a call that takes longer is killed and counts as failed."""
+    retries: NonNegative = 2
+    """More tries for a group whose call raised, hung or gave too little; then it is released."""
 
 
 class Environment(Section, frozen=True, kw_only=True):
@@ -221,11 +251,12 @@ class Algorithm(Section, frozen=True, kw_only=True):
     advantage: str = "grpo"
     """``grpo``, ``dr_grpo``, ``rloo``: against the group. ``reinforce_pp``: against the batch. ``gae``: against a
     critic, token by token; starts the critic stage. Or the import path of ``f(rewards [N], group_ids [N]) -> [N]``,
-    tensors."""
+    tensors; with an argument ``stages`` it gets the stages' columns of one value a sample too."""
     loss: str = "ppo_clip"
     """``ppo_clip``, ``gspo``, ``cispo``, ``aipo``, ``m2po``, ``opsm``; all but the first bound the ratio to the engine,
     so they need no ``correction``. Or the import path of ``f(logprobs, old, behavior, advantages, row) -> loss``,
-    tensors over the trained tokens of some whole trajectories; the mean over the batch's tokens is trained."""
+    tensors over the trained tokens of some whole trajectories; the mean over the batch's tokens is trained. With an
+    argument ``stages`` it gets their columns of one value a token too."""
     ratio_to: Literal["old", "behavior"] = "old"
     """What PPO's ratio refers to. ``old``: the weights that the step begins with; the clip is idle and ``correction``
     answers for staleness. ``behavior``: the engine's; the clip answers for it, and stale tokens lose their gradient."""
@@ -296,6 +327,13 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Train steps of the whole run."""
     batch_size: Positive = 8
     """Groups a step."""
+    streaming: bool = False
+    """Train a step's groups as they come, while its batch still fills: hides a step's computing behind the rollout of
+    its longest groups. The same step, but for the cut into passes, which is by groups in their order then. Not with
+    ``deepspeed``; for algorithms that need no more than a group at once."""
+    stream_groups: Positive = 1
+    """``streaming``: groups trained at once, one at least for each rank. Fewer start earlier; more fill the passes of
+    ``micro_tokens`` better."""
     micro_tokens: Positive = 16_384
     """Padded tokens of one forward and backward pass; the gradients of a step's passes add up."""
     lr: PositiveFloat = 1e-6
@@ -344,7 +382,10 @@ class Trajectories(Section, frozen=True, kw_only=True):
     """One address a shard; empty: sockets in the run directory."""
     durability: Durability = "process"
     map_mb: Positive = 4096
-    """Size of each shard's LMDB map; pushes are refused at 90 %."""
+    """Payload that each shard holds, in its LMDB map and in slabs together; pushes are refused at 90 %."""
+    mapped: bool = True
+    """Workers on a shard's host write payload into files (slabs) in its folder, which the trainer maps; the shard only
+    checks it. Turn it off where the run directory is on a disk of another machine."""
 
 
 class Parameters(Section, frozen=True, kw_only=True):
@@ -354,8 +395,16 @@ class Parameters(Section, frozen=True, kw_only=True):
     durability: Durability = "process"
     keep_versions: Positive = 2
     """Newest versions kept even if nobody uses them."""
+    budget_mb: NonNegative = 0
+    """MiB of all versions together; 0: what the disk holds. Where a new version would not fit, older ones go that
+    nobody uses, whatever ``keep_versions`` says; a publish waits while all are in use. At least two versions must
+    fit."""
     chunk_kb: Positive = 4096
     """Bytes of one chunk to a reader on another host, in KiB."""
+    delta: DeltaKind = "compressed"
+    """What a reader on another host may get instead of a whole version: the bits that changed since the one it has,
+    through zstd, or raw (three times the bytes, for a third less work). It asks only where its link is so slow that
+    this is faster, and keeps one version in memory for it, which the server keeps too. `off`: always whole versions."""
 
 
 class Security(Section, frozen=True, kw_only=True):
@@ -381,6 +430,8 @@ class Config(Section, frozen=True, kw_only=True):
     reward: Reward
     reference: Reference = field(default_factory=Reference)
     critic: Critic = field(default_factory=Critic)
+    stage: list[Stage] = field(default_factory=list[Stage])
+    """More stages, in any order."""
     staleness: Staleness = field(default_factory=Staleness)
     rollout: Rollout = field(default_factory=Rollout)
     coordination: Coordination = field(default_factory=Coordination)

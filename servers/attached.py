@@ -62,9 +62,10 @@ async def serve_attached(
     scheduler: Client,
     hello: Callable[[str], Attach],
     make: Callable[[Tasks], Service],
+    on_attached: Callable[[Attached], None] | None = None,
     transport: Transport = SOCKETS,
 ) -> None:
-    """Serve ``make(tasks)`` at ``bind`` until stopped. ``hello`` gets the bound address."""
+    """Serve ``make(tasks)`` at ``bind`` until stopped. ``hello`` gets the bound address, ``on_attached`` the answer."""
     try:
         async with _config_errors(), asyncio.TaskGroup() as group:
             tasks = Tasks(group)
@@ -77,7 +78,7 @@ async def serve_attached(
                 transport=transport,
             )
             group.create_task(endpoint.serve())
-            working = group.create_task(_work(scheduler, hello(endpoint.address), service))
+            working = group.create_task(_work(scheduler, hello(endpoint.address), service, on_attached))
             await stop.wait()
             service.drain()
             await tasks.drain()
@@ -87,11 +88,15 @@ async def serve_attached(
         scheduler.close()
 
 
-async def _work(scheduler: Client, hello: Attach, service: Service) -> None:
+async def _work(
+    scheduler: Client, hello: Attach, service: Service, on_attached: Callable[[Attached], None] | None
+) -> None:
     try:
-        await scheduler.ask(hello, Attached, timeout_s=None)
+        attached = await scheduler.ask(hello, Attached, timeout_s=None)
     except Refused as no:
         raise ConfigError("scheduler", scheduler.address, f"it refuses {hello.name}: {no.detail or no.code}") from no
+    if on_attached is not None:
+        on_attached(attached)
     await service.work()
 
 

@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """From the ground up. Packages of one floor do not import each other."""
 
-OUTSIDE = ("staleflow.quickstart", "staleflow.environments")
+OUTSIDE = ("staleflow.quickstart", "staleflow.environments", "staleflow.stages")
 """User code that is shipped: reached by import path from a configuration, imported by nobody."""
 
 PURE = frozenset(

@@ -1,7 +1,8 @@
 """Finished groups on their way to one shard.
 
 Consumes payloads from the groups' tasks; produces one verdict for each. While one message waits for its answer the next
-ones gather, so the engine never waits for a push, and a slow shard gets fewer, larger messages.
+ones gather, so the engine never waits for a push, and a slow shard gets fewer, larger messages. Where the shard is on
+the same host a message only names where the payload has been written.
 """
 
 import asyncio
@@ -9,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from staleflow.clients.rollout.groups import truncated
+from staleflow.clients.rollout.slabs import SlabWriter
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages import Assign, PushGroups, PushItem, Result, Results
-from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.protocols.wire.messages import Assign, Place, PushGroups, PushItem, Result, Results
+from staleflow.protocols.wire.tensors import Array, pieces, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
@@ -23,22 +25,43 @@ BUSY_S = 0.2
 """A group that the shard has no room for is offered again after this."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     assign: Assign
-    item: PushItem
-    frames: list[memoryview]
+    named: dict[str, Array]
+    truncated: bool
+    place: Place | None = None
+    """Where it is written; None: it is sent in frames, or has not been written yet."""
+    in_frames: bool = False
+    """It has to be sent in frames."""
 
     @property
     def nbytes(self) -> int:
-        return sum(frame.nbytes for frame in self.frames)
+        return sum(array.nbytes for array in self.named.values())
+
+    def item(self, worker: WorkerId) -> tuple[PushItem, list[memoryview]]:
+        """What is said of it, and its frames."""
+        specs, frames = ([], []) if self.place is not None else specs_and_frames(self.named)
+        group, lease = self.assign.group, self.assign.lease
+        item = PushItem(
+            group=group, lease=lease, worker=worker, truncated=self.truncated, frames=specs, place=self.place
+        )
+        return item, frames
 
 
 class Pusher:
     """One shard's queue. ``settled`` is called once for each group, with what became of it; not for a dropped one."""
 
-    def __init__(self, shard: Client, worker: WorkerId, settled: Callable[[Assign, Result], None]) -> None:
+    def __init__(
+        self,
+        shard: Client,
+        worker: WorkerId,
+        settled: Callable[[Assign, Result], None],
+        slabs: SlabWriter | None = None,
+    ) -> None:
+        """``slabs``: of that shard; without them everything is sent in frames."""
         self._shard = shard
+        self._slabs = slabs
         self._worker = worker
         self._settled = settled
         self._queue: list[Finished] = []
@@ -48,11 +71,7 @@ class Pusher:
         self.idle.set()
 
     def put(self, assign: Assign, group: GroupPayload) -> None:
-        specs, frames = specs_and_frames(group.to_arrays())
-        item = PushItem(
-            group=assign.group, lease=assign.lease, worker=self._worker, truncated=truncated(group), frames=specs
-        )
-        self._queue.append(Finished(assign, item, frames))
+        self._queue.append(Finished(assign, group.to_arrays(), truncated(group)))
         self._filled.set()
         self.idle.clear()
 
@@ -61,6 +80,7 @@ class Pusher:
         for place, finished in enumerate(self._queue):
             if finished.assign.lease == assign.lease:
                 del self._queue[place]
+                self._over(finished)
                 return True
         return False
 
@@ -70,7 +90,9 @@ class Pusher:
             await self._filled.wait()
             self._filled.clear()
             while self._queue:
-                if busy := await self._push(self._take()):
+                batch = self._take()
+                await self._write(batch)
+                if busy := await self._push(batch):
                     self._queue += busy
                     await asyncio.sleep(BUSY_S)
             self.idle.set()
@@ -86,18 +108,43 @@ class Pusher:
         batch, self._queue = self._queue[:taken], self._queue[taken:]
         return batch
 
+    async def _write(self, batch: list[Finished]) -> None:
+        """Put what is to be pushed where the shard finds it, as far as there is room."""
+        for finished in batch:
+            if self._slabs is not None and finished.place is None and not finished.in_frames:
+                finished.place = await self._slabs.write(pieces(finished.named))
+
+    def _over(self, finished: Finished) -> None:
+        """Nobody will look for it in its slab on account of this push."""
+        if finished.place is not None and self._slabs is not None:
+            self._slabs.settled(finished.place)
+            finished.place = None
+
+    def _send_in_frames(self, batch: list[Finished]) -> None:
+        """The shard has begun anew and knows nothing of these slabs."""
+        if self._slabs is not None:
+            self._slabs.abandon()
+        for finished in batch:
+            self._over(finished)
+            finished.in_frames = True
+
     async def _push(self, batch: list[Finished]) -> list[Finished]:
         """Send; those that the shard is too busy for come back."""
-        message = PushGroups(items=[finished.item for finished in batch])
-        frames = [frame for finished in batch for frame in finished.frames]
+        items = [finished.item(self._worker) for finished in batch]
+        message = PushGroups(items=[item for item, _ in items])
+        frames = [frame for _, more in items for frame in more]
         try:
             results = (await self._shard.ask(message, Results, frames, timeout_s=None)).results
         except Refused as no:
+            if no.code is Code.STALE and any(finished.place is not None for finished in batch):
+                self._send_in_frames(batch)
+                return await self._push(batch)
             results = [Result(code=no.code, detail=no.detail)] * len(batch)
         busy: list[Finished] = []
         for finished, result in zip(batch, results, strict=True):
             if result.code is Code.BUSY:
                 busy.append(finished)
             else:
+                self._over(finished)
                 self._settled(finished.assign, result)
         return busy

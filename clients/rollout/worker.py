@@ -26,6 +26,7 @@ from staleflow.clients.rollout.groups import Begun, Held, Recipe, Samples, inter
 from staleflow.clients.rollout.moving import arrived, hand_over
 from staleflow.clients.rollout.pulls import Pulls
 from staleflow.clients.rollout.pushes import Pusher
+from staleflow.clients.rollout.slabs import SlabWriter
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId, WorkerId
@@ -59,6 +60,8 @@ STUCK_S = 1.0
 """A step that takes longer renews no lease until it returns."""
 LOOK_S = 0.05
 REPORT_MS = 1_000
+DRAIN_S = 5.0
+"""How long a worker of a run that drains goes on with what it holds: the servers it would go to end as well."""
 LEAVE_S = 2.0
 """How long a worker that leaves waits for its last pushes, and then for the answer to its goodbye."""
 
@@ -89,7 +92,7 @@ class Worker:
         self._recipe = recipe
         self._environments = environments
         self._pulls = Pulls(me, scheduler, puller, engine, self._loaded)
-        self._pushers = [Pusher(shard, me, self._settled) for shard in shards]
+        self._pushers = [Pusher(shard, me, self._settled, SlabWriter(shard, me)) for shard in shards]
         self._held: dict[LeaseId, Held] = {}
         self._ack = 0
         self._draining = False
@@ -163,6 +166,8 @@ class Worker:
                 self._command(command, assigned)
         for shard, held in assigned.items():
             self._spawn(self._start(shard, held))
+        if commands.drain and not self._draining:
+            asyncio.get_running_loop().call_later(DRAIN_S, self._finish)
         self._draining = commands.drain
         self._check_drained()
 
@@ -301,7 +306,11 @@ class Worker:
         self._check_drained()
 
     def _check_drained(self) -> None:
-        if self._draining and not self._held and not self._end.done():
+        if self._draining and not self._held:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._end.done():
             self._end.set_result(None)
 
     def _loaded(self) -> None:

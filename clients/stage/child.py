@@ -1,6 +1,7 @@
 """The process in which a reward function runs: ``python -m staleflow.clients.stage.child``, started by the runner.
 
-What any process of user code needs is here too; ``rollout.environment_child`` serves environments with it.
+What any process of user code needs is here too; ``group_child`` serves stages with it, and
+``rollout.environment_child`` environments.
 
 User code may print, hang, raise, leak or crash here; nothing of that reaches the worker but an answer or the end of
 the pipe. The process ends when its parent does: a thread of its own waits for the end of the pipe.
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from staleflow.clients.stage import pipe
 from staleflow.configs.errors import ConfigError
@@ -47,7 +48,9 @@ def main() -> int:
         judge = partial(_judge, function)
         asyncio.run(serve_concurrently(judge, load.timeout_s, incoming, outgoing, noun=NOUN))
     else:
-        _serve_in_turn(function, incoming, outgoing)
+        serve_in_turn(
+            lambda call: judged(call.id, function(call.prompt, call.completion, **call.columns)), incoming, outgoing
+        )
     return 0
 
 
@@ -69,15 +72,18 @@ def _read_calls(incoming: BinaryIO, hand_over: Callable[[Any], Any]) -> None:
     os._exit(0)  # the parent is gone, and a call that hangs must not keep us
 
 
-def _serve_in_turn(function: Callable[..., Any], incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    calls: queue.SimpleQueue[pipe.Call] = queue.SimpleQueue()
+def serve_in_turn(
+    serve: Callable[[Any], pipe.Answer], incoming: BinaryIO, outgoing: BinaryIO, *, noun: str = NOUN
+) -> None:
+    """Answer calls one after another until the parent closes the pipe."""
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(incoming, calls.put), daemon=True).start()
     while True:
         call = calls.get()
         try:
-            answer = judged(call.id, function(call.prompt, call.completion, **call.columns))
+            answer = serve(call)
         except (Exception, SystemExit) as error:
-            answer = pipe.Answer(id=call.id, error=reason(error))
+            answer = pipe.Answer(id=call.id, error=reason(error, noun))
         outgoing.write(pipe.frame(answer))
 
 
@@ -95,10 +101,10 @@ async def serve_concurrently(
 ) -> None:
     """Answer calls side by side, each within ``timeout_s``, until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
-    calls: asyncio.Queue[pipe.Call | pipe.Episode | pipe.Cancel] = asyncio.Queue()
+    calls: asyncio.Queue[pipe.Call | pipe.GroupCall | pipe.Episode | pipe.Cancel] = asyncio.Queue()
     tasks: dict[int, asyncio.Task[None]] = {}
 
-    def hand_over(call: pipe.Call | pipe.Episode | pipe.Cancel) -> None:
+    def hand_over(call: pipe.Call | pipe.GroupCall | pipe.Episode | pipe.Cancel) -> None:
         loop.call_soon_threadsafe(calls.put_nowait, call)
 
     def ended(number: int, task: "asyncio.Task[None]") -> None:
@@ -121,7 +127,7 @@ async def serve_concurrently(
 
 async def _answer(
     serve: Callable[[Any], Awaitable[pipe.Answer]],
-    call: pipe.Call | pipe.Episode,
+    call: pipe.Call | pipe.GroupCall | pipe.Episode,
     timeout_s: float,
     outgoing: BinaryIO,
     noun: str,
@@ -160,7 +166,9 @@ def judged(call: int, value: object) -> pipe.Answer:
 
 
 def reason(error: BaseException, noun: str = NOUN) -> str:
-    """One line for a call that raised."""
+    """One line for a call that raised; of a group of errors, for the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = cast(BaseExceptionGroup[BaseException], error).exceptions[0]
     return f"{noun} raised {type(error).__name__}: {error!s:.500}"
 
 

@@ -11,11 +11,12 @@ from staleflow.clients.attachment import attach as attach_to_run
 from staleflow.clients.stage.model_stage import Judge, ModelStage
 from staleflow.clients.stage.reward import reward_stage
 from staleflow.clients.stage.texts import Decode, ids_as_text, tokenizer_decoder
+from staleflow.clients.stage.user_stage import user_stage
 from staleflow.clients.stage.worker import Stage, StageWorker
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import batch_of, stages
+from staleflow.configs.stages import batch_of, graph, stages
 from staleflow.protocols.wire.messages import Attach, Detach, Done
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 from staleflow.runtime import daemon
@@ -92,6 +93,12 @@ async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[S
     if stage == REWARD:
         async with reward_stage(config.reward, decoder(config, run_dir)) as reward:
             yield reward
+        return
+    if stage not in (REFERENCE, CRITIC):
+        settings = next(given for given in config.stage if given.name == stage)
+        node = next(node for node in graph(config) if node.name == stage)
+        async with user_stage(settings, node, decoder(config, run_dir)) as users:
+            yield users
         return
     made = ModelStage(lambda: open_judge(config, run_dir, stage))
     try:

@@ -20,6 +20,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     run: str
     timeout_s: float
     options: dict[str, Any] = {}
+    """Of the class, or of every call of a stage."""
+    stage: str = ""
+    makes: list[str] = []
+    """Of a stage: its columns by their full names."""
     memory_mb: int = 0
     """Most private memory of the process, in MiB; 0 sets no limit."""
 
@@ -31,6 +35,16 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     prompt: str
     completion: str
     columns: dict[str, Any]
+
+
+class GroupCall(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """To the child: call the stage on one group. -> Answer"""
+
+    id: int
+    row: dict[str, Any]
+    completions: list[str]
+    payload: bytes
+    """Packed arrays (``wire.tensors``): the group's, and the columns that the stage needs."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -67,6 +81,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     value: float = 0.0
     error: str = ""
     columns: dict[str, float] = {}
+    made: bytes = b""
+    """Of a stage: its columns, packed, by their full names."""
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -75,7 +91,7 @@ class Hung(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     id: int
 
 
-ToChild = Load | Call | Episode | Cancel
+ToChild = Load | Call | GroupCall | Episode | Cancel
 FromChild = Loaded | NotLoaded | Answer | Hung
 
 to_child: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)

@@ -89,7 +89,7 @@ class UserProcess:
         child._reading = asyncio.create_task(child._read_answers())
         return child
 
-    async def call(self, make: Callable[[int], pipe.Call | pipe.Episode]) -> pipe.Answer:
+    async def call(self, make: Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]) -> pipe.Answer:
         """The child's answer to the call that ``make`` makes of a number, or one that says that it hung or died.
 
         ``Killed`` when another call's fault ends the process.

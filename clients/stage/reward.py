@@ -13,7 +13,7 @@ from staleflow.clients.stage.runner import RewardFailed, RewardRunner, Sample
 from staleflow.clients.stage.texts import Decode
 from staleflow.clients.stage.worker import Failed, Made, StageGroup
 from staleflow.configs.schema import Reward
-from staleflow.protocols.wire.stages import ENVIRONMENT, ENVIRONMENT_REWARD
+from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD, short_name
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 COLUMN = "reward"
@@ -44,7 +44,7 @@ class RewardStage:
             return Failed("its environment returned no reward, and there is no reward.run")
         try:
             texts = self._decode(completions(group.payload))
-            rewards = await self._runner.score(samples(group.row, texts, returned_numbers(group.payload)))
+            rewards = await self._runner.score(samples(group.row, texts, numbers_of(group.payload)))
         except RewardFailed as failed:
             return Failed(str(failed))
         return {COLUMN: np.asarray(rewards, np.float32)}
@@ -69,13 +69,10 @@ def completions(payload: GroupPayload) -> list[NDArray[np.int32]]:
     return np.split(payload.token_ids, np.cumsum(payload.lengths)[:-1])
 
 
-def returned_numbers(payload: GroupPayload) -> list[dict[str, float]]:
-    """What an environment returned for each sample, by name."""
-    named = {name: column for name, column in payload.stages.items() if name.startswith(ENVIRONMENT)}
-    return [
-        {name.removeprefix(ENVIRONMENT): float(column[sample]) for name, column in named.items()}
-        for sample in range(payload.num_samples)
-    ]
+def numbers_of(payload: GroupPayload) -> list[dict[str, float]]:
+    """For each sample, by name: what its environment returned, and the columns of ``reward.needs``."""
+    named = {short_name(name).partition("/")[2]: column for name, column in payload.stages.items()}
+    return [{name: float(column[sample]) for name, column in named.items()} for sample in range(payload.num_samples)]
 
 
 def samples(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from staleflow.clients.mapped import MappedSlabs, Unreadable, checked
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -21,6 +22,7 @@ from staleflow.protocols.wire.messages import FinishStage, Results, StageItem, S
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
+from staleflow.runtime.host import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -85,19 +87,27 @@ class StageWorker:
                 tasks.create_task(self._serve_shard(shard))
 
     async def _serve_shard(self, shard: Client) -> None:
-        take = TakeStage(stage=self._name, worker=self._worker, max_groups=self._max_groups, wait_ms=TAKE_WAIT_MS)
+        maps, host = MappedSlabs(), boot_id()
         loop = asyncio.get_running_loop()
         while True:
             asked = loop.time()
+            take = TakeStage(
+                stage=self._name, worker=self._worker, max_groups=self._max_groups, wait_ms=TAKE_WAIT_MS, host=host
+            )
             work, frames = await shard.call(take, timeout_s=None)
             if isinstance(work, StageWork) and work.items:
-                await self._work(shard, work.items, frames)
+                try:
+                    groups = _groups(work, frames, maps)
+                except Unreadable as error:  # who asks again gets the same groups
+                    log.info("shard %s is asked for frames from now on: %s", shard.address, error)
+                    host = ""
+                    continue
+                await self._work(shard, work.items, groups)
             elif loop.time() - asked < AT_ONCE_S:  # a shard that drains has nothing and does not wait either
                 await asyncio.sleep(AT_ONCE_S)
 
-    async def _work(self, shard: Client, items: Sequence[StageItem], frames: Sequence[memoryview]) -> None:
+    async def _work(self, shard: Client, items: Sequence[StageItem], groups: Sequence["StageGroup | Failed"]) -> None:
         """Make the columns of the groups and hand them back together."""
-        groups = _groups(items, frames)
         found = [group for group in groups if isinstance(group, StageGroup)]
         made = dict(zip([group.group for group in found], await self._make(found), strict=True))
         made |= {item.group: group for item, group in zip(items, groups, strict=True) if isinstance(group, Failed)}
@@ -143,12 +153,19 @@ class StageWorker:
         return good
 
 
-def _groups(items: Sequence[StageItem], frames: Sequence[memoryview]) -> list[StageGroup | Failed]:
+def _groups(work: StageWork, frames: Sequence[memoryview], maps: MappedSlabs) -> list[StageGroup | Failed]:
+    """Each group, or why it is none. ``Unreadable`` if one lies where this process cannot read it.
+
+    What is mapped is copied: a stage that is given up on may still be at work when the slab is written anew.
+    """
     start, groups = 0, list[StageGroup | Failed]()
-    for item in items:
+    for item in work.items:
         end = start + len(item.frames)
         try:
-            payload = GroupPayload.from_arrays(arrays(item.frames, frames[start:end]))
+            named = arrays(item.frames, frames[start:end])
+            if item.place is not None:
+                named |= checked(memoryview(bytes(maps.open(work.folder, item.place))), item.sha)
+            payload = GroupPayload.from_arrays(named)
             groups.append(StageGroup(group=item.group, row=item.row, payload=payload))
         except ProtocolError as error:
             groups.append(Failed(str(error)))

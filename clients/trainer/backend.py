@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,23 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class StreamingBackend(Backend, Protocol):
+    """One that can take a step's batch in parts: ``begin``, ``add`` each, ``finish``. The same step as ``train``."""
+
+    def begin(self) -> None:
+        """A step begins, or begins again: forget the parts that were added."""
+        ...
+
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        """Take in some whole groups; ``last``: they complete the batch. ``Stopped`` when asked to end meanwhile."""
+        ...
+
+    def finish(self, batch: TrainBatch, step: Step) -> StepResult:
+        """Take the step; ``batch``: every part that was added, as one."""
+        ...
 
 
 def mean_std(values: NDArray[Any]) -> tuple[float, float]:

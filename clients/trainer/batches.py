@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step
 from staleflow.protocols.wire.messages import Batch
-from staleflow.protocols.wire.stages import REWARD_COLUMN, STAGE, is_per_token
+from staleflow.protocols.wire.stages import REWARD_COLUMN, is_per_token, short_name
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 NO_VERSION = -1
@@ -53,6 +53,8 @@ class TrainBatch:
     """[N]: the columns of each trajectory's prompt row."""
     token_stages: dict[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
     """[N, L] each, by ``stage/column``: per-token columns of stages, 0 where there is none."""
+    sample_stages: dict[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+    """[N] each, by ``stage/column``: per-sample columns of stages and of the environment, NaN where there is none."""
 
     @property
     def trained_tokens(self) -> int:
@@ -119,6 +121,7 @@ def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
         masked_tokens=masked,
         rows=tuple(columns.rows),
         token_stages=columns.token_stages,
+        sample_stages=columns.sample_stages,
     )
 
 
@@ -136,6 +139,7 @@ class _Columns:
         self.completion_lengths = np.zeros(size, np.int64)
         self.rows: list[dict[str, Any]] = []
         self.token_stages: dict[str, NDArray[np.float32]] = {}
+        self.sample_stages: dict[str, NDArray[np.float32]] = {}
 
     def add(self, item: FetchedGroup) -> None:
         payload, first = item.payload, len(self.rows)
@@ -157,13 +161,22 @@ class _Columns:
         self.completion_lengths[samples] = payload.lengths
         self.group_ids[samples] = item.group
         self.rewards[samples] = payload.stages[REWARD_COLUMN]
+        for name, made in payload.stages.items():
+            if not is_per_token(name):
+                self._sample_stage(name)[samples] = made
         self.rows.extend([item.row] * payload.num_samples)
 
     def _token_stage(self, name: str) -> NDArray[np.float32]:
-        short = name.removeprefix(STAGE)
+        short = short_name(name)
         if short not in self.token_stages:
             self.token_stages[short] = np.zeros(self.input_ids.shape, np.float32)
         return self.token_stages[short]
+
+    def _sample_stage(self, name: str) -> NDArray[np.float32]:
+        short = short_name(name)
+        if short not in self.sample_stages:
+            self.sample_stages[short] = np.full(len(self.rewards), np.nan, np.float32)
+        return self.sample_stages[short]
 
 
 def micro_batches(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:

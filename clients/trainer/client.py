@@ -26,12 +26,14 @@ from staleflow.clients.attachment import attach
 from staleflow.clients.parameters import Publisher
 from staleflow.clients.trainer.backend import Published, Stopped
 from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.pieces import Piece, PieceStream
 from staleflow.clients.trainer.stream import BatchStream
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import (
     Attach,
     Attached,
+    Batch,
     Detach,
     Done,
     Finished,
@@ -89,6 +91,8 @@ class TrainerClient:
         self._place = (rank, world)
         self.same: Callable[[TrainBatch], bool] = _always
         """Whether the other ranks have the same batch; if not, it is fetched again."""
+        self.share: Callable[[Piece], bool] = _always
+        """Whether the other ranks have their shares of the piece; if not, its step begins again."""
         self._name = name
         self._config_sha = config_sha
         self._thread = _LoopThread()
@@ -103,7 +107,7 @@ class TrainerClient:
         """Of that version: the run's own has moved on after a rollback."""
         self._held: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
         """Its weights as they were published, and the batch that made them."""
-        self._current: TrainBatch | None = None
+        self._current: TrainBatch | Batch | None = None
         self.waited_s = 0.0
         """Seconds for which the last batch let the trainer wait."""
         self.run = ""
@@ -163,7 +167,7 @@ class TrainerClient:
             while self.version < steps:
                 started = time.monotonic()
                 try:
-                    batch = self._next(stream)
+                    batch = self._next(stream.get)
                     while not self.same(batch):
                         batch = self._wait(stream.fetch(batch.step))
                 except Stopped:
@@ -175,11 +179,49 @@ class TrainerClient:
         finally:
             feeding.cancel()
 
-    def _next(self, stream: BatchStream) -> TrainBatch:
-        """The next batch. None may come while the newest version is damaged at the server and loaded by nobody."""
-        while (batch := self._wait(within(LOOK_S, stream.get()))) is None:
+    def stream(self, steps: int, *, size: int = 1) -> Iterator[Piece]:
+        """The batch of every step up to ``steps``, in pieces of ``size`` whole groups, each as soon as it may be used.
+
+        Gradients of a step's pieces add up; the piece that has ``batch`` completes it, and must be committed before the
+        next. A piece that is ``first`` voids what was made of earlier ones of its step. Otherwise as ``batches``.
+        """
+        if self._place[1] > 1 and self.share is _always:
+            raise RuntimeError("the other ranks must be told of every piece: set share")
+        stream, feeding = self._feeding(self.version, steps, size)
+        try:
+            while self.version < steps:
+                started = time.monotonic()
+                try:
+                    piece = self._next(stream.piece)
+                    if not self.share(piece):
+                        feeding.cancel()
+                        stream, feeding = self._feeding(self.version, steps, size)
+                        continue
+                except Stopped:
+                    return
+                self.waited_s = time.monotonic() - started
+                self._current = piece.batch
+                yield piece
+                if piece.batch is not None:
+                    self._check_committed(piece.batch)
+        finally:
+            feeding.cancel()
+
+    def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Any]:
+        """Pieces from the step of that version on, and what ends their coming."""
+        stream = self.pieces(self._term, size)
+        return stream, self._thread.start(stream.feed_pieces(Step(version), steps))
+
+    def pieces(self, term: TrainerTerm, size: int = 1) -> PieceStream:
+        """Pieces of a term that has joined: rank 0 asks for them, the others for their shares of each."""
+        rank, world = self._place
+        return PieceStream(self._scheduler, self._shards, term, size=size, rank=rank, world=world)
+
+    def _next(self, coming: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What comes next. Nothing may, while the newest version is damaged at the server and loaded by nobody."""
+        while (found := self._wait(within(LOOK_S, coming()))) is None:
             self._mend()
-        return batch
+        return found
 
     def _mend(self) -> None:
         """Publish the newest version once more if its bytes were damaged."""
@@ -210,7 +252,7 @@ class TrainerClient:
         """Its result. ``Stopped`` after ``interrupt``, ``Fenced`` when another trainer has joined."""
         return self._wait(call)
 
-    def _check_committed(self, batch: TrainBatch) -> None:
+    def _check_committed(self, batch: TrainBatch | Batch) -> None:
         if self._current is batch:
             raise RuntimeError(f"batch {batch.batch} of step {batch.step} was not committed")
 
@@ -324,11 +366,13 @@ class TrainerClient:
 
 
 class Followed:
-    """What a rank above 0 trains on, one batch fetched ahead."""
+    """What a rank above 0 trains on: batches, one fetched ahead, or its shares of pieces that rank 0 tells it."""
 
-    def __init__(self, client: TrainerClient, steps: int) -> None:
+    def __init__(self, client: TrainerClient, steps: int, *, streaming: bool) -> None:
         self._client = client
         self._steps = steps
+        self._streaming = streaming
+        self._pieces: PieceStream | None = None
         self._stream: BatchStream | None = None
         self._end: Callable[[], object] = lambda: None
         self._step = -1
@@ -336,6 +380,9 @@ class Followed:
     def follow(self, term: TrainerTerm, version: Version) -> None:
         """Batches from this version on, for this term."""
         self._end()
+        if self._streaming:
+            self._pieces = self._client.pieces(term)
+            return
         self._stream, self._end = self._client.follow(term, version, self._steps)
         self._step = -1
 
@@ -348,6 +395,11 @@ class Followed:
             return self._client.wait(coming)
         except Stopped:
             return None
+
+    def piece(self, header: Batch) -> TrainBatch | None:
+        """The share of these groups; None when it cannot be fetched. ``Stopped`` once this process was asked to end."""
+        assert self._pieces is not None
+        return self._client.wait(self._pieces.data(header))
 
 
 async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
@@ -362,7 +414,7 @@ async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
         return None
 
 
-def _always(_: TrainBatch) -> bool:
+def _always(_: object) -> bool:
     return True
 
 

@@ -51,6 +51,7 @@ class DeepspeedLearner:
     """``Learner`` in a DeepSpeed engine."""
 
     even = True
+    scales = False
 
     def __init__(self, model: Any, config: Config, ranks: OneRank | ManyRanks, files: WeightFiles | None) -> None:
         check_package("trainer.backend", "deepspeed", "deepspeed", DEEPSPEED)
@@ -87,7 +88,8 @@ class DeepspeedLearner:
         if not last:
             self._engine.step()
 
-    def step(self, number: int, *, take: bool) -> float:
+    def step(self, number: int, *, scale: float, take: bool) -> float:
+        assert scale == 1.0
         rate = learning_rate(self._config, number)
         for group in self._adam.param_groups:
             group["lr"] = rate

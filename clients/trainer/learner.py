@@ -21,6 +21,8 @@ class Learner(Protocol):
     """True when every rank must run equally many passes."""
     whole: bool
     """True when this rank's model is complete without the others."""
+    scales: bool
+    """True when ``step`` can scale the gradient; otherwise ``scale`` is 1 there, and losses come scaled."""
 
     def forward(self, *, last: bool, **inputs: Any) -> Any:
         """The model's output; ``last`` says that the next ``backward`` is the step's last."""
@@ -30,9 +32,9 @@ class Learner(Protocol):
         """Add the gradient of ``loss`` to the step's; all of the ranks are summed, at ``last`` at the latest."""
         ...
 
-    def step(self, number: int, *, take: bool) -> float:
-        """The L2 norm of the step's gradient from before clipping. Moves the weights as train step ``number`` if the
-        norm is finite and ``take``; the gradient is forgotten in any case."""
+    def step(self, number: int, *, scale: float, take: bool) -> float:
+        """The L2 norm of the step's gradient, ``scale`` times what was added, from before clipping. Moves the weights
+        as train step ``number`` if the norm is finite and ``take``; the gradient is forgotten in any case."""
         ...
 
     def clear(self) -> None:

@@ -2,7 +2,8 @@
 
 Rank 0 alone talks to the service about versions, checkpoints and metrics. Every rank waits for the sealed batch itself
 and fetches its own groups; the ranks then compare batch numbers, and fetch again when a batch was sealed anew between
-two of them. A rank that was asked to end says so there, and all end at that point.
+two of them. A rank that was asked to end says so there, and all end at that point. When batches come in pieces, rank 0
+alone asks for them; it tells the others which groups a piece has, and each fetches its own of these.
 """
 
 import logging
@@ -11,16 +12,21 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
-from staleflow.clients.trainer.backend import Array, Backend, Published, StepResult, Stopped, Stopping
+from staleflow.clients.trainer.backend import Array, Published, StepResult, Stopped, Stopping, StreamingBackend
 from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.pieces import Piece, joined
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
+from staleflow.protocols.wire.messages import Batch
 
 log = logging.getLogger(__name__)
 
 NO_BATCH = -1
 """In place of a batch number: this rank was asked to end."""
+LACKS, HAS = 0, 1
+"""Of a piece: whether this rank could fetch its share."""
 
 
 class Order(IntEnum):
@@ -38,6 +44,12 @@ class Order(IntEnum):
     EVALUATE = 5
     """version"""
     END = 6
+    PIECE = 7
+    """a header, JSON"""
+    ADD = 8
+    """whether it is the first of its step, and the last"""
+    FINISH = 9
+    """a header without groups, JSON"""
 
 
 class Told(Protocol):
@@ -54,7 +66,7 @@ class Told(Protocol):
     def close(self) -> None: ...
 
 
-class Sharded(Backend, Protocol):
+class Sharded(StreamingBackend, Protocol):
     """A backend of which every rank has one."""
 
     def gather(self) -> None:
@@ -74,6 +86,8 @@ class Leader:
         self._backend = backend
         self._ranks = ranks
         self._joined = joined
+        self._first = True
+        """The next part begins a step."""
         self._settled = True
         """False while ranks are in the middle of something: then nobody is there to hear an order."""
 
@@ -98,6 +112,46 @@ class Leader:
         except Stopped:
             self._settled = True  # all of them stopped
             raise
+        self._settled = True
+        return result
+
+    def share(self, piece: Piece) -> bool:
+        """Whether every rank has its share of this piece. ``Stopped`` when one was asked to end."""
+        self._tell(Order.PIECE, text=_written(piece.header))
+        flags = self._ranks.gather(np.array([HAS], np.int64))
+        self._settled = True
+        if NO_BATCH in flags:
+            raise Stopped
+        return bool((flags == HAS).all())
+
+    def begin(self) -> None:
+        self._first = True
+
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        """Rank 0's share of the piece that was shared last."""
+        self._tell(Order.ADD, int(self._first), int(last))
+        if self._first:
+            self._backend.begin()
+        self._first = False
+        try:
+            self._backend.add(part, stopping, last=last)
+        except Stopped:
+            self._settled = True  # all of them stopped
+            raise
+        self._settled = True
+
+    def finish(self, batch: TrainBatch, step: Step) -> StepResult:
+        header = Batch(
+            batch=batch.batch,
+            lineage=batch.lineage,
+            step=batch.step,
+            attempt=batch.attempt,
+            members=[],
+            digest=batch.digest,
+            mask_below=Version(-1),
+        )
+        self._tell(Order.FINISH, text=_written(header))
+        result = self._backend.finish(batch, step)
         self._settled = True
         return result
 
@@ -163,10 +217,56 @@ class Batches(Protocol):
         """The newest batch of that step; None once this process was asked to end."""
         ...
 
+    def piece(self, header: Batch) -> TrainBatch | None:
+        """This rank's share of these groups; None when it cannot be fetched. ``Stopped`` once asked to end."""
+        ...
+
+
+def _written(header: Batch) -> str:
+    return msgspec.json.encode(header).decode()
+
+
+def _read(text: str) -> Batch:
+    return msgspec.json.decode(text, type=Batch)
+
+
+class _Parts:
+    """A follower's shares of the step under way."""
+
+    def __init__(self, backend: Sharded, ranks: Told, batches: Batches) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self._batches = batches
+        self._coming: TrainBatch | None = None
+        self._parts: list[TrainBatch] = []
+
+    def fetch(self, header: Batch) -> None:
+        """Have the share of a piece, and say so."""
+        try:
+            self._coming = self._batches.piece(header)
+            flag = LACKS if self._coming is None else HAS
+        except Stopped:
+            flag = NO_BATCH
+        self._ranks.gather(np.array([flag], np.int64))
+
+    def add(self, stopping: Stopping, *, first: bool, last: bool) -> None:
+        """Take the share in that was fetched."""
+        assert self._coming is not None
+        if first:
+            self._backend.begin()
+            self._parts.clear()
+        self._parts.append(self._coming)
+        self._backend.add(self._coming, stopping, last=last)
+
+    def finish(self, header: Batch) -> None:
+        """Take the step with all of them."""
+        self._backend.finish(joined(self._parts, header), header.step)
+
 
 def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) -> None:
     """Do what rank 0 tells, until it lets go."""
     batch: TrainBatch | None = None
+    parts = _Parts(backend, ranks, batches)
     while True:
         (kind, first, second, *_), text = ranks.hear()
         try:
@@ -181,6 +281,12 @@ def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) 
                 case Order.TRAIN:
                     assert batch is not None
                     backend.train(batch, Step(first), stopping)
+                case Order.PIECE:
+                    parts.fetch(_read(text))
+                case Order.ADD:
+                    parts.add(stopping, first=bool(first), last=bool(second))
+                case Order.FINISH:
+                    parts.finish(_read(text))
                 case Order.GATHER:
                     backend.gather()
                 case Order.SAVE:

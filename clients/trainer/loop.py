@@ -20,6 +20,7 @@ from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Sto
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.steps import Computed, Steps
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, Version
 
@@ -63,9 +64,12 @@ class TrainingLoop:
         client: TrainerClient,
         backend: Backend,
         checkpoints: Checkpoints,
+        steps: Steps,
         stop: threading.Event,
     ) -> None:
+        """``steps``: how batches become steps of the backend."""
         self._config = config
+        self._steps = steps
         self._client = client
         self._backend = backend
         self._checkpoints = checkpoints
@@ -78,8 +82,8 @@ class TrainingLoop:
         self._resume()
         try:
             self._evaluate_initial()
-            for batch in self._client.batches(self._config.trainer.steps):
-                self._step(batch)
+            for computed in self._steps(self._client, self._config.trainer.steps, self._stop.is_set):
+                self._commit(computed)
             if self._state.version < self._config.trainer.steps:
                 raise Stopped
         except Stopped:
@@ -120,11 +124,9 @@ class TrainingLoop:
         else:
             self._client.holds(self._backend.weights())
 
-    def _step(self, batch: TrainBatch) -> None:
-        times = _Times(wait_for_batch=self._client.waited_s)
-        started = time.monotonic()
-        result = self._backend.train(batch, batch.step, self._stop.is_set)
-        times.train = time.monotonic() - started
+    def _commit(self, computed: Computed) -> None:
+        batch, result = computed.batch, computed.result
+        times = _Times(wait_for_batch=computed.waited_s, train=computed.trained_s)
         values = batch_values(batch) | result.values
         state = self._after(batch, result.bad, int(values["trainer/tokens"]))
         started = time.monotonic()

@@ -6,11 +6,12 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from staleflow.clients.trainer.backend import Backend, NoBatch, Stopped
+from staleflow.clients.trainer.backend import Backend, NoBatch, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import Fenced, Followed, TrainerClient
 from staleflow.clients.trainer.lockstep import Leader, follow
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
+from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
 from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.ranks import place
 from staleflow.configs.schema import Config
@@ -76,7 +77,14 @@ def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threa
     try:
         client.attach()
         checkpoints = Checkpoints(run_dir / "checkpoints", run=client.run, keep=config.trainer.keep_checkpoints)
-        loop = TrainingLoop(config, client=client, backend=backend, checkpoints=checkpoints, stop=stopping)
+        loop = TrainingLoop(
+            config,
+            client=client,
+            backend=backend,
+            steps=_steps(config, backend),
+            checkpoints=checkpoints,
+            stop=stopping,
+        )
         loop.run()
     except Stopped:
         log.info("asked to end before there was anything to keep")
@@ -84,12 +92,19 @@ def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threa
         backend.close()
 
 
+def _steps(config: Config, backend: Backend) -> Steps:
+    if not config.trainer.streaming:
+        return WholeSteps(backend)
+    assert isinstance(backend, StreamingBackend)
+    return StreamedSteps(backend, config.trainer.stream_groups)
+
+
 def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
     """What the loop drives: the configured backend, or that of every rank at once."""
     if config.trainer.backend == "simulated":
         from staleflow.clients.trainer.simulated_trainer import SimulatedTrainer
 
-        return SimulatedTrainer(config.trainer.simulated_step_s)
+        return SimulatedTrainer(config.trainer.simulated_step_s, config.trainer.batch_size)
     from staleflow.clients.trainer.ranks import OneRank, open_ranks
 
     ranks = open_ranks(config.trainer.backend)
@@ -97,7 +112,7 @@ def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
     if isinstance(ranks, OneRank):
         return backend
     leader = Leader(backend, ranks, lambda: client.joined)
-    client.same = leader.same
+    client.same, client.share = leader.same, leader.share
     return leader
 
 
@@ -109,7 +124,8 @@ def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: thre
     assert isinstance(ranks, ManyRanks)
     backend = _torch_backend(config, run_dir, ranks)
     client.attach()
-    follow(backend, ranks, Followed(client, config.trainer.steps), stopping.is_set)
+    followed = Followed(client, config.trainer.steps, streaming=config.trainer.streaming)
+    follow(backend, ranks, followed, stopping.is_set)
 
 
 def _torch_backend(config: Config, run_dir: Path, ranks: "OneRank | ManyRanks") -> "TorchTrainer":

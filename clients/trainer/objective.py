@@ -1,10 +1,12 @@
 # pyright: basic, reportMissingImports=false
 """What one train step minimises and measures, on any backend: advantages, loss and metrics of the configured algorithm.
 
-A backend calls ``begin`` with its rank's rows, ``loss`` once a micro-batch, ``values`` at the end; in between it owns
-the model, the gradient and the ranks. Where ``surveys`` is true, it first gives every micro-batch to ``survey``,
-without gradient: that algorithm decides with all log-probabilities of the batch what it trains on. ``begin``,
-``surveyed`` and ``values`` talk to the other ranks, each as often on every rank; ``survey`` and ``loss`` do not.
+A backend calls ``begin``, ``take`` with its rank's rows, ``loss`` once a micro-batch, ``scale`` and ``values`` at the
+end; in between it owns the model, the gradient and the ranks. Rows may come in parts, each taken before its own passes:
+nothing in a pass depends on what is not there yet, but for the ``scale``, which is the last to be known. Where
+``surveys`` is true, all rows come at once and every micro-batch is first given to ``survey``, without gradient: that
+algorithm decides with all log-probabilities of the batch what it trains on. ``take``, ``surveyed``, ``scale`` and
+``values`` talk to the other ranks, each as often on every rank; ``survey`` and ``loss`` do not.
 """
 
 import math
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.trainer.algorithms.advantages import normalised
-from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, shares
+from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, scale, weights
 from staleflow.clients.trainer.algorithms.choice import Trained, group_advantage, token_loss
 from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.kl import kl_loss
@@ -93,7 +95,7 @@ LOCAL: Final[Reduce] = _Local()
 
 
 class Objective:
-    """What one train step minimises and measures. ``begin``, then ``loss`` per micro-batch, then ``values``."""
+    """What one train step minimises and measures: ``begin``, ``take``, ``loss`` per pass, ``scale``, ``values``."""
 
     def __init__(self, config: Config, device: torch.device, reduce: Reduce = LOCAL) -> None:
         self._algorithm = config.trainer.algorithm
@@ -110,18 +112,29 @@ class Objective:
         """True when every micro-batch must be given to ``survey`` before the first ``loss``: a second forward pass."""
         return self._algorithm.loss == "m2po"
 
-    def begin(self, batch: TrainBatch) -> None:
-        """Advantages of the rank's rows; totals over all ranks. ``ConfigError`` for a stage column that is missing."""
-        lengths = torch.from_numpy(batch.completion_lengths)
-        self._first = (lengths.cumsum(0) - lengths).to(self._device)
-        self._advantages = self._advantages_of(batch, lengths).to(self._device)
-        counts = (batch.trained_tokens, int(batch.loss_mask.any(axis=1).sum()), len(batch.rewards))
-        totals = self._reduce.sum(torch.tensor(counts, dtype=torch.float64, device=self._device))
-        self._tokens, self._sequences, self._trajectories = totals.tolist()
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._counts = torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._scale = 1.0
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
         self._mismatch = MismatchSums(self._device)
         self._squares: list[Tensor] = []
         self._limit = math.inf
+
+    def take(self, batch: TrainBatch) -> None:
+        """Rows of the rank whose passes come next, whole groups. ``ConfigError`` for a stage column that is missing."""
+        lengths = torch.from_numpy(batch.completion_lengths)
+        self._first = (lengths.cumsum(0) - lengths).to(self._device)
+        self._advantages = self._advantages_of(batch, lengths).to(self._device)
+        counts = (batch.trained_tokens, int(batch.loss_mask.any(axis=1).sum()), len(batch.rewards))
+        self._counts += torch.tensor(counts, dtype=torch.float64, device=self._device)
+
+    def scale(self) -> float:
+        """What the sum of all ``loss`` is to be multiplied by. Called once, when all rows of the step were taken."""
+        self._counts = self._reduce.sum(self._counts)
+        tokens, sequences, trajectories = self._counts.tolist()
+        self._scale = scale(self._how, tokens=tokens, sequences=sequences, trajectories=trajectories)
+        return self._scale
 
     def survey(self, logprobs: Tensor, tokens: Tokens) -> None:
         """Take in the log-probabilities of a micro-batch as the step begins, float32 [T] without gradient."""
@@ -138,8 +151,8 @@ class Objective:
     def loss(self, logprobs: Tensor, tokens: Tokens) -> Tensor:
         """Scalar with gradient; ``logprobs`` float32 [T] are the current model's at the sampling temperature.
 
-        Its sum over the micro-batches of all ranks is the loss of the whole batch: no division by the world size, a
-        backend that averages gradients over ranks multiplies by it.
+        Its sum over the micro-batches of all ranks, times ``scale``, is the loss of the whole batch: no division by the
+        world size, a backend that averages gradients over ranks multiplies by it.
         """
         mask = tokens.mask
         at = Trained(
@@ -147,38 +160,32 @@ class Objective:
             behavior=tokens.behavior[mask],
             advantages=self._advantages_of_trained(tokens),
             row=tokens.row[mask],
+            stages={name: column[mask] for name, column in tokens.stages.items()},
         )
         found = self._loss(at, self._limit)
-        share = shares(
-            self._how,
-            at.row,
-            tokens=self._tokens,
-            sequences=self._sequences,
-            trajectories=self._trajectories,
-            longest=self._longest,
-        )
-        loss = (found.loss * share).sum()
+        weight = weights(self._how, at.row, self._longest)
+        loss = (found.loss * weight).sum()
         divergence = self._divergence(at.logprobs, tokens)
         if divergence is not None and not self._algorithm.kl_in_reward:
-            loss = loss + self._algorithm.kl_coef * (divergence * share).sum()
+            loss = loss + self._algorithm.kl_coef * (divergence * weight).sum()
         self._count(loss, found, at, divergence)
         return loss
 
     def values(self) -> dict[str, float]:
-        """Metrics of the step, over all ranks.
+        """Metrics of the step, over all ranks, once the ``scale`` is known.
 
         ``loss``; ``mismatch_kl`` and ``is_weight/*`` of the engine's tokens; ``clip/low``, ``clip/high``,
         ``masked/token``: shares of the trained tokens; ``masked/sequence``: share of the trajectories that lost all of
         them to a mask; ``kl/reference`` in nats a token, where there is a reference.
         """
         loss, low, high, masked, silent, divergence = self._reduce.sum(self._sums).tolist()
-        tokens = max(self._tokens, 1.0)
+        tokens, sequences, _ = (max(count, 1.0) for count in self._counts.tolist())
         values = {
-            "loss": loss,
+            "loss": loss * self._scale,
             "clip/low": low / tokens,
             "clip/high": high / tokens,
             "masked/token": masked / tokens,
-            "masked/sequence": silent / max(self._sequences, 1.0),
+            "masked/sequence": silent / sequences,
         }
         if self._algorithm.kl_coef:
             values["kl/reference"] = divergence / tokens
@@ -188,7 +195,8 @@ class Objective:
         """float32, flat over all completion tokens of the rank's rows, trained or not."""
         rewards, algorithm = torch.from_numpy(batch.rewards), self._algorithm
         if self._group_advantage is not None:
-            each = self._group_advantage(rewards, torch.from_numpy(batch.group_ids))
+            stages = {name: torch.from_numpy(column) for name, column in batch.sample_stages.items()}
+            each = self._group_advantage(rewards, torch.from_numpy(batch.group_ids), stages)
             return each.repeat_interleave(lengths)
         mask, costs = _flat(batch, batch.loss_mask), None
         if algorithm.kl_in_reward:

@@ -20,6 +20,7 @@ class PlainLearner:
 
     even = False
     whole = True
+    scales = True
 
     def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
         self.model = model
@@ -33,7 +34,8 @@ class PlainLearner:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
 
-    def step(self, number: int, *, take: bool) -> float:
+    def step(self, number: int, *, scale: float, take: bool) -> float:
+        self.optimizer.scale(scale)
         norm = self.optimizer.clip()
         if take and math.isfinite(norm):
             self.optimizer.step(number)

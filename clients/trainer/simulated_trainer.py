@@ -22,11 +22,13 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class SimulatedTrainer:
-    """A step takes ``step_s`` seconds; weights are a function of the batches trained so far, as real ones are."""
+    """A step of ``batch_size`` groups takes ``step_s`` seconds, each group its share of them; weights are a function of
+    the batches trained so far, as real ones are."""
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, step_s: float, batch_size: int) -> None:
+        self._group_s = step_s / batch_size
         self._state = _State()
+        self._tokens = 0
 
     def load(self, directory: Path | None) -> None:
         """The state of a checkpoint, or of the beginning (None)."""
@@ -42,13 +44,26 @@ class SimulatedTrainer:
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
         """Sleep, then take the step. ``Stopped`` when asked to end meanwhile."""
-        end = time.monotonic() + self._step_s
+        self.begin()
+        self.add(batch, stopping, last=True)
+        return self.finish(batch, step)
+
+    def begin(self) -> None:
+        """Nothing of a step is done."""
+        self._tokens = 0
+
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        """Sleep for the groups of this part. ``Stopped`` when asked to end meanwhile."""
+        end = time.monotonic() + self._group_s * len(np.unique(part.group_ids))
         while (left := end - time.monotonic()) > 0:
             if stopping():
                 raise Stopped
             time.sleep(min(left, _LOOK_S))
-        tokens = int((batch.input_ids * batch.loss_mask).sum())
-        mixed = (self._state.mixed * 1_000_003 + int(batch.digest[:8] or "0", 16) + tokens) % (1 << 62)
+        self._tokens += int((part.input_ids * part.loss_mask).sum())
+
+    def finish(self, batch: TrainBatch, step: Step) -> StepResult:
+        """Take the step."""
+        mixed = (self._state.mixed * 1_000_003 + int(batch.digest[:8] or "0", 16) + self._tokens) % (1 << 62)
         self._state = _State(steps=step + 1, mixed=mixed)
         return StepResult(values={"loss": 0.0, "grad_norm": 0.0})
 

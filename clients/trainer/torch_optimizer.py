@@ -48,6 +48,12 @@ class MasterAdamW:
         """What the optimizer moves for a parameter of the model."""
         return self._of[id(parameter)]
 
+    def scale(self, factor: float) -> None:
+        """Multiply the gradient."""
+        for master in self._master.values():
+            if master.grad is not None:
+                master.grad.mul_(factor)
+
     def clip(self) -> float:
         """Cut the gradient to ``grad_clip`` and return its L2 norm from before; not finite if any part of it is."""
         norm: Any = nn.utils.clip_grad_norm_(self._master.values(), self._config.grad_clip)

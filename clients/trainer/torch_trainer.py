@@ -60,6 +60,8 @@ class TorchTrainer:
         self._ranks = ranks or OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._objective = Objective(config, self._ranks.device, self._ranks)
         self._initial = False
+        self._seconds = 0.0
+        """That the step under way has computed for."""
         self.load(None)
 
     @property
@@ -111,13 +113,39 @@ class TorchTrainer:
 
         The values are those of the whole batch. ``OutOfMemory`` when a pass does not fit.
         """
-        self._initial = False
+        self._objective.begin()
+        self._seconds = 0.0
+        self.add(batch, stopping, last=True)
+        return self.finish(batch, step)
+
+    def begin(self) -> None:
+        """A step in parts begins, or begins again: nothing of its gradient is there."""
+        self._objective.begin()
+        self._seconds = 0.0
+        self.learner.clear()
+
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        """Add the gradient of whole groups of the batch; ``last``: they complete it. ``OutOfMemory`` as ``train``."""
+        self._initial, began = False, time.monotonic()
         try:
-            return self._train(batch, step, stopping)
+            self._add(part, stopping, last=last)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
-                raise OutOfMemory(self._too_large(batch, step, error)) from error
+                raise OutOfMemory(self._too_large(part, part.step, error)) from error
             raise
+        self._seconds += time.monotonic() - began
+
+    def finish(self, batch: TrainBatch, step: Step) -> StepResult:
+        """Move the weights, as ``train`` does; ``batch``: every part that was added."""
+        began, scale = time.monotonic(), self._objective.scale() if self.learner.scales else 1.0
+        values = batch_values(batch, self._ranks.gather) | self._objective.values()
+        norm = self.learner.step(step, scale=scale, take=math.isfinite(values["loss"]))
+        values["grad_norm"] = norm
+        values |= self._speed.values(batch, self._seconds + time.monotonic() - began)
+        if bad := not_finite(loss=values["loss"], gradient_norm=norm):
+            return StepResult(values=values, bad=bad)
+        values["lr"] = learning_rate(self._config.trainer, step)
+        return StepResult(values=values)
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
         """Mean reward on the held-out prompts, with this model, from rank 0; a sharded one needs every rank for it.
@@ -160,27 +188,21 @@ class TorchTrainer:
         accompany(self.model, self._ranks, stopping)
         return {}
 
-    def _train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        objective, cuts, began = self._objective, self._passes(batch), time.monotonic()
-        objective.begin(batch)
+    def _add(self, batch: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        objective, cuts = self._objective, self._passes(batch)
+        objective.take(batch)
         if objective.surveys:
             self._survey(batch, cuts, stopping)
+        scale = 1.0 if self.learner.scales else objective.scale()
         for number, which in enumerate(cuts):
             self._go_on(stopping)
-            last = number == len(cuts) - 1
+            closes = last and number == len(cuts) - 1
             if which is not None:
-                logprobs = self._logprobs(batch, which, last=last)
-                self.learner.backward(objective.loss(logprobs, tokens_of(batch, which, self._ranks.device)), last=last)
+                logprobs = self._logprobs(batch, which, last=closes)
+                loss = objective.loss(logprobs, tokens_of(batch, which, self._ranks.device))
+                self.learner.backward(loss if self.learner.scales else loss * scale, last=closes)
             elif self.learner.even:
-                self.learner.backward(self._idle(batch), last=last)
-        values = batch_values(batch, self._ranks.gather) | objective.values()
-        norm = self.learner.step(step, take=math.isfinite(values["loss"]))
-        values["grad_norm"] = norm
-        values |= self._speed.values(batch, time.monotonic() - began)
-        if bad := not_finite(loss=values["loss"], gradient_norm=norm):
-            return StepResult(values=values, bad=bad)
-        values["lr"] = learning_rate(self._config.trainer, step)
-        return StepResult(values=values)
+                self.learner.backward(self._idle(batch), last=closes)
 
     def _passes(self, batch: TrainBatch) -> list[NDArray[np.int64] | None]:
         """Rows of each pass; None, at the beginning, where another rank has more."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from staleflow.protocols.consistency import admission, invariants, production, settle, snapshot, training
-from staleflow.protocols.consistency.effects import Effect, Sealed
+from staleflow.protocols.consistency.effects import Effect, Member, Sealed
 from staleflow.protocols.consistency.events import (
     Checkpointed,
     Claim,
@@ -205,6 +205,15 @@ class Machine:
         """The group that a streaming trainer may claim for the next step now."""
         group = training.claimable(self._ledger)
         return None if group is None else group.id
+
+    @property
+    def num_claimed(self) -> int:
+        """Members of the next step's batch that are fixed already."""
+        return self._ledger.window.claimed
+
+    def claims(self) -> tuple[Member, ...]:
+        """The members of the next step's batch that are fixed before it is sealed, in order."""
+        return tuple(group.member() for group in self._ledger.claims)
 
     def sealed_batch(self, step: Step) -> Sealed | None:
         """The batch of ``step``, sealed and not yet consumed, as it was when it was sealed."""

@@ -43,10 +43,11 @@ def below(snapshot: Snapshot, threshold: int) -> Iterator[Instance]:
     """Every instance that is behind and has no more than ``threshold`` samples left to write.
 
     What it was told to begin a moment ago and does not show yet counts; what its version no longer survives does not.
+    One that could not load goes on with new groups and might never have so little left: it tries again at once.
     """
     started = snapshot.group_size
     return (
         i
         for i in greedy(snapshot)
-        if not i.usable or i.running + i.waiting + min(i.ordered, i.held) * started <= threshold
+        if not i.usable or i.stuck or i.running + i.waiting + min(i.ordered, i.held) * started <= threshold
     )

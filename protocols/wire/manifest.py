@@ -1,4 +1,4 @@
-"""What a version of the weights is made of: tensors one after another, each named by its sha256.
+"""What a version of the weights is made of: tensors one after another, each with a digest of its bytes.
 
 Publisher and server lay a version out by this file, and a reader believes nothing that ``check`` has not passed.
 """
@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from typing import Final
 
 import msgspec
+import xxhash
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import Manifest, TensorEntry
 
 NBYTES: Final[dict[str, int]] = {
@@ -37,14 +38,36 @@ MAX_DIMENSIONS: Final = 64
 """Of one tensor, as in torch."""
 
 
+class Digest:
+    """Of a tensor's bytes, which may come in pieces: xxh3-128, ten times as fast as memory is copied."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, data: Data) -> None:
+        """The next bytes."""
+        self._state.update(data)
+
+    def hex(self) -> str:
+        """32 hex digits."""
+        return self._state.hexdigest()
+
+
+def digest(data: Data) -> str:
+    """Of bytes that are there at once."""
+    state = Digest()
+    state.update(data)
+    return state.hex()
+
+
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> Manifest:
-    """The manifest of (name, dtype, shape, sha256 of the bytes), in that order."""
+    """The manifest of (name, dtype, shape, ``Digest`` of the bytes), in that order."""
     entries: list[TensorEntry] = []
     end = 0
-    for name, dtype, shape, sha in tensors:
+    for name, dtype, shape, found in tensors:
         offset = end + -end % ALIGNMENT
         nbytes = math.prod(shape) * NBYTES[dtype]
-        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, sha=sha))
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, digest=found))
         end = offset + nbytes
     return Manifest(tensors=entries, nbytes=end, sha=_sha(entries))
 
@@ -52,7 +75,7 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> Manifes
 def check(manifest: Manifest) -> None:
     """``ProtocolError`` unless ``lay_out`` can have written it: known dtypes, no overlap, no gap, its own sha256."""
     _check_entries(manifest.tensors)
-    again = lay_out((entry.name, entry.dtype, entry.shape, entry.sha) for entry in manifest.tensors)
+    again = lay_out((entry.name, entry.dtype, entry.shape, entry.digest) for entry in manifest.tensors)
     if again.tensors != manifest.tensors or again.nbytes != manifest.nbytes:
         raise _malformed("the offsets of the manifest are not those of its tensors in order")
     if again.sha != manifest.sha:

@@ -1,8 +1,8 @@
 """What each stage makes of a group: its columns, and whether a column holds a value a sample or a completion token.
 
 A length says nothing about the kind (a group of one-token completions has as many tokens as samples), so the kind
-belongs to the name: ``stage/<stage>/<column>`` is looked up here, and a column that nobody declares holds one value a
-sample. Names and kinds only; ``trajectory`` checks the arrays.
+belongs to the name: ``stage/<stage>/<column>`` has a value a sample, ``stage/<stage>/<column>:token`` one a token. The
+columns of shipped stages have their kind here instead. Names and kinds only; ``trajectory`` checks the arrays.
 """
 
 import math
@@ -56,9 +56,30 @@ ENVIRONMENT: Final = f"{STAGE}environment/"
 ENVIRONMENT_REWARD: Final = f"{ENVIRONMENT}reward"
 """Where it is there, it is the reward."""
 
-UNDECLARED: Final = Column(kind=Kind.SAMPLE)
+TOKEN_SUFFIX: Final = ":token"
+"""Ends the name of a user's column of one value a completion token, in a configuration as on the wire."""
+SAMPLE_SUFFIX: Final = ":sample"
+"""May end the name of the others in a configuration."""
+
+_SAMPLE: Final = Column(kind=Kind.SAMPLE)
+_TOKEN: Final = Column(kind=Kind.TOKEN)
+
+
+def column_of(name: str) -> Column:
+    """What the column of this full name holds."""
+    return COLUMNS.get(name) or (_TOKEN if name.endswith(TOKEN_SUFFIX) else _SAMPLE)
 
 
 def is_per_token(name: str) -> bool:
     """Whether the column of this full name holds one value a completion token."""
-    return COLUMNS.get(name, UNDECLARED).kind is Kind.TOKEN
+    return column_of(name).kind is Kind.TOKEN
+
+
+def full_name(stage: str, made: str) -> str:
+    """On the wire, of a column as ``makes`` declares it: ``score``, ``score:sample`` or ``score:token``."""
+    return f"{STAGE}{stage}/{made.removesuffix(SAMPLE_SUFFIX)}"
+
+
+def short_name(name: str) -> str:
+    """``stage/column``, as a configuration and a trainer's batch name the column of this full name."""
+    return name.removeprefix(STAGE).removesuffix(TOKEN_SUFFIX)

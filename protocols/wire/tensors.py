@@ -36,6 +36,7 @@ ALIGNMENT: Final = 64
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HEAD: Final = struct.Struct("<4sI")
 _MAGIC: Final = b"sfa1"
+_ZEROS: Final = bytes(ALIGNMENT)
 _specs_decoder: Final = msgspec.msgpack.Decoder(list[TensorSpec])
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError, TypeError)
 
@@ -44,7 +45,7 @@ def nbytes_of(spec: TensorSpec) -> int:
     """Exact bytes of a frame. ``ProtocolError`` for a spec that describes no array."""
     if (dtype := DTYPES.get(spec.dtype)) is None:
         raise _malformed(f"array {spec.name!r}: dtype {spec.dtype!r} is not one of {', '.join(DTYPES)}")
-    if len(spec.shape) > MAX_DIMENSIONS or any(extent < 0 for extent in spec.shape):
+    if len(spec.shape) > MAX_DIMENSIONS or (spec.shape and min(spec.shape) < 0):
         raise _malformed(f"array {spec.name!r}: shape {spec.shape} is none of at most {MAX_DIMENSIONS} dimensions")
     return math.prod(spec.shape) * dtype.itemsize
 
@@ -83,15 +84,20 @@ def arrays(specs: Sequence[TensorSpec], frames: Sequence[Data]) -> dict[str, Arr
 
 def pack(named: Mapping[str, Array]) -> bytes:
     """One blob of all arrays, sorted by name. The same arrays always give the same bytes."""
+    return b"".join(pieces(named))
+
+
+def pieces(named: Mapping[str, Array]) -> list[bytes | memoryview]:
+    """The blob of ``pack`` in parts, one after the other; arrays are not copied."""
     specs, frames = specs_and_frames({name: named[name] for name in sorted(named)})
     described = msgspec.msgpack.encode(specs)
     parts: list[bytes | memoryview] = [_HEAD.pack(_MAGIC, len(described)), described]
     offset = _HEAD.size + len(described)
     for frame in frames:
         padding = -offset % ALIGNMENT
-        parts += [b"\0" * padding, frame]
+        parts += [_ZEROS[:padding], frame]
         offset += padding + frame.nbytes
-    return b"".join(parts)
+    return parts
 
 
 def unpack(data: Data) -> dict[str, Array]:
@@ -103,18 +109,20 @@ def unpack(data: Data) -> dict[str, Array]:
     if magic != _MAGIC or _HEAD.size + length > view.nbytes:
         raise _malformed("the head of the blob is damaged")
     specs = _read_specs(view[_HEAD.size : _HEAD.size + length])
-    offset = _HEAD.size + length
-    frames: list[memoryview] = []
+    offset, total = _HEAD.size + length, view.nbytes
+    found: dict[str, Array] = {}
     for spec in specs:
         start = offset + -offset % ALIGNMENT
         end = start + nbytes_of(spec)
-        if end > view.nbytes or any(view[offset:start]):
-            raise _malformed(f"array {spec.name!r}: bytes {start} to {end} are not in a blob of {view.nbytes}")
-        frames.append(view[start:end])
+        if end > total or bytes(view[offset:start]) != _ZEROS[: start - offset]:
+            raise _malformed(f"array {spec.name!r}: bytes {start} to {end} are not in a blob of {total}")
+        if spec.name in found:
+            raise _malformed(f"array {spec.name!r} comes twice")
+        found[spec.name] = _view(spec, view[start:end])
         offset = end
-    if offset != view.nbytes:
-        raise _malformed(f"{view.nbytes - offset} bytes follow the last array of the blob")
-    return arrays(specs, frames)
+    if offset != total:
+        raise _malformed(f"{total - offset} bytes follow the last array of the blob")
+    return found
 
 
 def _read_specs(data: memoryview) -> list[TensorSpec]:
@@ -125,9 +133,12 @@ def _read_specs(data: memoryview) -> list[TensorSpec]:
 
 
 def _view(spec: TensorSpec, frame: Data) -> Array:
-    array: Array = np.frombuffer(frame, dtype=DTYPES[spec.dtype]) if len(frame) else np.empty(0, DTYPES[spec.dtype])
-    array = array.reshape(spec.shape)
-    array.flags.writeable = False
+    dtype = DTYPES[spec.dtype]
+    array: Array = np.frombuffer(frame, dtype) if len(frame) else np.empty(0, dtype)
+    if len(spec.shape) != 1 or array.size == 0:
+        array = array.reshape(spec.shape)
+    if array.flags.writeable:
+        array.flags.writeable = False
     return array
 
 

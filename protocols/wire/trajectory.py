@@ -5,10 +5,10 @@ believed before ``check`` has passed; ``from_arrays`` calls it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.stages import COLUMNS, LOGPROB_TOLERANCE, STAGE, STAGES, UNDECLARED, Kind
+from staleflow.protocols.wire.stages import LOGPROB_TOLERANCE, STAGE, Kind, column_of
 from staleflow.protocols.wire.tensors import Array
 
 
@@ -28,14 +28,14 @@ class Finish(IntEnum):
     INTERRUPTED = 2
 
 
-_COLUMNS: Final = {
-    "prompt_ids": ("int32", 1),
-    "lengths": ("int32", 1),
-    "token_ids": ("int32", 1),
-    "logprobs": ("float32", 1),
-    "loss_mask": ("uint8", 1),
-    "segments": ("int64", 2),
-    "finish": ("uint8", 1),
+_COLUMNS: Final[dict[str, "tuple[np.dtype[Any], int]"]] = {
+    "prompt_ids": (np.dtype("int32"), 1),
+    "lengths": (np.dtype("int32"), 1),
+    "token_ids": (np.dtype("int32"), 1),
+    "logprobs": (np.dtype("float32"), 1),
+    "loss_mask": (np.dtype("uint8"), 1),
+    "segments": (np.dtype("int64"), 2),
+    "finish": (np.dtype("uint8"), 1),
 }
 """Name -> dtype and number of dimensions."""
 
@@ -103,10 +103,10 @@ class GroupPayload:
         and its counts know sampled tokens only.
         """
         totals: dict[tuple[int, int], int] = {}
-        written = self._sampled_before(np.cumsum(self.segments[:, 3]))
-        for (_, lineage, version, _), tokens in zip(self.segments.tolist(), np.diff(written, prepend=0), strict=True):
+        rows: list[list[int]] = self.segments.tolist()
+        for (_, lineage, version, _), tokens in zip(rows, self._sampled(self.segments[:, 3]).tolist(), strict=True):
             if tokens:
-                totals[lineage, version] = totals.get((lineage, version), 0) + int(tokens)
+                totals[lineage, version] = totals.get((lineage, version), 0) + tokens
         return [Segment(Lineage(key[0]), Version(key[1]), totals[key]) for key in sorted(totals)]
 
     def token_versions(self) -> Array:
@@ -115,11 +115,14 @@ class GroupPayload:
 
     def sampled_lengths(self) -> Array:
         """int64 [n]: tokens of each sample that the policy wrote."""
-        return np.diff(self._sampled_before(np.cumsum(self.lengths)), prepend=0)
+        return self._sampled(self.lengths)
 
-    def _sampled_before(self, places: Array) -> Array:
-        """int64, one for each place of ``token_ids``: sampled tokens before it."""
-        return np.concatenate(([0], np.cumsum(self.loss_mask, dtype=np.int64)))[places]
+    def _sampled(self, tokens: Array) -> Array:
+        """int64: sampled tokens in each stretch of so many tokens, one stretch after the other from the first on."""
+        if int(self.loss_mask.min(initial=1)):  # no environment wrote any
+            return tokens.astype(np.int64)
+        before = np.concatenate(([0], np.cumsum(self.loss_mask, dtype=np.int64)))
+        return np.diff(before[np.cumsum(tokens)], prepend=0)
 
     def _check_sizes(self) -> None:
         samples, tokens = self.num_samples, int(self.lengths.sum(dtype=np.int64))
@@ -145,17 +148,21 @@ class GroupPayload:
             raise _malformed(f"finish holds {int(self.finish.max())}; it is one of {[int(value) for value in Finish]}")
 
 
-def made_columns(stage: str, named: Mapping[str, Array], *, samples: int, tokens: int) -> dict[str, Array]:
-    """What ``stage`` made, by full name; ``ProtocolError`` names the first column that is missing or wrong.
+def made_columns(
+    stage: str, named: Mapping[str, Array], *, makes: Collection[str], samples: int, tokens: int
+) -> dict[str, Array]:
+    """What ``stage`` made, by full name; ``ProtocolError`` names the first column that is missing, too much or wrong.
 
-    Columns may come under their own name or their full one.
+    Columns may come under their own name or their full one; ``makes`` are the full names of those that it must make.
     """
     prefix = f"{STAGE}{stage}/"
     found = {name if name.startswith(prefix) else prefix + name: array for name, array in named.items()}
-    for name in STAGES.get(stage, {}):
-        if prefix + name not in found:
-            raise _malformed(f"the stage must make {prefix}{name}")
+    for name in makes:
+        if name not in found:
+            raise _malformed(f"the stage must make {name}")
     for name, array in found.items():
+        if name not in makes:
+            raise _malformed(f"the stage makes {name}, which is not one of {', '.join(makes)}")
         check_column(name, array, samples=samples, tokens=tokens)
     return found
 
@@ -164,7 +171,7 @@ def check_column(name: str, array: Array, *, samples: int, tokens: int) -> None:
     """``ProtocolError`` unless this may be the column ``name`` of a group of so many samples and completion tokens."""
     if len(parts := name.split("/")) != 3 or parts[0] != "stage" or not all(parts):
         raise _malformed(f"{name!r} is no column; its name must be stage/<stage>/<column>")
-    column = COLUMNS.get(name, UNDECLARED)
+    column = column_of(name)
     wanted = tokens if column.kind is Kind.TOKEN else samples
     if array.dtype != np.dtype("float32") or array.shape != (wanted,):
         detail = f"{name} is {array.dtype}{list(array.shape)}; it must be float32[{wanted}], one value a {column.kind}"
@@ -184,8 +191,8 @@ def shard_of(group: GroupId, shards: int) -> int:
     return (mixed ^ mixed >> 31) % shards
 
 
-def _check_type(name: str, array: Array, dtype: str, ndim: int) -> None:
-    if array.dtype != np.dtype(dtype) or array.ndim != ndim:
+def _check_type(name: str, array: Array, dtype: "np.dtype[Any]", ndim: int) -> None:
+    if array.dtype != dtype or array.ndim != ndim:
         raise _malformed(f"{name} is {array.dtype} with {array.ndim} dimensions; it must be {dtype} with {ndim}")
 
 

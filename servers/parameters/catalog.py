@@ -1,7 +1,8 @@
 """Which versions there are for whom: registered, corrupt, pinned, in use.
 
 - A version counts once the scheduler has registered it; one that it refuses is forgotten.
-- What is deleted: not pinned, not in use by the scheduler's word, not among the newest ``keep_versions``.
+- What is deleted: not pinned, not in use by the scheduler's word, not among the newest ``keep_versions``; and of those,
+  the oldest first, where a new version would not fit into the budget. The newest one always stays.
 """
 
 import asyncio
@@ -22,16 +23,19 @@ log = logging.getLogger(__name__)
 class Catalog:
     """All versions of the folder. Lives on one loop; slow work on files happens in threads."""
 
-    def __init__(self, versions: Versions, scheduler: Client, *, keep_versions: int) -> None:
+    def __init__(self, versions: Versions, scheduler: Client, *, keep_versions: int, budget_bytes: int = 0) -> None:
         self.pins = Pins()
         self._versions = versions
         self._scheduler = scheduler
         self._keep_versions = keep_versions
+        self._budget_bytes = budget_bytes
         self._registered: set[VersionKey] = set()
         self._corrupt: dict[VersionKey, str] = {}
         self._verifying = asyncio.Lock()
         self.publishing = asyncio.Lock()
         """Held by whoever adds or registers versions."""
+        self.grown = asyncio.Event()
+        """Set when there is a version more: an older one may go."""
 
     # For pullers -----------------------------------------------------------------------------------------------------
 
@@ -45,11 +49,12 @@ class Catalog:
             raise Refused(Code.BUSY, f"{key} waits for the scheduler")
         return stored
 
-    async def verified(self, worker: str, key: VersionKey, stored: Stored) -> None:
-        """Look at the bytes of a pinned version. ``Refused``, and no longer pinned, if they are corrupt."""
+    async def verified(self, worker: str, key: VersionKey, stored: Stored, *, doubted: bool) -> None:
+        """Look at the bytes of a pinned version, closely if they are ``doubted``. ``Refused``, and no longer pinned, if
+        they are corrupt."""
         try:
             async with self._verifying:  # a second reader finds the work done
-                await asyncio.to_thread(self._versions.verify, stored)
+                await asyncio.to_thread(self._versions.verify, stored, doubted=doubted)
         except CorruptVersion as error:
             log.error("%s is corrupt and not served: %s", key, error)
             self._corrupt[key] = f"{key} is corrupt: {error}"
@@ -72,11 +77,34 @@ class Catalog:
             raise Refused(Code.BUSY, f"{key} waits for the scheduler")
         raise Refused(Code.CONFLICT, f"{key} is published with other bytes: {known.about.manifest.sha}")
 
-    async def keep(self, staged: Staged) -> None:
+    async def make_room(self, key: VersionKey, nbytes: int, coming: int) -> None:
+        """Delete what is only kept by count until the version fits the budget beside those ``coming``.
+
+        ``Refused`` busy when it does not, and denied when it never will.
+        """
+        budget = self._budget_bytes
+        if nbytes > budget > 0:
+            raise Refused(Code.DENIED, f"{key}: it has {nbytes} bytes; parameters.budget_mb allows {budget >> 20} MiB")
+        if not budget or self._nbytes + coming + nbytes <= budget or (used := await self._used()) is None:
+            return
+        for old in sorted(self._registered)[:-1]:
+            if self._nbytes + coming + nbytes <= budget:
+                return
+            if old not in used and not self.pins.in_use(old):
+                self._delete(old)
+        if (held := self._nbytes + coming) + nbytes > budget:
+            full = f"{held >> 20} of {budget >> 20} MiB of parameters.budget_mb are in use"
+            raise Refused(Code.BUSY, f"{key}: it has {nbytes} bytes; {full}")
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(stored.about.manifest.nbytes for stored in self._versions.stored.values())
+
+    async def keep(self, staged: Staged, about: About, *, in_place: bool) -> None:
         """Make a version durable. ``Refused`` stale when its bytes are not those of the manifest: write them again."""
-        key = staged.about.key
+        key = about.key
         try:
-            stored = await asyncio.to_thread(self._versions.keep, staged)
+            stored = await asyncio.to_thread(self._versions.keep, staged, about, in_place=in_place)
         except CorruptVersion as error:
             log.error("a publish is refused: %s", error)
             raise Refused(Code.STALE, f"{error}; begin again") from error
@@ -106,6 +134,7 @@ class Catalog:
             self._versions.delete(key)
             raise
         self._registered.add(key)
+        self.grown.set()
         log.info("%s is published, %d bytes, sha %s", key, manifest.nbytes, manifest.sha[:12])
         return registered
 
@@ -128,10 +157,13 @@ class Catalog:
         keep = used | set(before[-self._keep_versions :])
         for key in before:
             if key not in keep and not self.pins.of(key):
-                self._registered.discard(key)
-                self._corrupt.pop(key, None)
-                self._versions.delete(key)
-                log.info("%s is deleted", key)
+                self._delete(key)
+
+    def _delete(self, key: VersionKey) -> None:
+        self._registered.discard(key)
+        corrupt = self._corrupt.pop(key, None)
+        self._versions.delete(key, reuse=corrupt is None)
+        log.info("%s is deleted", key)
 
     async def _used(self) -> set[VersionKey] | None:
         """What the scheduler says is in use; None when the run is over."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
-from staleflow.protocols.wire.messages import Attach
+from staleflow.protocols.wire.messages import Attach, Attached
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.host import raise_file_limit
@@ -40,10 +40,31 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
             pid=os.getpid(),
         )
 
+    services: list[ParameterService] = []
+
     def make(tasks: Tasks) -> ParameterService:
         parameters = config.parameters
-        return ParameterService(
-            versions, scheduler, tasks, keep_versions=parameters.keep_versions, chunk_bytes=parameters.chunk_kb << 10
+        service = ParameterService(
+            versions,
+            scheduler,
+            tasks,
+            keep_versions=parameters.keep_versions,
+            chunk_bytes=parameters.chunk_kb << 10,
+            delta=parameters.delta,
+            budget_bytes=parameters.budget_mb << 20,
         )
+        services.append(service)
+        return service
 
-    await serve_attached(stop, bind=where.parameters, scheduler=scheduler, hello=hello, make=make, transport=transport)
+    def on_attached(attached: Attached) -> None:
+        services[0].run = attached.run
+
+    await serve_attached(
+        stop,
+        bind=where.parameters,
+        scheduler=scheduler,
+        hello=hello,
+        make=make,
+        on_attached=on_attached,
+        transport=transport,
+    )

@@ -7,11 +7,17 @@ class Pins:
     """Pairs of worker and version; a pair is there once, however often it is added."""
 
     def __init__(self) -> None:
-        self._of: dict[str, dict[VersionKey, None]] = {}
+        self._of: dict[str, dict[VersionKey, bool]] = {}
+        """True: in use; False: only the base of the worker's next delta."""
 
     def add(self, worker: str, key: VersionKey) -> None:
         """``worker`` uses the version from now on."""
-        self._of.setdefault(worker, {})[key] = None
+        self._of.setdefault(worker, {})[key] = True
+
+    def keep_as_base(self, worker: str, key: VersionKey) -> None:
+        """``worker`` would like to have the next version as what changed since this one, if it has pinned it."""
+        if key in (pinned := self._of.get(worker, {})):
+            pinned[key] = False
 
     def remove(self, worker: str, key: VersionKey) -> None:
         """``worker`` does not use it any more, if it ever did."""
@@ -25,5 +31,9 @@ class Pins:
         self._of.pop(worker, None)
 
     def of(self, key: VersionKey) -> list[str]:
-        """Who pins this version."""
+        """Who pins this version, if only as a base."""
         return [worker for worker, pinned in self._of.items() if key in pinned]
+
+    def in_use(self, key: VersionKey) -> bool:
+        """Whether somebody needs it for more than a base."""
+        return any(pinned.get(key, False) for pinned in self._of.values())

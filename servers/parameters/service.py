@@ -9,33 +9,43 @@
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import DeltaKind
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.manifest import check
+from staleflow.protocols.wire.manifest import MOST_BYTES, check
 from staleflow.protocols.wire.messages import (
     BeginPublish,
     Chunk,
     CommitPublish,
     Done,
+    FindSources,
     GetChunk,
+    GetDelta,
     GetManifest,
     GetStatus,
+    JoinRelays,
     ManifestOf,
     PublishChunk,
     PublishTo,
     Registered,
     Reply,
+    Sources,
     Status,
     Unpin,
 )
+from staleflow.runtime.address import check_connect
 from staleflow.runtime.client import Client
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.host import boot_id
 from staleflow.servers.attached import Tasks
 from staleflow.servers.parameters.catalog import Catalog
+from staleflow.servers.parameters.deltas import Deltas
+from staleflow.servers.parameters.tree import Tree
 from staleflow.servers.parameters.uploads import Upload, Uploads
 from staleflow.servers.parameters.versions import About, NoRoom, Stored, VersionKey, Versions
 
@@ -50,13 +60,26 @@ class ParameterService:
     """Answers every call of the parameter server; lives on one loop."""
 
     def __init__(
-        self, versions: Versions, scheduler: Client, tasks: Tasks, *, keep_versions: int, chunk_bytes: int
+        self,
+        versions: Versions,
+        scheduler: Client,
+        tasks: Tasks,
+        *,
+        keep_versions: int,
+        chunk_bytes: int,
+        delta: DeltaKind = "compressed",
+        budget_bytes: int = 0,
     ) -> None:
         self._versions = versions
         self._tasks = tasks
         self._chunk_bytes = chunk_bytes
-        self._catalog = Catalog(versions, scheduler, keep_versions=keep_versions)
+        self._catalog = Catalog(versions, scheduler, keep_versions=keep_versions, budget_bytes=budget_bytes)
         self._uploads = Uploads(versions)
+        self._deltas = Deltas(versions, delta)
+        self._tree = Tree()
+        self.run = ""
+        """Id of the run, once the scheduler has said it."""
+        self._beginning = asyncio.Lock()
         self._draining = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
@@ -84,6 +107,7 @@ class ParameterService:
         """Nothing is heard of a worker any more."""
         self._catalog.pins.forget(peer)
         self._uploads.forget_peer(peer)
+        self._tree.leave(peer)
 
     def _dispatch(self, call: Call) -> None:
         match call.body:
@@ -91,20 +115,28 @@ class ParameterService:
                 key = VersionKey(ask.lineage, ask.version)
                 stored = self._catalog.find(key)
                 self._catalog.pins.add(ask.worker, key)  # now: a later Unpin must find it
-                self._later(call, self._manifest(ask.worker, key, stored))
+                self._later(call, self._manifest(ask, key, stored))
             case GetChunk() as ask:
                 self._later_chunk(call, ask)
+            case GetDelta() as ask:
+                self._later_delta(call, ask)
             case Unpin() as ask:
-                self._catalog.pins.remove(ask.worker, VersionKey(ask.lineage, ask.version))
+                unpin = self._catalog.pins.keep_as_base if ask.base else self._catalog.pins.remove
+                unpin(ask.worker, VersionKey(ask.lineage, ask.version))
                 call.reply(Done())
             case BeginPublish() as ask:
-                call.reply(self._begin(call.peer, ask))
+                self._later(call, self._begin(call.peer, ask))
             case PublishChunk() as ask:
                 self._write(call, ask)
             case CommitPublish() as ask:
-                self._later(call, self._commit(ask.upload))
+                self._later(call, self._commit(ask))
+            case JoinRelays() as ask:
+                call.reply(self._join(call.peer, ask))
+            case FindSources() as ask:
+                call.reply(Sources(endpoints=self._tree.sources(call.peer, ask.host)))
             case GetStatus():
-                call.reply(Status(values={"versions": self._catalog.status(), "uploads": len(self._uploads)}))
+                values = {"versions": self._catalog.status(), "uploads": len(self._uploads)}
+                call.reply(Status(values=values | {"relays": self._tree.status()}))
             case _:
                 call.refuse(Code.DENIED, f"the parameter server does not answer {type(call.body).__name__}")
 
@@ -114,6 +146,8 @@ class ParameterService:
                 reply = await answer
             except Refused as no:
                 _refuse(call, no)
+            except ProtocolError as error:
+                call.refuse(error.code, error.detail)
             else:
                 call.reply(reply)
 
@@ -121,20 +155,22 @@ class ParameterService:
 
     # Publishing ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, peer: str, ask: BeginPublish) -> PublishTo:
+    async def _begin(self, peer: str, ask: BeginPublish) -> PublishTo:
         if self._draining:
             raise Refused(Code.BUSY, "the parameter server is draining")
-        check(ask.manifest)
-        about = About(
-            lineage=ask.lineage,
-            version=ask.version,
-            trainer_term=ask.trainer_term,
-            batch=ask.batch,
-            manifest=ask.manifest,
-        )
-        self._uploads.check_term(about)
-        self._catalog.lacks(about)
-        upload = self._uploads.begin(peer, about)
+        if not 0 <= ask.nbytes <= MOST_BYTES:
+            raise Refused(Code.MALFORMED, f"a version has 0 to {MOST_BYTES} bytes, not {ask.nbytes}")
+        async with self._beginning:
+            upload = self._uploads.again(peer, ask)
+            if upload is None:
+                key = VersionKey(ask.lineage, ask.version)
+                await self._catalog.make_room(key, ask.nbytes, self._uploads.nbytes)
+                try:
+                    staged = await asyncio.to_thread(self._versions.stage, key, ask.nbytes)
+                except NoRoom as error:
+                    log.error("no room: %s", error)
+                    raise Refused(Code.BUSY, str(error)) from error
+                upload = self._uploads.add(peer, ask, staged)
         return PublishTo(upload=upload.number, path=str(upload.staged.path.resolve()), host=boot_id())
 
     def _write(self, call: Call, ask: PublishChunk) -> None:
@@ -143,17 +179,20 @@ class ParameterService:
             raise Refused(Code.STALE, f"upload {ask.upload} is committed already")
         if len(call.frames) != 1:
             raise Refused(Code.MALFORMED, f"a chunk is one frame; {len(call.frames)} came")
-        end, nbytes = ask.offset + call.frames[0].nbytes, upload.about.manifest.nbytes
+        end, nbytes = ask.offset + call.frames[0].nbytes, upload.announced.nbytes
         if ask.offset < 0 or end > nbytes:
             raise Refused(Code.MALFORMED, f"bytes {ask.offset} to {end} are not in a version of {nbytes} bytes")
         self._versions.write(upload.staged, ask.offset, call.frames[0])
         call.reply(Done())
 
-    async def _commit(self, number: int) -> Registered:
+    async def _commit(self, ask: CommitPublish) -> Registered:
         """The outcome of an upload, however often it is asked for."""
-        upload = self._uploads.find(number)
+        check(ask.manifest)
+        upload = self._uploads.find(ask.upload)
+        about = upload.commit(ask.manifest)
         if upload.committing is None:
-            upload.committing = self._tasks.start(_settled(self._publish(upload)))
+            publishing = self._publish(upload, about, in_place=ask.in_place)
+            upload.committing = self._tasks.start(_settled(publishing))
         outcome = await asyncio.shield(upload.committing)
         self._uploads.forget_finished()
         if isinstance(outcome, Refused):
@@ -162,19 +201,24 @@ class ParameterService:
             raise outcome
         return outcome
 
-    async def _publish(self, upload: Upload) -> Registered:
-        about = upload.about
+    async def _publish(self, upload: Upload, about: About, *, in_place: bool) -> Registered:
         async with self._catalog.publishing:
-            if self._catalog.lacks(about):
-                await self._catalog.keep(upload.staged)
+            try:
+                lacked = self._catalog.lacks(about)
+            except Refused as no:
+                if no.code is not Code.BUSY:
+                    self._versions.discard(upload.staged)
+                raise
+            if lacked:
+                await self._catalog.keep(upload.staged, about, in_place=in_place)
             else:
                 self._versions.discard(upload.staged)
             return await self._catalog.register(about)
 
     # Pulling ---------------------------------------------------------------------------------------------------------
 
-    async def _manifest(self, worker: str, key: VersionKey, stored: Stored) -> ManifestOf:
-        await self._catalog.verified(worker, key, stored)
+    async def _manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestOf:
+        await self._catalog.verified(ask.worker, key, stored, doubted=ask.doubted)
         return ManifestOf(manifest=stored.about.manifest, path=str(stored.path.resolve()), host=boot_id())
 
     def _later_chunk(self, call: Call, ask: GetChunk) -> None:
@@ -197,12 +241,43 @@ class ParameterService:
 
         self._tasks.start(answering())
 
+    def _later_delta(self, call: Call, ask: GetDelta) -> None:
+        """What changed since a version that the reader has; the whole version is still to be had when that is gone."""
+        old = self._catalog.find(VersionKey(ask.base_lineage, ask.base_version))
+        new = self._catalog.find(VersionKey(ask.lineage, ask.version))
+        self._deltas.check(ask, old, new)
+
+        async def answering() -> None:
+            try:
+                delta = await self._deltas.make(ask, old, new)
+            except FileNotFoundError as error:
+                call.refuse(Code.BAD_VERSION, str(error))
+            else:
+                call.reply(Chunk(offset=ask.offset), [delta])
+
+        self._tasks.start(answering())
+
+    def _join(self, peer: str, ask: JoinRelays) -> Sources:
+        """A relay has its place in the tree."""
+        if self._draining or not self.run:
+            raise Refused(Code.BUSY, "the parameter server is starting, or draining")
+        if ask.run != self.run:
+            raise Refused(Code.CONFLICT, f'it is of run "{ask.run}"; this is run "{self.run}"')
+        try:
+            check_connect(ask.endpoint)
+        except ConfigError as error:
+            raise Refused(Code.MALFORMED, str(error)) from error
+        return Sources(endpoints=self._tree.join(peer, ask.endpoint, ask.host))
+
     async def work(self) -> None:
         """Settle what the folder held at the start; then delete what nobody needs, again and again."""
         await self._catalog.recover()
         while True:
-            await asyncio.sleep(COLLECT_EVERY_S)
+            self._catalog.grown.clear()
             await self._catalog.collect()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(COLLECT_EVERY_S):
+                    await self._catalog.grown.wait()
 
 
 async def _settled(publishing: Coroutine[Any, Any, Registered]) -> Registered | Refused:

@@ -1,7 +1,7 @@
 """Versions on their way in: who may publish, which upload is which, and what became of it.
 
 A publisher with an older trainer term than the newest one seen is fenced: it can neither begin nor commit. Beginning
-again with the same manifest continues the same upload; anything else that the same trainer had begun is forgotten.
+the same again continues the same upload; anything else that the same trainer had begun is forgotten.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
-from staleflow.protocols.wire.messages import Registered
+from staleflow.protocols.wire.messages import BeginPublish, Manifest, Registered
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import About, Staged, Versions
 
@@ -24,12 +24,29 @@ class Upload:
 
     number: int
     peer: str
+    announced: BeginPublish
     staged: Staged
+    about: About | None = None
+    """What it turned out to be, once it is committed."""
     committing: "asyncio.Task[Registered] | None" = None
 
-    @property
-    def about(self) -> About:
-        return self.staged.about
+    def commit(self, manifest: Manifest) -> About:
+        """What is in it. ``Refused`` if that is not what was announced, or not what was committed before."""
+        announced = self.announced
+        if manifest.nbytes != announced.nbytes:
+            detail = f"a version of {announced.nbytes} bytes was announced; the manifest says {manifest.nbytes}"
+            raise Refused(Code.MALFORMED, detail)
+        about = About(
+            lineage=announced.lineage,
+            version=announced.version,
+            trainer_term=announced.trainer_term,
+            batch=announced.batch,
+            manifest=manifest,
+        )
+        if self.committing is not None and self.about != about:
+            raise Refused(Code.CONFLICT, f"upload {self.number} is committed with another manifest")
+        self.about = about
+        return about
 
 
 class Uploads:
@@ -43,33 +60,41 @@ class Uploads:
     def __len__(self) -> int:
         return sum(1 for upload in self._uploads.values() if upload.committing is None)
 
-    def begin(self, peer: str, about: About) -> Upload:
-        """An upload for this version. ``Refused`` fenced; ``NoRoom``."""
-        self.check_term(about)
-        self._term = about.trainer_term
+    @property
+    def nbytes(self) -> int:
+        """What those take that are not committed."""
+        return sum(upload.announced.nbytes for upload in self._uploads.values() if upload.committing is None)
+
+    def again(self, peer: str, announced: BeginPublish) -> Upload | None:
+        """The upload that goes on, or None; any other that is not committed is forgotten. ``Refused`` fenced."""
+        self.check_term(announced.trainer_term)
+        self._term = announced.trainer_term
         for upload in list(self._uploads.values()):
             if upload.committing is not None:
                 continue
-            if upload.about == about:
+            if upload.announced == announced:
                 upload.peer = peer
                 return upload
             self._forget(upload)
+        return None
+
+    def add(self, peer: str, announced: BeginPublish, staged: Staged) -> Upload:
+        """A new upload, and where its bytes go."""
         number = secrets.randbits(48)
-        upload = Upload(number=number, peer=peer, staged=self._versions.stage(about, number))
-        self._uploads[number] = upload
+        self._uploads[number] = upload = Upload(number=number, peer=peer, announced=announced, staged=staged)
         return upload
 
     def find(self, number: int) -> Upload:
         """The upload. ``Refused`` stale if it is not known (any more), fenced if its trainer was replaced."""
         if (upload := self._uploads.get(number)) is None:
             raise Refused(Code.STALE, f"upload {number} is not known; begin again")
-        self.check_term(upload.about)
+        self.check_term(upload.announced.trainer_term)
         return upload
 
-    def check_term(self, about: About) -> None:
+    def check_term(self, term: TrainerTerm) -> None:
         """``Refused`` fenced when a newer trainer has published since."""
-        if about.trainer_term < self._term:
-            raise Refused(Code.FENCED, f"trainer term {about.trainer_term} is over; the present one is {self._term}")
+        if term < self._term:
+            raise Refused(Code.FENCED, f"trainer term {term} is over; the present one is {self._term}")
 
     def forget_peer(self, peer: str) -> None:
         """A publisher is gone: what it had not committed goes too."""

@@ -2,14 +2,16 @@
 
 - ``<lineage>-<version>.bin`` holds the bytes, ``<lineage>-<version>.json`` says what they are. The second is written
   last, in one rename: without it nothing of the version is visible.
-- What a publisher writes goes into ``upload-<number>.part``. Such files, and bytes without a manifest, are what a
+- What a publisher writes goes into ``upload-<any>.part``. Such files, and bytes without a manifest, are what a
   killed process left behind: they are removed at the start.
+- Fresh pages cost several times what written ones do. So the file of a deleted version that nobody holds becomes
+  ``spare.part``, and the next version is written over it. A reader holds the file for as long as it has it mapped.
 - ``durability = "power"``: a version is on disk before it is visible.
 """
 
 import errno
-import hashlib
 import os
+import secrets
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +23,12 @@ import msgspec
 from staleflow.configs.schema import Durability
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version
 from staleflow.protocols.wire.codec import Data, ProtocolError
-from staleflow.protocols.wire.manifest import check
-from staleflow.protocols.wire.messages import Manifest, TensorEntry
+from staleflow.protocols.wire.manifest import Digest, check
+from staleflow.protocols.wire.messages import Manifest
+from staleflow.runtime.shared_file import hold, take
 
-READ_BYTES = 4 << 20
-"""Read at once when a file is verified."""
+READ_BYTES = 1 << 20
+"""Read at once when a file is verified: no more than stays in a core's cache."""
 
 
 class VersionKey(NamedTuple):
@@ -59,15 +62,17 @@ class Stored:
     about: About
     path: Path
     verified: tuple[int, int, int] | None = None
-    """Inode, size and time of the file when its checksums were last found right."""
+    """Inode, size and time of the file when its bytes were last known to be right."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
     """A version that is being written."""
 
-    about: About
+    key: VersionKey
     path: Path
+    recycled: bool
+    """Its bytes were another version's."""
 
 
 class CorruptVersion(Exception):
@@ -75,7 +80,7 @@ class CorruptVersion(Exception):
 
 
 class NoRoom(Exception):
-    """The disk has no room for a version."""
+    """There is no room for a version."""
 
 
 class Versions:
@@ -84,6 +89,7 @@ class Versions:
     def __init__(self, folder: Path, *, durability: Durability) -> None:
         self._folder = folder
         self._sync = durability == "power"
+        self._spare = folder / "spare.part"
         self.stored: dict[VersionKey, Stored] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._collect()
@@ -99,18 +105,39 @@ class Versions:
                 if path.suffix == ".part" or path.stem not in visible:
                     path.unlink()
 
-    def stage(self, about: About, number: int) -> Staged:
-        """A file of the right size to write the version into. ``NoRoom`` when the disk cannot hold it."""
-        path, nbytes = self._folder / f"upload-{number}.part", about.manifest.nbytes
-        self._check_room(about.key, nbytes)
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def stage(self, key: VersionKey, nbytes: int) -> Staged:
+        """A file of the right size to write the version into; its bytes are any. ``NoRoom`` when it does not fit."""
+        path = self._folder / f"upload-{secrets.token_hex(8)}.part"
         try:
-            with _room(str(about.key)), path.open("wb") as file:
-                if nbytes:
-                    os.posix_fallocate(file.fileno(), 0, nbytes)
+            with _room(str(key)):
+                recycled = self._recycle(path, nbytes)
+                if not recycled:
+                    self._check_room(key, nbytes)
+                with path.open("r+b" if recycled else "wb") as file:
+                    file.truncate(nbytes)
+                    if nbytes:
+                        os.posix_fallocate(file.fileno(), 0, nbytes)
         except NoRoom:
             path.unlink(missing_ok=True)
             raise
-        return Staged(about=about, path=path)
+        return Staged(key=key, path=path, recycled=recycled)
+
+    def _recycle(self, path: Path, nbytes: int) -> bool:
+        """The spare file as this one, where it is about as large."""
+        if not self._spare.exists():
+            return False
+        if not self._spare.stat().st_size // 2 <= nbytes <= self._spare.stat().st_size:
+            self.drop_spare()
+            return False
+        self._spare.chmod(0o644)
+        self._spare.replace(path)
+        return True
+
+    def drop_spare(self) -> None:
+        """Give the room of the spare file back."""
+        self._spare.unlink(missing_ok=True)
 
     def _check_room(self, key: VersionKey, nbytes: int) -> None:
         """``NoRoom`` before a file that cannot fit is begun: a file system may fill up on the way to finding out."""
@@ -122,32 +149,32 @@ class Versions:
         """Put some bytes of the version where they belong. ``NoRoom`` where the file system reserved none for them."""
         descriptor = os.open(staged.path, os.O_WRONLY)
         try:
-            view = memoryview(data)
-            with _room(str(staged.about.key)):
-                while view.nbytes:
-                    written = os.pwrite(descriptor, view, offset)
-                    view, offset = view[written:], offset + written
+            with _room(str(staged.key)):
+                _write(descriptor, offset, data)
         finally:
             os.close(descriptor)
 
     def discard(self, staged: Staged) -> None:
-        """Forget what was written."""
+        """Forget what was written. Nobody's next: the publisher may still be writing."""
         staged.path.unlink(missing_ok=True)
 
-    def keep(self, staged: Staged) -> Stored:
-        """Make a version visible in the folder.
+    def keep(self, staged: Staged, about: About, *, in_place: bool = False) -> Stored:
+        """Make a version visible in the folder. Its bytes are read once more unless ``in_place``.
 
-        ``CorruptVersion`` if its bytes are not what was announced: they are gone then. ``NoRoom``: try again.
+        ``CorruptVersion`` if they are not what was announced: they are gone then. ``NoRoom``: try again.
         """
         try:
-            _verify(staged.path, staged.about.manifest)
+            if not in_place:
+                _verify(staged.path, about.manifest)
         except CorruptVersion:
             self.discard(staged)
             raise
-        path = self._folder / f"{staged.about.lineage}-{staged.about.version}.bin"
+        path = self._folder / f"{about.lineage}-{about.version}.bin"
         described = path.with_suffix(".json.part")
-        with _room(str(staged.about.key)):
-            described.write_bytes(msgspec.json.encode(staged.about))
+        with _room(str(about.key)):
+            described.write_bytes(msgspec.json.encode(about))
+            if staged.recycled:
+                _close_gaps(staged.path, about.manifest)
             self._flush(described)
             self._flush(staged.path)
             path.with_suffix(".json").unlink(missing_ok=True)
@@ -155,28 +182,31 @@ class Versions:
             path.chmod(0o444)
             described.replace(path.with_suffix(".json"))
             self._flush(self._folder)
-        return Stored(about=staged.about, path=path, verified=_identity(path))
+        return Stored(about=about, path=path, verified=_identity(path))
 
-    def verify(self, stored: Stored) -> None:
-        """``CorruptVersion`` unless the bytes are right. Cheap while the file is untouched since the last time."""
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def verify(self, stored: Stored, *, doubted: bool = False) -> None:
+        """``CorruptVersion`` unless the bytes are right. Cheap, unless ``doubted``, while the file is untouched."""
         identity = _identity(stored.path)
-        if stored.verified != identity:
+        if doubted or stored.verified != identity:
             _verify(stored.path, stored.about.manifest)
             stored.verified = identity
 
     def read(self, stored: Stored, offset: int, nbytes: int) -> bytes:
-        """Some bytes of a version; fewer at its end."""
-        descriptor = os.open(stored.path, os.O_RDONLY)
+        """Some bytes of a version; fewer at its end. ``FileNotFoundError`` when it is deleted."""
+        descriptor = hold(stored.path)
         try:
             return os.pread(descriptor, nbytes, offset)
         finally:
             os.close(descriptor)
 
-    def delete(self, key: VersionKey) -> None:
-        """Forget a version; who has it mapped keeps the bytes."""
+    def delete(self, key: VersionKey, *, reuse: bool = False) -> None:
+        """Forget a version; who has it mapped keeps the bytes. ``reuse``: its file may take the next version."""
         path = self.stored.pop(key).path
         path.with_suffix(".json").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        if not (reuse and path.exists() and not self._spare.exists() and take(path, self._spare)):
+            path.unlink(missing_ok=True)
 
     def _flush(self, path: Path) -> None:
         if not self._sync:
@@ -220,21 +250,40 @@ def _identity(path: Path) -> tuple[int, int, int]:
 def _verify(path: Path, manifest: Manifest) -> None:
     if (size := _identity(path)[1]) != manifest.nbytes:
         raise CorruptVersion(f"{path.name} has {size} bytes; its manifest says {manifest.nbytes}")
-    with path.open("rb") as file:
+    buffer = memoryview(bytearray(READ_BYTES))
+    descriptor = hold(path)
+    try:
         for entry in manifest.tensors:
-            if _sha(file.fileno(), entry) != entry.sha:
-                raise CorruptVersion(f"tensor {entry.name} in {path.name} is not what its sha256 says")
+            found = Digest()
+            for piece in _pieces(descriptor, entry.offset, entry.nbytes, buffer):
+                found.update(piece)
+            if found.hex() != entry.digest:
+                raise CorruptVersion(f"tensor {entry.name} in {path.name} is not what its digest says")
+    finally:
+        os.close(descriptor)
 
 
-def _sha(descriptor: int, entry: TensorEntry) -> str:
-    digest = hashlib.sha256()
-    for piece in _pieces(descriptor, entry):
-        digest.update(piece)
-    return digest.hexdigest()
+def _pieces(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Each lies in the same buffer."""
+    end = offset + nbytes
+    while offset < end and (count := os.preadv(descriptor, [buffer[: end - offset]], offset)):
+        offset += count
+        yield buffer[:count]
 
 
-def _pieces(descriptor: int, entry: TensorEntry) -> Iterator[bytes]:
-    offset, end = entry.offset, entry.offset + entry.nbytes
-    while offset < end and (piece := os.pread(descriptor, min(READ_BYTES, end - offset), offset)):
-        offset += len(piece)
-        yield piece
+def _close_gaps(path: Path, manifest: Manifest) -> None:
+    """Zeros between the tensors, where the last version may have had others."""
+    descriptor, end = os.open(path, os.O_WRONLY), 0
+    try:
+        for entry in manifest.tensors:
+            _write(descriptor, end, bytes(entry.offset - end))
+            end = entry.offset + entry.nbytes
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, offset: int, data: Data) -> None:
+    view = memoryview(data)
+    while view.nbytes:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written

@@ -84,6 +84,12 @@ class Attachments:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
         if body.config_sha and body.config_sha != self._identity.config_sha:
             return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
+        older = self._registry.named(body.name)
+        if older is not None and older.heard and older.attach.supervised and not body.supervised:
+            return (
+                Code.CONFLICT,
+                f"{body.name} belongs to the supervisor of this run, which looks after it: another name",
+            )
         if body.role == "trajectories":
             return self._shard_objection(body)
         return self._stage_objection(body) if body.role == "stage" else None
@@ -145,7 +151,7 @@ class Attachments:
         if process is not None:
             process.seen_ms = now
             if not process.alive:
-                process.alive = True
+                process.alive = process.heard = True
                 self._arrive(process.attach, "heard again")
         return process
 

@@ -4,6 +4,7 @@ One slot for each row modulo ``SLOTS``: with more rows than slots the newer row 
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,12 +20,12 @@ _FIRST = 1 << 12
 
 
 class LengthHistory:
-    """Mean log-length by row."""
+    """Mean log-length by row. Read by the thousand and written one by one, where NumPy's scalars would be slow."""
 
     def __init__(self) -> None:
-        self._rows = np.full(_FIRST, -1, np.int64)
-        self._means = np.zeros(_FIRST, np.float32)
-        self._weights = np.zeros(_FIRST, np.float32)
+        self._rows = array("q", [-1]) * _FIRST
+        self._means = array("f", [0.0]) * _FIRST
+        self._weights = array("f", [0.0]) * _FIRST
         self.empty = True
         """Nothing was ever added."""
 
@@ -33,27 +34,29 @@ class LengthHistory:
         asked = np.asarray(rows, np.int64)
         slots = asked % SLOTS
         slots[slots >= len(self._rows)] = 0
-        weights = np.where(self._rows[slots] == asked, self._weights[slots], 0.0)
-        return self._means[slots], weights
+        known = np.frombuffer(self._rows, np.int64)[slots] == asked
+        weights = np.where(known, np.frombuffer(self._weights, np.float32)[slots], 0.0)
+        return np.frombuffer(self._means, np.float32)[slots], weights
 
     def mean(self, row: int) -> float:
         """Of one row; not a number when nothing is remembered."""
         slot = row % SLOTS
-        return float(self._means[slot]) if slot < len(self._rows) and self._rows[slot] == row else math.nan
+        return self._means[slot] if slot < len(self._rows) and self._rows[slot] == row else math.nan
 
     def add(self, row: int, length: float) -> None:
         """One more observation of a row: the mean logarithm of its samples' tokens."""
         slot = row % SLOTS
         while slot >= len(self._rows):
             self._grow()
-        if self._rows[slot] != row:
-            self._rows[slot], self._means[slot], self._weights[slot] = row, length, 0.0
-        weight = self._weights[slot] * KEEP + 1.0
-        self._weights[slot] = weight
-        self._means[slot] += (length - self._means[slot]) / weight
+        known = self._rows[slot] == row
+        weight = self._weights[slot] * KEEP + 1.0 if known else 1.0
+        before = self._means[slot] if known else length
+        self._rows[slot], self._weights[slot] = row, weight
+        self._means[slot] = before + (length - before) / weight
         self.empty = False
 
     def _grow(self) -> None:
-        self._rows = np.concatenate((self._rows, np.full_like(self._rows, -1)))
-        self._means = np.concatenate((self._means, np.zeros_like(self._means)))
-        self._weights = np.concatenate((self._weights, np.zeros_like(self._weights)))
+        size = len(self._rows)
+        self._rows.extend(array("q", [-1]) * size)
+        self._means.extend(array("f", [0.0]) * size)
+        self._weights.extend(array("f", [0.0]) * size)

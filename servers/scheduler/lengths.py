@@ -101,7 +101,7 @@ class Lengths:
         if not self._ranks or not self.rows or not samples:
             return
         row = group % self.rows
-        length = sum(math.log(max(tokens, 1)) for tokens in samples) / len(samples)
+        length = sum([math.log(tokens or 1) for tokens in samples]) / len(samples)
         expected = self._history.mean(row) if self._model is None else float(self._expected((row,))[0])
         if truncated and not length > expected:
             return

@@ -4,24 +4,29 @@ What a process said when it attached is stored, so that after a restart of the s
 word and needs not attach anew. Who is silent is gone until it is heard again.
 """
 
+from collections import Counter
+
 import msgspec
 
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach
+from staleflow.protocols.wire.stages import REWARD
 from staleflow.runtime.clock import Clock
 from staleflow.runtime.store import Read, Write
 
-ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "monitor", "admin")
+ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
 
 
 class Process:
     """One attached process."""
 
-    __slots__ = ("alive", "attach", "seen_ms")
+    __slots__ = ("alive", "attach", "heard", "seen_ms")
 
     def __init__(self, attach: Attach, now_ms: int, *, alive: bool) -> None:
         self.attach = attach
         self.alive = alive
+        self.heard = alive
+        """By this process of the scheduler; silent since, or not."""
         self.seen_ms = now_ms
 
     @property
@@ -87,6 +92,10 @@ class Registry:
         """The process of that id, alive or silent."""
         return self._workers.get(WorkerId(worker))
 
+    def named(self, name: str) -> Process | None:
+        """The process of that name, alive or silent."""
+        return self._names.get(name)
+
     def was_replaced(self, worker: str) -> bool:
         """Whether a newer process took the name of this one."""
         return worker in self._replaced
@@ -94,6 +103,11 @@ class Registry:
     def processes(self) -> list[Process]:
         """All, in order of attachment."""
         return list(self._names.values())
+
+    def stage_workers(self) -> Counter[str]:
+        """By stage: its workers that are alive."""
+        alive = (process for process in self._names.values() if process.alive and process.role == "stage")
+        return Counter(process.attach.stage or REWARD for process in alive)
 
     def endpoints(self) -> list[str]:
         """Where the trajectory servers are, in order of shard; empty for one that has never attached."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView
@@ -34,6 +35,7 @@ from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Registry
 from staleflow.servers.scheduler.rejects import Rejects
 from staleflow.servers.scheduler.setbacks import Setbacks
+from staleflow.servers.scheduler.stage_loads import Loads
 from staleflow.servers.scheduler.status import StatusView
 from staleflow.servers.scheduler.training import Training
 from staleflow.servers.scheduler.yields import Yields
@@ -47,7 +49,7 @@ ROOM_TICKS = 10
 """Ticks between two looks at the room that the store has left."""
 CLOSE_AFTER_MS = 5_000
 """A finished run closes its trace when nothing is in flight any more, at latest after this."""
-_IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain)
+_IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
 """Answered and forgotten once the trace is closed."""
 _QUESTIONS = (messages.Report, messages.Retention, messages.VersionsInUse, messages.Metrics)
 """Answered even then: they change nothing that is traced."""
@@ -75,9 +77,18 @@ class Service:
             run_dir / "metrics.jsonl", interpreter.limits, group_size, interpreter.totals, interpreter.deck.lengths
         )
         self._setbacks = Setbacks()
+        self._loads = Loads(config.trajectories.shards, stages(config), self._answers)
         self._deadlock = Deadlock(config, interpreter, self._instances, self._setbacks)
         self._status = StatusView(
-            config, identity, interpreter, self._registry, self._instances, self._metrics, self._deadlock, self.phase
+            config,
+            identity,
+            interpreter,
+            self._registry,
+            self._instances,
+            self._metrics,
+            self._deadlock,
+            self.phase,
+            self._loads,
         )
         self._attachments = Attachments(
             config,
@@ -116,9 +127,11 @@ class Service:
             messages.Pulled: self._pulled,
             messages.Operations: self._operate,
             messages.Retention: self._retention,
+            messages.StageLoads: self._loads.report,
             messages.Described: self._described,
             messages.Join: self._training.join,
             messages.NextBatch: self._training.next_batch,
+            messages.NextGroups: self._training.next_batch,
             messages.RegisterVersion: self._training.register_version,
             messages.RegisterCheckpoint: self._training.register_checkpoint,
             messages.VersionsInUse: self._versions_in_use,

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.runtime.security import security_word
 from staleflow.servers.scheduler.deadlock import Deadlock
@@ -14,6 +15,7 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Process, Registry
+from staleflow.servers.scheduler.stage_loads import Loads
 from staleflow.servers.scheduler.why import Why
 
 MAX_PINS = 16
@@ -33,6 +35,7 @@ class StatusView:
         metrics: Metrics,
         deadlock: Deadlock,
         phase: Phase,
+        loads: Loads,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -41,7 +44,9 @@ class StatusView:
         self._instances = instances
         self._metrics = metrics
         self._phase = phase
-        self._why = Why(config, interpreter, registry, instances, deadlock, phase)
+        self._why = Why(config, interpreter, registry, instances, deadlock, phase, loads)
+        self._loads = loads
+        self._stages = graph(config)
         self._started_ms = interpreter.clock.now_ms()
 
     def why(self) -> str:
@@ -57,6 +62,7 @@ class StatusView:
             "why": self.why(),
             "instances": self._instance_rows(now, present),
             "workers": [self._worker_row(process, now, present) for process in self._registry.processes()],
+            "stages": self._stage_rows(),
             "totals": msgspec.to_builtins(self._interpreter.totals.counts),
             "off_policy": {
                 "mean": self._metrics.last.get("off_policy/mean", 0.0),
@@ -111,6 +117,7 @@ class StatusView:
             "group": group,
             "worker": "" if held is None else held.worker,
             "version": -1 if held is None else held.version,
+            "stages": self._loads.of_group(group),
         }
 
     def _instance_rows(self, now: int, present: set[str]) -> list[dict[str, Any]]:
@@ -132,6 +139,20 @@ class StatusView:
                 }
             )
         return rows
+
+    def _stage_rows(self) -> list[dict[str, Any]]:
+        """Every stage of the run, with the workers that are there and the groups that it has."""
+        loads, workers = self._loads.by_stage(), self._registry.stage_workers()
+        return [
+            {
+                "stage": node.name,
+                "after": list(node.after),
+                "workers": workers.get(node.name, 0),
+                "waiting": loads[node.name].waiting if node.name in loads else 0,
+                "taken": loads[node.name].taken if node.name in loads else 0,
+            }
+            for node in self._stages
+        ]
 
     def _worker_row(self, process: Process, now: int, present: set[str]) -> dict[str, Any]:
         return {

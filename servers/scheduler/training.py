@@ -1,22 +1,25 @@
 """The trainer's side: joining, waiting for a sealed batch, versions, checkpoints, the end.
 
 A ``NextBatch`` waits here until the ledger has sealed its step; nobody asks twice. When it has waited its time it is
-told, in one sentence, what the step waits for.
+told, in one sentence, what the step waits for. A ``NextGroups`` waits for less: groups are claimed for it as they come,
+which fixes them as the beginning of the batch, until there are as many as it asked for.
 """
 
 from collections.abc import Callable
 
 from staleflow.protocols.consistency import effects, events
-from staleflow.protocols.consistency.effects import Code, Delivered, Effect, Refused, Sealed
+from staleflow.protocols.consistency.effects import Code, Delivered, Effect, Member, Refused, Sealed
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
-from staleflow.protocols.consistency.limits import Bound
+from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.wire.messages import (
     Batch,
+    Claims,
     Done,
     Join,
     Joined,
     MemberRef,
     NextBatch,
+    NextGroups,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -28,11 +31,11 @@ from staleflow.servers.scheduler.rejects import Rejects
 
 
 class Waiting:
-    """A rank that waits for the batch of a step."""
+    """A rank that waits for the batch of a step, or for groups of it."""
 
     __slots__ = ("body", "call", "due_ms")
 
-    def __init__(self, call: Call, body: NextBatch, now_ms: int) -> None:
+    def __init__(self, call: Call, body: NextBatch | NextGroups, now_ms: int) -> None:
         self.call = call
         self.body = body
         self.due_ms = now_ms + min(body.wait_ms, 60_000)
@@ -77,7 +80,8 @@ class Training:
         self._answers.hold(call, joined)
         self._sealed = True
 
-    def next_batch(self, call: Call, body: NextBatch) -> None:
+    def next_batch(self, call: Call, body: NextBatch | NextGroups) -> None:
+        """Answered by ``deliver``, or when it has waited its time."""
         machine = self._interpreter.machine
         if body.trainer_term != machine.trainer_term:
             self._fenced(call, body.trainer_term)
@@ -92,22 +96,51 @@ class Training:
         self._sealed = True
 
     def deliver(self) -> None:
-        """Hand out the batches that are sealed by now, and turn away who was fenced."""
-        if not self._sealed:
+        """Hand out the batches that are sealed by now and the groups that may be claimed; turn away who was fenced."""
+        if not self._sealed and not any(isinstance(waiting.body, NextGroups) for waiting in self._waiting):
             return
         self._sealed = False
         machine = self._interpreter.machine
         still: list[Waiting] = []
         for waiting in self._waiting:
-            if waiting.call.done:
+            call, body = waiting.call, waiting.body
+            if call.done:
                 continue
-            if waiting.body.trainer_term != machine.trainer_term:
-                self._fenced(waiting.call, waiting.body.trainer_term)
-            elif (sealed := machine.sealed_batch(waiting.body.step)) is not None:
+            if body.trainer_term != machine.trainer_term:
+                self._fenced(call, body.trainer_term)
+            elif isinstance(body, NextGroups) and self._claimed(call, body):
+                continue
+            elif (sealed := machine.sealed_batch(body.step)) is not None:
                 self._hand_out(waiting, sealed)
             else:
                 still.append(waiting)
         self._waiting = still
+
+    def _claimed(self, call: Call, body: NextGroups) -> bool:
+        """Claim what may be claimed for it. True when it was answered; False while it waits, or the step is sealed."""
+        machine, held = self._interpreter.machine, len(body.held)
+        turn = body.step == machine.next_step
+        if machine.sealed_batch(body.step) is not None or (
+            machine.num_claimed == held and turn and machine.claimable() is None
+        ):
+            return False
+        members = machine.claims() if turn else ()
+        if [member.lease for member in members[:held]] != body.held:
+            self._answers.refuse(call, Code.CONFLICT, f"step {body.step} no longer begins with what was given out")
+            return True
+        wanted = held + body.count
+        while turn and machine.num_claimed < wanted and (group := machine.claimable()) is not None:
+            self._interpreter.apply(events.Claim(group=group, step=body.step, trainer_term=body.trainer_term))
+            turn = body.step == machine.next_step  # the last one seals it
+        if not turn or machine.num_claimed < wanted:
+            return False
+        members = machine.claims()
+        some = [_ref(member) for member in members[held:wanted]]
+        limits, lineage = self._interpreter.limits, machine.lineage
+        self._answers.hold(
+            call, Claims(lineage=lineage, step=body.step, members=some, mask_below=_mask_below(limits, body.step))
+        )
+        return True
 
     def _hand_out(self, waiting: Waiting, sealed: Sealed) -> None:
         body = waiting.body
@@ -120,28 +153,14 @@ class Training:
         self._answers.hold(waiting.call, self._batch(sealed, delivered.attempt))
 
     def _batch(self, sealed: Sealed, attempt: int) -> Batch:
-        limits = self._interpreter.limits
-        below = sealed.step - limits.max_staleness if limits.bound is Bound.TOKEN else -1
-        members = [
-            MemberRef(
-                group=m.group,
-                lease=m.lease,
-                lineage=m.lineage,
-                version=m.version,
-                sha=m.sha,
-                shard=m.shard,
-                tokens=m.tokens,
-            )
-            for m in sealed.members
-        ]
         return Batch(
             batch=sealed.batch,
             lineage=sealed.lineage,
             step=sealed.step,
             attempt=attempt,
-            members=members,
+            members=[_ref(member) for member in sealed.members],
             digest=sealed.digest,
-            mask_below=Version(max(below, -1)),
+            mask_below=_mask_below(self._interpreter.limits, sealed.step),
         )
 
     def answer_due(self, now: int) -> None:
@@ -210,3 +229,20 @@ class Training:
 
     def _on_sealed(self, _: Sealed) -> None:
         self._sealed = True
+
+
+def _ref(member: Member) -> MemberRef:
+    return MemberRef(
+        group=member.group,
+        lease=member.lease,
+        lineage=member.lineage,
+        version=member.version,
+        sha=member.sha,
+        shard=member.shard,
+        tokens=member.tokens,
+    )
+
+
+def _mask_below(limits: Limits, step: Step) -> Version:
+    """Tokens of older versions are context only; -1 where every token is trained."""
+    return Version(max(step - limits.max_staleness, -1) if limits.bound is Bound.TOKEN else -1)

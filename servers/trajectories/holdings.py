@@ -6,6 +6,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
+from staleflow.protocols.wire.messages import Place
 from staleflow.servers.trajectories.records import Key, Record
 from staleflow.servers.trajectories.registrar import Then
 
@@ -16,7 +17,7 @@ class Phase(Enum):
     REGISTERING = auto()
     """Its push is on the way to the scheduler."""
     STAGING = auto()
-    """It waits for a stage, or is in one."""
+    """It waits for stages, or is in some."""
     CLOSING = auto()
     """Its occupy or release is on the way to the scheduler."""
     SETTLED = auto()
@@ -41,6 +42,8 @@ class Held:
     phase: Phase = Phase.REGISTERING
     done: dict[str, int] = field(default_factory=dict[str, int])
     """Stages that are done, in order, each with the ticket that finished it; -1 when an earlier process did."""
+    queued: set[str] = field(default_factory=set[str])
+    """Stages that were asked for their columns by this process."""
     verdict: Verdict | None = None
     """None before the reward stage is done."""
     waiting: list[Then] = field(default_factory=list[Then])
@@ -85,3 +88,9 @@ class Holdings:
     def older(self, key: Key) -> list[Held]:
         """Payloads of earlier leases of the same group."""
         return [held for lease, held in self._groups.get(key.group, {}).items() if lease < key.lease]
+
+
+def place_of(held: Held) -> Place | None:
+    """Where a reader on this host finds the payload; None when the store has it."""
+    record = held.record
+    return Place(slab=record.slab, offset=record.offset, nbytes=record.nbytes) if record.slab else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import seconds_a_group, stages
+from staleflow.configs.stages import graph, seconds_a_group
 from staleflow.protocols.wire.messages import Attach
 from staleflow.runtime import lmdb_store
 from staleflow.runtime.client import Client, worker_id
@@ -23,7 +23,9 @@ from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.service import TrajectoryService
 from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.stage_calls import StageCalls
+from staleflow.servers.trajectories.stage_times import StageTimes, path_of
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
 
 GC_OBJECTS = 50_000
@@ -57,11 +59,13 @@ async def serve_until(
     *,
     opened: Callable[..., Store] = lmdb_store.Store,
     transport: Transport = SOCKETS,
+    slabs: bool = True,
 ) -> None:
-    """Serve until stopped; pushes under way are still registered and answered. ``opened`` opens its tables."""
+    """Serve until stopped; pushes under way are still registered and answered. ``opened`` opens its tables. ``slabs``:
+    there is a disk to make some on."""
     where, worker = addresses(config, run_dir), worker_id(name_of(shard))
     prompts = open_prompts(config.prompts, seed=config.seed)
-    store = _open_store(config, run_dir / name_of(shard), opened)
+    store = _open_store(config, run_dir / name_of(shard), opened, slabs=slabs)
     scheduler = Client(where.scheduler, worker=worker, transport=transport)
 
     def hello(address: str) -> Attach:
@@ -78,22 +82,30 @@ async def serve_until(
         )
 
     def make(tasks: Tasks) -> TrajectoryService:
-        return make_service(config, shard, store, prompts, scheduler, tasks)
+        return make_service(config, shard, store, prompts, scheduler, tasks, times)
 
+    times = StageTimes(path_of(run_dir, shard)) if slabs else None
     try:
         await serve_attached(
             stop, bind=where.trajectories[shard], scheduler=scheduler, hello=hello, make=make, transport=transport
         )
     finally:
         store.close()
+        if times is not None:
+            times.close()
 
 
-def _open_store(config: Config, path: Path, opened: Callable[..., Store]) -> TrajectoryStore:
+def _open_store(config: Config, path: Path, opened: Callable[..., Store], *, slabs: bool) -> TrajectoryStore:
     settings = config.trajectories
     try:
         map_bytes = settings.map_mb << 20
         store = opened(path, tables=TABLES, map_bytes=map_bytes, durability=settings.durability)
-        return TrajectoryStore(store, map_bytes=map_bytes)
+        return TrajectoryStore(
+            store,
+            map_bytes=map_bytes,
+            slabs=Slabs(path / "slabs", map_bytes=map_bytes) if slabs and settings.mapped else None,
+            sync=settings.durability == "power",
+        )
     except StoreInUse as error:
         raise ConfigError("run directory", str(path.parent), str(error)) from error
     except (StoreCorrupt, StoreFull) as error:
@@ -101,16 +113,23 @@ def _open_store(config: Config, path: Path, opened: Callable[..., Store]) -> Tra
 
 
 def make_service(
-    config: Config, shard: int, store: TrajectoryStore, prompts: PromptRows, scheduler: Client, tasks: Tasks
+    config: Config,
+    shard: int,
+    store: TrajectoryStore,
+    prompts: PromptRows,
+    scheduler: Client,
+    tasks: Tasks,
+    times: StageTimes | None = None,
 ) -> TrajectoryService:
     """The parts of a shard, put together."""
     registrar = Registrar(scheduler)
-    held = Shard(store, registrar, shard=shard, stages=stages(config), keep=FILTERS[config.rollout.filter])
+    held = Shard(store, registrar, shard=shard, stages=graph(config), keep=FILTERS[config.rollout.filter])
     calls = StageCalls(
         held,
         tasks,
         row=lambda group: prompts[group % len(prompts)],
         seconds_a_group={stage: seconds + STAGE_SLACK_S for stage, seconds in seconds_a_group(config).items()},
+        times=times,
     )
     return TrajectoryService(
         held,

@@ -1,7 +1,7 @@
 """What a shard stores of one pushed group, and how it becomes that from what a worker sends."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -9,10 +9,10 @@ import msgspec
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
-from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import PushItem, RegisterPush
-from staleflow.protocols.wire.stages import ENVIRONMENT
-from staleflow.protocols.wire.tensors import arrays, pack
+from staleflow.protocols.wire.codec import Data, ProtocolError
+from staleflow.protocols.wire.messages import Place, PushItem, RegisterPush
+from staleflow.protocols.wire.stages import ENVIRONMENT, ENVIRONMENT_REWARD
+from staleflow.protocols.wire.tensors import Array, arrays, pieces, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 MOST_ID = 1 << 61
@@ -39,6 +39,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens of each sample."""
     tokens: int
     """Of all completions, an environment's among them: so long is a column of one value a token."""
+    rewarded: bool = False
+    """Its environment returned the rewards: no worker makes them."""
+    slab: str = ""
+    """The slab that the payload lies in; empty: the store has it."""
+    offset: int = 0
+    """Of its first byte there."""
 
 
 class Pushed(NamedTuple):
@@ -46,34 +52,64 @@ class Pushed(NamedTuple):
 
     key: Key
     record: Record
-    blob: bytes
+    parts: Sequence[Data]
+    """The packed payload, one part behind the other; none when it lies in a slab already."""
+    rewards: Array | None = None
+    """float32, one a sample: what the environment returned, if it did."""
+
+    @property
+    def blob(self) -> bytes:
+        """The packed payload, copied."""
+        return b"".join(self.parts)
 
 
-def pushed(item: PushItem, frames: Sequence[memoryview], samples: int) -> Pushed:
-    """The payload of a push, checked. ``ProtocolError`` names the first thing that is wrong."""
+Written = Callable[[WorkerId, Place], memoryview]
+"""What a worker has written into one of its slabs."""
+
+
+def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: Written | None = None) -> Pushed:
+    """The payload of a push, checked. ``ProtocolError`` names the first thing that is wrong.
+
+    ``written``: where payload lies that does not come in frames; without it none may.
+    """
+    place = item.place
     if not (0 <= item.group < MOST_ID and 0 <= item.lease < MOST_ID):
         raise ProtocolError(Code.MALFORMED, f"there is no lease {item.lease} of a group {item.group}")
-    named = arrays(item.frames, frames)
+    data = None if place is None else _in_slab(item, place, written)
+    named = arrays(item.frames, frames) if data is None else unpack(data)
     payload = GroupPayload.from_arrays(named)
     if made := [name for name in payload.stages if not name.startswith(ENVIRONMENT)]:
         raise ProtocolError(Code.MALFORMED, f"a push has no stage columns; it has {', '.join(made)}")
     if payload.num_samples != samples:
         raise ProtocolError(Code.MALFORMED, f"a group has {samples} samples; {payload.num_samples} came")
-    blob = pack(named)
+    parts: list[Data] = [*pieces(named)] if data is None else [data]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    rewards = payload.stages.get(ENVIRONMENT_REWARD)
     record = Record(
         worker=item.worker,
-        sha=hashlib.sha256(blob).hexdigest(),
-        nbytes=len(blob),
+        sha=digest.hexdigest(),
+        nbytes=sum(map(len, parts)),
         truncated=item.truncated,
         segments=payload.segment_summary(),
         samples=payload.sampled_lengths().tolist(),
         tokens=payload.num_tokens,
+        rewarded=rewards is not None,
+        slab="" if place is None else place.slab,
+        offset=0 if place is None else place.offset,
     )
-    return Pushed(Key(item.group, item.lease), record, blob)
+    return Pushed(Key(item.group, item.lease), record, parts if place is None else (), rewards)
 
 
-def register_push(key: Key, record: Record, shard: int) -> RegisterPush:
-    """What the scheduler is told of a payload that is durable."""
+def _in_slab(item: PushItem, place: Place, written: Written | None) -> memoryview:
+    if written is None or item.frames:
+        raise ProtocolError(Code.MALFORMED, f"group {item.group} comes in frames, or names a place; here it is both")
+    return written(item.worker, place)
+
+
+def register_push(key: Key, record: Record, shard: int, *, occupies: bool) -> RegisterPush:
+    """What the scheduler is told of a payload that is durable. ``occupies``: and through all stages."""
     return RegisterPush(
         group=key.group,
         lease=key.lease,
@@ -84,4 +120,5 @@ def register_push(key: Key, record: Record, shard: int) -> RegisterPush:
         truncated=record.truncated,
         segments=record.segments,
         samples=record.samples,
+        occupies=occupies,
     )

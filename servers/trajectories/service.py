@@ -9,17 +9,19 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import (
     Done,
     FetchGroups,
     FinishStage,
     GetRows,
+    GetSlab,
     GetStatus,
     GroupFrames,
     Groups,
@@ -31,6 +33,7 @@ from staleflow.protocols.wire.messages import (
     Retained,
     Retention,
     Rows,
+    Slab,
     StageResult,
     Status,
     TakeStage,
@@ -40,15 +43,17 @@ from staleflow.protocols.wire.trajectory import made_columns
 from staleflow.runtime.client import Client
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.host import boot_id
 from staleflow.runtime.prompts import PromptRows
 from staleflow.servers.attached import Tasks
 from staleflow.servers.trajectories.describing import describe
-from staleflow.servers.trajectories.holdings import Held
+from staleflow.servers.trajectories.holdings import Held, place_of
 from staleflow.servers.trajectories.partials import Partials
 from staleflow.servers.trajectories.records import Key, pushed
 from staleflow.servers.trajectories.registrar import Registrar, Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_calls import StageCalls
+from staleflow.servers.trajectories.stage_reports import report_stages
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpacked
 
 log = logging.getLogger(__name__)
@@ -60,6 +65,8 @@ FETCH_AT_ONCE = 32
 MOST_PARTIAL_BYTES = 64 << 20
 """Of one answer; the groups whose samples would pass it are begun anew."""
 RETAIN_EVERY_S = 2.0
+RETAIN_SHARE = 1 / 64
+"""Of the map: so much may be pushed before it is asked again what may go."""
 RETAIN_GROUPS = 4096
 """Groups of one question to the scheduler."""
 
@@ -113,7 +120,11 @@ class TrajectoryService:
         self._group_size = group_size
         self._describes = describes
         self._draining = False
-        self._full = asyncio.Event()
+        self._look = asyncio.Event()
+        """What may go is asked at once."""
+        self._full = False
+        self._pushed_bytes = 0
+        """Since that was asked the last time."""
         self._partials = Partials()
 
     def on_call(self, call: Call) -> None:
@@ -132,6 +143,8 @@ class TrajectoryService:
     def on_gone(self, peer: str) -> None:
         """Nothing is heard of a worker any more: its groups go to others."""
         self._stage_calls.lose(peer)
+        if self._shard.slabs is not None:
+            self._shard.slabs.lose(WorkerId(peer))
 
     def drain(self) -> None:
         """Take no more work in and hand none out."""
@@ -143,6 +156,8 @@ class TrajectoryService:
         match call.body:
             case PushGroups() as body:
                 self._push(call, body)
+            case GetSlab() as body:
+                self._slab(call, body)
             case TakeStage() as body:
                 self._stage_calls.take(call, body)
             case FinishStage() as body:
@@ -189,19 +204,34 @@ class TrajectoryService:
         if self._draining:
             raise Refused(Code.BUSY, "the trajectory server is draining")
         if not self._shard.room():
-            self._full.set()
+            self._full = True
+            self._look.set()
             raise Refused(Code.BUSY, "the trajectory server's map is nearly full")
         parts = _split([len(item.frames) for item in body.items], call.frames)
-        taken = [pushed(item, frames, self._group_size) for item, frames in zip(body.items, parts, strict=True)]
+        slabs = self._shard.slabs
+        written = None if slabs is None else slabs.written
+        size = self._group_size
+        taken = [pushed(item, frames, size, written) for item, frames in zip(body.items, parts, strict=True)]
+        self._pushed_bytes += sum(one.record.nbytes for one in taken)
+        if self._pushed_bytes > self._shard.map_bytes * RETAIN_SHARE:
+            self._look.set()
         answers = Answers(call, len(taken))
         for index, one in enumerate(taken):
             self._shard.push(one, partial(answers.put, index))
             self._partials.forget(*one.key)
 
+    def _slab(self, call: Call, body: GetSlab) -> None:
+        slabs = self._shard.slabs
+        if slabs is None or self._draining:
+            call.reply(Slab(host=boot_id(), folder="", name="", nbytes=0, known=[]))
+        else:
+            call.reply(slabs.give(body, self._shard.slab_room()))
+
     def _finish(self, call: Call, body: FinishStage) -> None:
         if body.stage not in self._shard.queues:
             raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
         parts = _split([len(result.frames) for result in body.results], call.frames)
+        self._stage_calls.finished(body)
         answers = Answers(call, len(body.results))
         for index, (result, frames) in enumerate(zip(body.results, parts, strict=True)):
             self._finish_one(body.stage, result, frames, partial(answers.put, index))
@@ -215,7 +245,8 @@ class TrajectoryService:
         tokens = 0 if held is None else held.record.tokens
         try:
             named = arrays(result.frames, frames)
-            columns = made_columns(stage, named, samples=self._group_size, tokens=tokens)
+            makes = self._shard.stages[stage].makes
+            columns = made_columns(stage, named, makes=makes, samples=self._group_size, tokens=tokens)
         except ProtocolError as error:
             failed = self._shard.fail(key, stage, result.ticket, error.detail)
             then(failed if failed.code is not None else Result(code=error.code, detail=error.detail))
@@ -236,22 +267,32 @@ class TrajectoryService:
         wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
         groups: list[GroupFrames] = []
         frames: list[memoryview] = []
+        maps = body.host == boot_id() and self._shard.slabs is not None
         for start in range(0, len(wanted), FETCH_AT_ONCE):
-            part = wanted[start : start + FETCH_AT_ONCE]
-            for held, columns in zip(part, await self._read(part), strict=True):
-                specs, more = specs_and_frames(columns)
-                groups.append(GroupFrames(group=held.key.group, row=self.row(held.key.group), frames=specs))
-                frames += more
-        call.reply(Groups(groups=groups), frames)
+            for held, named in await self._read(wanted[start : start + FETCH_AT_ONCE], raw=maps or body.checks):
+                group, place = held.key.group, place_of(held) if maps else None
+                specs, more = specs_and_frames(named)
+                packed = place is None and (maps or body.checks)
+                frames += [*more, self._shard.stored(held)] if packed else more
+                groups.append(GroupFrames(group=group, row=self.row(group), frames=specs, place=place, packed=packed))
+        folder = self._shard.slabs.folder if maps and self._shard.slabs is not None else ""
+        call.reply(Groups(groups=groups, folder=folder), frames)
 
-    async def _read(self, wanted: list[Held]) -> list[dict[str, Array]]:
-        """Payload and stage columns of each, checked in a thread. ``Refused`` if one is corrupt."""
+    async def _read(self, wanted: Sequence[Held], *, raw: bool) -> list[tuple[Held, dict[str, Array]]]:
+        """Of each the stage columns and, unless it is taken ``raw``, the payload, checked in a thread. ``Refused`` if
+        one is corrupt."""
         try:
-            stored = [self._shard.read(held) for held in wanted]
-            return await asyncio.to_thread(_checked, wanted, stored)
+            columns = self._shard.read_columns(wanted)
+            if raw:
+                for held in wanted:
+                    self._shard.stored(held)
+                return [*zip(wanted, columns, strict=True)]
+            blobs = [self._shard.read_payload(held) for held in wanted]
+            payloads = await asyncio.to_thread(_checked, wanted, blobs)
         except CorruptRecord as corrupt:
             await self._shard.quarantine(corrupt)
             raise Refused(Code.STALE, f"{corrupt}; it is quarantined") from corrupt
+        return [(held, payload | made) for held, payload, made in zip(wanted, payloads, columns, strict=True)]
 
     async def _wanted(self, group: GroupId, sha: str) -> Held:
         if (held := self._shard.holdings.find_sha(group, sha)) is None:
@@ -267,20 +308,21 @@ class TrajectoryService:
             group.create_task(self._registrar.run())
             await self._shard.recover()
             group.create_task(self._stage_calls.watch())
+            group.create_task(report_stages(self._scheduler, self._shard))
             group.create_task(self._retain())
             if self._describes:
                 group.create_task(describe(self._scheduler, self._prompts, self._shard.shard))
 
     async def _retain(self) -> None:
-        """Ask what may go: every ``RETAIN_EVERY_S``, and at once when a push found no room."""
+        """Ask what may go: every ``RETAIN_EVERY_S``, when much has been pushed, and soon when a push found no room."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(RETAIN_EVERY_S):
-                    await self._full.wait()
+                    await self._look.wait()
+            if self._full:
                 await asyncio.sleep(BUSY_MS / 1000)
-            except TimeoutError:
-                pass
-            self._full.clear()
+            self._look.clear()
+            self._full, self._pushed_bytes = False, 0
             asked = self._shard.retainable()
             for start in range(0, len(asked), RETAIN_GROUPS):
                 await self._retain_some(asked[start : start + RETAIN_GROUPS])
@@ -296,10 +338,8 @@ class TrajectoryService:
         self._shard.retain(asked, set(answer.keep))
 
 
-def _checked(wanted: Sequence[Held], stored: Sequence[tuple[bytes, dict[str, Array]]]) -> list[dict[str, Array]]:
-    return [
-        unpacked(held.key, held.record, blob) | columns for held, (blob, columns) in zip(wanted, stored, strict=True)
-    ]
+def _checked(wanted: Sequence[Held], blobs: Sequence[bytes]) -> list[dict[str, Array]]:
+    return [unpacked(held.key, held.record, blob) for held, blob in zip(wanted, blobs, strict=True)]
 
 
 def _split(counts: Sequence[int], frames: list[memoryview]) -> list[list[memoryview]]:

@@ -3,7 +3,8 @@
 - Nothing is said to the scheduler, and nothing answered to a worker, of bytes that are not durable.
 - A push that the scheduler refuses is forgotten at once; anything else goes when ``Retention`` says so, or when a newer
   lease of its group was pushed.
-- The filter judges a group as soon as its rewards are durable: what it does not want goes through no later stage.
+- A group is in every stage at once whose needs are there. The filter judges it as soon as its rewards are durable: what
+  it does not want goes through no stage that is still to come.
 - After a restart the same steps are taken again from what is stored: every one of them is idempotent.
 
 Owns the store and the stage queues. No sockets here: callers hand in callbacks and get plain values.
@@ -13,11 +14,12 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from staleflow.configs.stages import Node
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Op, RegisterOccupy, RegisterQuarantine, RegisterRelease, Result
@@ -28,6 +30,7 @@ from staleflow.servers.trajectories.filters import Filter
 from staleflow.servers.trajectories.holdings import Held, Holdings, Phase, Verdict
 from staleflow.servers.trajectories.records import Key, Pushed, register_push
 from staleflow.servers.trajectories.registrar import Registrar, Then
+from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.stage_queue import StageQueue
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, TrajectoryStore
 
@@ -49,18 +52,18 @@ class Incoming:
 
 
 class Shard:
-    """Everything that one trajectory server holds. The first of its ``stages`` is the reward."""
+    """Everything that one trajectory server holds. ``stages``: each after what it waits for; one is the reward."""
 
     def __init__(
-        self, store: TrajectoryStore, registrar: Registrar, *, shard: int, stages: Sequence[str], keep: Filter
+        self, store: TrajectoryStore, registrar: Registrar, *, shard: int, stages: Sequence[Node], keep: Filter
     ) -> None:
         self.shard = shard
         self._store = store
         self._registrar = registrar
-        self._stages = tuple(stages)
+        self.stages = {node.name: node for node in stages}
         self._keep = keep
         first = secrets.randbits(40) << 20
-        self.queues = {stage: StageQueue(first) for stage in stages}
+        self.queues = {stage: StageQueue(first) for stage in self.stages}
         self.on_queued: Callable[[str], None] = lambda stage: None
         """Called when a group was added to the queue of a stage."""
         self.holdings = Holdings()
@@ -73,7 +76,8 @@ class Shard:
         self._recovered = [(loaded.key, loaded) for loaded in store.load()]
         for key, loaded in self._recovered:
             if loaded.record is not None:
-                self.holdings.add(Held(key, loaded.record))
+                done = {stage: -1 for stage in self.stages if stage in loaded.columns}
+                self.holdings.add(Held(key, loaded.record, done=done))  # a trainer may ask for it before it is taken up
             else:
                 self._damaged[key] = None
 
@@ -81,7 +85,7 @@ class Shard:
 
     def room(self) -> bool:
         """False while pushes are refused: what is left of the map is for what ends work."""
-        incoming = sum(len(incoming.pushed.blob) for incoming in self._incoming.values())
+        incoming = sum(one.pushed.record.nbytes for one in self._incoming.values() if not one.pushed.record.slab)
         return self._store.used_share() + incoming / self._store.map_bytes < FULL_SHARE
 
     def push(self, pushed: Pushed, then: Then) -> None:
@@ -125,30 +129,39 @@ class Shard:
             self._damaged.pop(key, None)
         for one in incoming:
             held = Held(one.pushed.key, one.pushed.record, waiting=one.waiting)
+            if one.pushed.rewards is not None:
+                held.done[REWARD], held.verdict = -1, self._verdict({REWARD_COLUMN: one.pushed.rewards})
             self.holdings.add(held)
             self._register(held)
 
     def _stored(self, incoming: Sequence[Incoming]) -> bool:
         try:
-            self._store.write_pushes([one.pushed for one in incoming])
+            records = self._store.write_pushes([one.pushed for one in incoming])
         except StoreFull as error:
             log.log(logging.DEBUG if self._full else logging.WARNING, "pushes are refused: %s", error)
             self._full = True
             return False
+        for one, record in zip(incoming, records, strict=True):
+            one.pushed = one.pushed._replace(record=record)
         self._full = False
         return True
 
     def _register(self, held: Held) -> None:
+        ready = held.verdict is not None and held.verdict.keep and len(held.done) == len(self.stages)
+
         def then(result: Result) -> None:
             waiting, held.waiting = held.waiting, []
-            if result.code is None:
-                self._forget_older(held.key)
-                self._advance(held)
-            else:
+            if result.code is not None:
                 self.forget(held.key)
+            else:
+                self._forget_older(held.key)
+                if ready:
+                    held.phase = Phase.SETTLED
+                else:
+                    self._advance(held)
             _tell(waiting, result)
 
-        self._registrar.add(register_push(held.key, held.record, self.shard), then)
+        self._registrar.add(register_push(held.key, held.record, self.shard, occupies=ready), then)
 
     def _forget_older(self, key: Key) -> None:
         """Only the newest registered lease of a group can still train."""
@@ -158,12 +171,15 @@ class Shard:
 
     # Stages ----------------------------------------------------------------------------------------------------------
 
-    def _next_stage(self, held: Held) -> None:
-        """Queue the group for the stage that comes next; there is one."""
+    def _next_stages(self, held: Held) -> None:
+        """Queue the group for every stage that has what it needs and has not been asked yet."""
         held.phase = Phase.STAGING
-        stage = self._stages[len(held.done)]
-        self.queues[stage].add(held.key)
-        self.on_queued(stage)
+        for stage, node in self.stages.items():
+            asked = stage in held.done or stage in held.queued
+            if not asked and all(needed in held.done for needed in node.after):
+                held.queued.add(stage)
+                self.queues[stage].add(held.key)
+                self.on_queued(stage)
 
     def finish(self, columns: Columns, ticket: int, then: Then) -> None:
         """A stage is done with a group; ``then`` is told once its columns are durable, or that the ticket is over."""
@@ -186,7 +202,7 @@ class Shard:
     def give_up(self, keys: Sequence[Key], detail: str) -> None:
         """A stage failed for good: these groups are released."""
         for key in keys:
-            if (held := self.holdings.find(key)) is not None:
+            if (held := self.holdings.find(key)) is not None and held.phase is Phase.STAGING:
                 log.error("group %d is given up: %s", key.group, detail)
                 self._release(held, ReleaseWhy.ABORTED, detail)
 
@@ -201,7 +217,8 @@ class Shard:
             self._put_back(finished)
             return
         for columns, ticket, then in finished:
-            if (held := self.holdings.find(columns.key)) is not None:
+            held = self.holdings.find(columns.key)
+            if held is not None and held.phase is Phase.STAGING:  # another stage may have ended it meanwhile
                 held.done[columns.stage] = ticket
                 if columns.stage == REWARD:
                     held.verdict = self._verdict(columns.arrays)
@@ -211,8 +228,10 @@ class Shard:
     def _put_back(self, finished: Sequence[tuple[Columns, int, Then]]) -> None:
         """There was no room for these: their stage is done again later."""
         for columns, _, then in finished:
-            if (held := self.holdings.find(columns.key)) is not None:
-                self._next_stage(held)
+            held = self.holdings.find(columns.key)
+            if held is not None and held.phase is Phase.STAGING:
+                held.queued.discard(columns.stage)
+                self._next_stages(held)
             then(Result(code=Code.BUSY, detail="the trajectory server's map is full"))
 
     def _verdict(self, columns: dict[str, Array]) -> Verdict:
@@ -221,12 +240,12 @@ class Shard:
         return Verdict(mean=mean, std=std, keep=self._keep(columns))
 
     def _advance(self, held: Held) -> None:
-        """Out, if the filter has seen it and does not want it; else to the next stage; after the last one, occupied."""
+        """Out, if the filter has seen it and does not want it; else to the next stages; after the last, occupied."""
         verdict = held.verdict
         if verdict is not None and not verdict.keep:
             self._release(held, ReleaseWhy.FILTERED, "")
-        elif verdict is None or len(held.done) < len(self._stages):
-            self._next_stage(held)
+        elif verdict is None or len(held.done) < len(self.stages):
+            self._next_stages(held)
         else:
             group, lease = held.key
             self._close(
@@ -234,6 +253,8 @@ class Shard:
             )
 
     def _release(self, held: Held, why: ReleaseWhy, detail: str) -> None:
+        for queue in self.queues.values():
+            queue.forget(held.key)
         release = RegisterRelease(group=held.key.group, lease=held.key.lease, why=why, detail=detail)
         self._close(held, release, forget=True)
 
@@ -252,9 +273,31 @@ class Shard:
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
-    def read(self, held: Held) -> tuple[bytes, dict[str, Array]]:
-        """Packed payload (to be checked with ``unpacked``) and stage columns. ``CorruptRecord``."""
-        return self._store.payload(held.key, held.record), self._store.columns(held.key, held.done)
+    def read_columns(self, wanted: Iterable[Held]) -> list[dict[str, Array]]:
+        """Stage columns of each, those included that ``recover`` has still to find. ``CorruptRecord``."""
+        return self._store.columns(((held.key, held.done) for held in wanted), self.stages)
+
+    @property
+    def slabs(self) -> Slabs | None:
+        """Where workers of this host write; None: nowhere."""
+        return self._store.slabs
+
+    @property
+    def map_bytes(self) -> int:
+        """Of the payload that may be held."""
+        return self._store.map_bytes
+
+    def slab_room(self) -> int:
+        """Bytes that another slab may take."""
+        return self._store.slab_room()
+
+    def stored(self, held: Held) -> memoryview:
+        """Packed payload, for a reader that checks it. ``CorruptRecord`` where there is none."""
+        return self._store.stored(held.key, held.record)
+
+    def read_payload(self, held: Held) -> bytes:
+        """Packed payload, to be checked with ``unpacked``. ``CorruptRecord``."""
+        return self._store.payload(held.key, held.record)
 
     async def quarantine(self, corrupt: CorruptRecord) -> None:
         """Name damaged bytes to the scheduler; returns once it knows, so that what is asked next is the new truth."""
@@ -362,10 +405,9 @@ class Shard:
                 self._give_up_record(key)
             if held is None:
                 continue
-            held.done = {stage: -1 for stage in self._stages if stage in loaded.columns}
             if REWARD in held.done:
                 held.verdict = self._verdict(unpack(loaded.columns[REWARD]))
-            if len(held.done) == len(self._stages):
+            if len(held.done) == len(self.stages) and not held.record.rewarded:
                 waiting, held.waiting = held.waiting, []
                 _tell(waiting, Result())  # the stages had it, so its push was registered
                 self._advance(held)
@@ -381,6 +423,7 @@ class Shard:
             "shard": self.shard,
             "groups": dict(phases),
             "used_share": self._store.used_share(),
+            "slabs": self.slabs.counts() if self.slabs is not None else {},
             "queues": {stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
             "unregistered": len(self._registrar),
         }

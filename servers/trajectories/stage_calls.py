@@ -12,12 +12,15 @@ from typing import Any
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import StageItem, StageWork, TakeStage
-from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.protocols.wire.messages import FinishStage, StageItem, StageWork, TakeStage
+from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.runtime.endpoint import Call
+from staleflow.runtime.host import boot_id
 from staleflow.servers.attached import Tasks
+from staleflow.servers.trajectories.holdings import Held, place_of
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import Ticket
+from staleflow.servers.trajectories.stage_times import StageTimes
 from staleflow.servers.trajectories.store import CorruptRecord, unpacked
 
 WATCH_EVERY_S = 0.5
@@ -32,7 +35,8 @@ MOST_BYTES = 64 << 20
 
 
 class StageCalls:
-    """The calls of all stages. ``seconds_a_group`` bounds, by stage, how long a worker may take for each group."""
+    """The calls of all stages. ``seconds_a_group`` bounds, by stage, how long a worker may take for each group;
+    ``times`` keeps when they had them."""
 
     def __init__(
         self,
@@ -41,11 +45,13 @@ class StageCalls:
         *,
         row: Callable[[GroupId], dict[str, Any]],
         seconds_a_group: Mapping[str, float],
+        times: StageTimes | None,
     ) -> None:
         self._shard = shard
         self._tasks = tasks
         self._row = row
         self._seconds_a_group = seconds_a_group
+        self._times = times
         self._waiting: dict[str, list[Call]] = {stage: [] for stage in shard.queues}
         self._given: dict[str, dict[int, list[Ticket]]] = {}
         self._closed = False
@@ -61,7 +67,8 @@ class StageCalls:
         given = self._given.get(body.worker, {})
         if (tickets := given.get(call.id)) is not None:
             queue = self._shard.queues[body.stage]
-            self._answer(call, queue.give_back, [ticket for ticket in tickets if queue.holds(ticket)])
+            held = [ticket for ticket in tickets if queue.holds(ticket)]
+            self._answer(call, body.stage, queue.give_back, held)
             return
         if call.id < max((*given, *self._waits(body.worker)), default=0):  # an echo: its worker has long gone on
             call.reply(StageWork(items=[]))
@@ -83,6 +90,12 @@ class StageCalls:
         queue = self._shard.queues[body.stage]
         for tickets in self._given.get(body.worker, {}).values():
             queue.give_back(ticket for ticket in tickets if queue.holds(ticket))
+
+    def finished(self, body: FinishStage) -> None:
+        """A worker has handed these back, whatever becomes of them."""
+        if self._times is not None:
+            tickets = [result.ticket for result in body.results]
+            self._times.finished(body.stage, body.worker, tickets, asyncio.get_running_loop().time())
 
     def lose(self, worker: str) -> None:
         """A worker is gone: its groups are queued again.
@@ -144,11 +157,15 @@ class StageCalls:
             seconds = self._seconds_a_group[stage]
             tickets = queue.take(body.worker, body.max_groups, now_s=now_s, seconds_each=seconds)
             self._remember(body.worker, call.id, tickets)
-            self._answer(call, queue.give_back, tickets)
+            if self._times is not None:
+                self._times.given(stage, tickets, now_s)
+            self._answer(call, stage, queue.give_back, tickets)
 
-    def _answer(self, call: Call, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
+    def _answer(self, call: Call, stage: str, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
         items: list[StageItem] = []
         frames: list[memoryview] = []
+        slabs = self._shard.slabs
+        maps = slabs is not None and isinstance(call.body, TakeStage) and call.body.host == boot_id()
         for index, ticket in enumerate(tickets):
             if items and sum(frame.nbytes for frame in frames) > MOST_BYTES:
                 give_back(tickets[index:])
@@ -157,12 +174,31 @@ class StageCalls:
             if held is None:
                 continue
             try:
-                blob, columns = self._shard.read(held)
-                specs, more = specs_and_frames(unpacked(held.key, held.record, blob) | columns)
+                place = place_of(held) if maps else None
+                named = self._needed(held, stage)
+                if place is None:
+                    named = unpacked(held.key, held.record, self._shard.read_payload(held)) | named
+                specs, more = specs_and_frames(named)
             except CorruptRecord as corrupt:
                 self._tasks.start(self._shard.quarantine(corrupt))
                 continue
             frames += more
             group, lease = ticket.key
-            items.append(StageItem(group=group, lease=lease, ticket=ticket.number, row=self._row(group), frames=specs))
-        call.reply(StageWork(items=items), frames)
+            items.append(
+                StageItem(
+                    group=group,
+                    lease=lease,
+                    ticket=ticket.number,
+                    row=self._row(group),
+                    frames=specs,
+                    place=place,
+                    sha="" if place is None else held.record.sha,
+                )
+            )
+        call.reply(StageWork(items=items, folder=slabs.folder if maps and slabs is not None else ""), frames)
+
+    def _needed(self, held: Held, stage: str) -> dict[str, Array]:
+        """Columns of other stages that this one gets."""
+        wanted = self._shard.stages[stage].needs
+        made = self._shard.read_columns([held])[0] if wanted else {}
+        return {name: made[name] for name in wanted}

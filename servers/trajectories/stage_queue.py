@@ -10,7 +10,9 @@ Pure: time comes in as ``now_s``.
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 
+from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.trajectories.records import Key
 
 MAX_TRIES = 3
@@ -43,6 +45,10 @@ class StageQueue:
     def taken(self) -> int:
         """Groups that a worker has."""
         return len(self._taken)
+
+    def first(self, most: int) -> list[GroupId]:
+        """Groups that workers have, then those that wait, the longest waiting first; no more than so many."""
+        return [key.group for key in islice(chain(self._taken, self._waiting), most)]
 
     def add(self, key: Key) -> None:
         """A group is ready for this stage."""

@@ -1,12 +1,13 @@
 """The payloads of one shard on disk: written once, never changed, each with its sha256.
 
-``payloads`` holds the packed arrays, ``records`` what is known of each, ``columns`` what the stages made of it. Bytes
-that are not what their sha256 says are never returned: ``CorruptRecord`` names them. What is signed is signed with its
-key, so that nothing stands for something else; a record without its payload, or the other way round, is damaged.
+``payloads`` holds the packed arrays, unless they lie in a slab; ``records`` what is known of each; ``columns`` what the
+stages made of it. Bytes that are not what their sha256 says are never returned: ``CorruptRecord`` names them. What is
+signed is signed with its key, so that nothing stands for something else; a record without its payload, or the other way
+round, is damaged.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -14,9 +15,21 @@ import msgspec
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, unpack
-from staleflow.runtime.store import Read, Store, StoreCorrupt, StoreFull, Write, key_number, number_key
+from staleflow.runtime.store import (
+    FULL_SHARE,
+    Read,
+    Store,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    Write,
+    key_number,
+    number_key,
+)
 from staleflow.servers.trajectories.records import Key, Pushed, Record
+from staleflow.servers.trajectories.slabs import Slabs
 
 TABLES = ("records", "payloads", "columns", "turns")
 _SHA_BYTES = 32
@@ -56,24 +69,62 @@ class Loaded(NamedTuple):
 class TrajectoryStore:
     """Owned by one process. Writes raise ``StoreFull`` or ``StoreError`` and then have changed nothing."""
 
-    def __init__(self, store: Store, *, map_bytes: int) -> None:
+    def __init__(self, store: Store, *, map_bytes: int, slabs: Slabs | None = None, sync: bool = False) -> None:
+        """``sync``: slabs are brought to the disk before a record refers to them."""
         self._store = store
+        self.slabs = slabs
+        self._sync = sync
         self.map_bytes = map_bytes
         self._turns = 0
 
-    def write_pushes(self, pushes: Sequence[Pushed]) -> None:
-        """Make payloads durable, all or none. None of them is stored already."""
-        with self._store.write() as txn:
-            for key, record, blob in pushes:
-                txn.put("payloads", _raw(key), blob)
-                txn.put("records", _raw(key), _signed(_raw(key), msgspec.msgpack.encode(record)))
+    def write_pushes(self, pushes: Sequence[Pushed]) -> list[Record]:
+        """Make payloads durable, all or none, and return what is stored of each. None of them is stored already."""
+        records = [self._placed(one) for one in pushes]
+        slabs = {record.slab: None for record in records if record.slab}
+        try:
+            if self._sync and slabs:
+                self._of_slabs.sync(slabs)
+            with self._store.write() as txn:
+                for one, record in zip(pushes, records, strict=True):
+                    raw = _raw(one.key)
+                    if not record.slab:
+                        txn.put("payloads", raw, one.blob)
+                    txn.put("records", raw, _signed(raw, msgspec.msgpack.encode(record)))
+                    if one.rewards is not None:
+                        _put_columns(txn, Columns(one.key, REWARD, {REWARD_COLUMN: one.rewards}))
+        except BaseException as error:
+            if self.slabs is not None:
+                self.slabs.free(one.key for one in pushes)
+            if isinstance(error, OSError):
+                raise StoreError(f"slabs cannot be brought to the disk: {error}") from error
+            raise
+        return records
+
+    def _placed(self, one: Pushed) -> Record:
+        """Its record, with the place of its bytes in a slab if there is room in one."""
+        record = one.record
+        if self.slabs is None:
+            return record
+        if record.slab:
+            self.slabs.hold(one.key, record.slab)
+            return record
+        place = self.slabs.store(one.key, one.parts, record.nbytes, self.slab_room())
+        return record if place is None else msgspec.structs.replace(record, slab=place.slab, offset=place.offset)
+
+    def slab_room(self) -> int:
+        """Bytes that another slab may take."""
+        return int((FULL_SHARE - self.used_share()) * self.map_bytes)
+
+    @property
+    def _of_slabs(self) -> Slabs:
+        assert self.slabs is not None, "a record lies in a slab"
+        return self.slabs
 
     def write_columns(self, columns: Sequence[Columns]) -> None:
         """Make what stages made durable, all or nothing."""
         with self._store.write() as txn:
-            for key, stage, arrays in columns:
-                raw = _raw(key) + stage.encode()
-                txn.put("columns", raw, _signed(raw, pack(arrays)))
+            for one in columns:
+                _put_columns(txn, one)
 
     def delete(self, keys: Sequence[Key]) -> None:
         """Forget payloads and all that belongs to them."""
@@ -83,6 +134,8 @@ class TrajectoryStore:
                 txn.delete("records", _raw(key))
                 for raw in list(_prefixed(txn, _raw(key))):
                     txn.delete("columns", raw)
+        if self.slabs is not None:
+            self.slabs.free(keys)
 
     def turn_over(self) -> None:
         """Commit next to nothing: LMDB gives the pages that a commit has freed back only one commit later."""
@@ -104,18 +157,27 @@ class TrajectoryStore:
                         packed = None if column is None else packed
                         found[next_raw[_KEY_BYTES:].decode("utf-8", "replace")] = column or b""
                     next_raw, next_value = next(columns, _END)
-                if raw in payloads:
-                    del payloads[raw]
+                record = None if packed is None else _records.decode(packed)
+                if record is not None and record.slab:
+                    there = self._in_slab(_key(raw), record)
                 else:
-                    packed = None
-                yield Loaded(_key(raw), None if packed is None else _records.decode(packed), found)
+                    there = raw in payloads
+                    payloads.pop(raw, None)
+                yield Loaded(_key(raw), record if there else None, found)
             for _ in columns:  # to the end: whoever walks a whole table knows that it is whole
                 pass
             for raw in payloads:
                 yield Loaded(_key(raw), None, {})
+        if self.slabs is not None:
+            self.slabs.clear()
+
+    def _in_slab(self, key: Key, record: Record) -> bool:
+        return self.slabs is not None and self.slabs.find(key, record.slab, record.offset, record.nbytes)
 
     def payload(self, key: Key, record: Record) -> bytes:
         """The packed arrays, not checked but for their number of bytes: that is slow, and ``unpacked`` does it."""
+        if record.slab:
+            return bytes(self._view(key, record))
         with self._store.read() as txn:
             size = txn.size("payloads", _raw(key))
             blob = txn.get("payloads", _raw(key)) if size == record.nbytes else None
@@ -123,17 +185,25 @@ class TrajectoryStore:
             raise CorruptRecord(key, "the payload" if size is not None else "the payload (which is missing)")
         return blob
 
-    def columns(self, key: Key, stages: Iterable[str]) -> dict[str, Array]:
-        """What these stages made, by full name."""
+    def stored(self, key: Key, record: Record) -> memoryview:
+        """The same without a copy where it lies in a slab: valid as long as the record is kept."""
+        return self._view(key, record) if record.slab else memoryview(self.payload(key, record))
+
+    def _view(self, key: Key, record: Record) -> memoryview:
+        data = None if self.slabs is None else self.slabs.read(record.slab, record.offset, record.nbytes)
+        if data is None:
+            raise CorruptRecord(key, "the payload (whose slab is missing)")
+        return data
+
+    def columns(self, wanted: Iterable[tuple[Key, Container[str]]], stages: Collection[str]) -> list[dict[str, Array]]:
+        """What any of ``stages`` made of each of these groups, by full name; those that come with a group must have."""
         with self._store.read() as txn:
-            found = _columns(txn, key)
-        if missing := [stage for stage in stages if stage not in found]:
-            raise CorruptRecord(key, f"a stage column, {', '.join(missing)} (which is missing),")
-        return {name: array for part in found.values() for name, array in part.items()}
+            return [_columns(txn, key, done, stages) for key, done in wanted]
 
     def used_share(self) -> float:
         """Share of the map in use, 0 to 1."""
-        return self._store.used_share()
+        in_slabs = 0 if self.slabs is None else self.slabs.nbytes
+        return min(self._store.used_share() + in_slabs / self.map_bytes, 1.0)
 
     def close(self) -> None:
         """Sync and let go."""
@@ -147,16 +217,24 @@ def unpacked(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
     return unpack(blob)
 
 
-def _columns(txn: Read, key: Key) -> dict[str, dict[str, Array]]:
-    """By stage."""
-    found: dict[str, dict[str, Array]] = {}
-    for raw in list(_prefixed(txn, _raw(key))):
-        value = txn.get("columns", raw) or b""
+def _columns(txn: Read, key: Key, done: Container[str], stages: Iterable[str]) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+    for stage in stages:
+        raw = _raw(key) + stage.encode()
+        if (value := txn.get("columns", raw)) is None:
+            if stage in done:
+                raise CorruptRecord(key, f"a stage column, {stage} (which is missing),")
+            continue
         try:
-            found[raw[_KEY_BYTES:].decode()] = unpack(_checked(key, "a stage column", raw, value))
-        except (ProtocolError, UnicodeDecodeError) as error:
+            found |= unpack(_checked(key, "a stage column", raw, value))
+        except ProtocolError as error:
             raise CorruptRecord(key, "a stage column") from error
     return found
+
+
+def _put_columns(txn: Write, columns: Columns) -> None:
+    raw = _raw(columns.key) + columns.stage.encode()
+    txn.put("columns", raw, _signed(raw, pack(columns.arrays)))
 
 
 def _prefixed(txn: Read | Write, prefix: bytes) -> Iterator[bytes]:

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
 
 
 @click.command("attach", short_help="Attach one worker to a run.")
-@click.argument("role", type=click.Choice(["rollout", "stage", "train"]))
+@click.argument("role", type=click.Choice(["rollout", "stage", "train", "relay"]))
 @options.overrides
 @options.connect
 @options.run_dir
 @options.config_file
-@click.option(
-    "--stage",
-    type=click.Choice(["reward", "reference", "critic"]),
-    default="reward",
-    show_default=True,
-    help="Which stage a stage worker serves.",
-)
+@click.option("--stage", metavar="NAME", default="reward", show_default=True, help="Which stage a stage worker serves.")
 @click.option(
     "--nproc",
     type=click.IntRange(1, 64),
     help="Ranks of the trainer on this machine. Default: trainer.nproc. torchrun works as well.",
+)
+@click.option("--bind", metavar="ADDRESS", help="Where a relay listens. Default: a port for workers of this machine.")
+@click.option(
+    "--mb-per-s",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    metavar="MB",
+    help="The most that a relay asks for, in 10^6 bytes a second. Default: no bound.",
 )
 @click.option("--name", metavar="NAME", help="Default: made up. A known name replaces the process that has it.")
 def command(
@@ -41,9 +43,12 @@ def command(
     config_file: Path | None,
     stage: str,
     nproc: int | None,
+    bind: str | None,
+    mb_per_s: float,
     name: str | None,
 ) -> int:
-    """Attach a worker to a run: a rollout engine, a stage worker (reward, reference or critic), or the trainer.
+    """Attach a worker to a run: a rollout engine, a stage worker (reward, or --stage), the trainer, or a relay, which
+    gives weights to the workers near it.
 
     --run-dir is enough on the machine of the run; --connect asks the scheduler for everything.
     """
@@ -61,10 +66,18 @@ def command(
         scheduler = connect
     else:
         raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")
+    if role == "relay":
+        return _relay(config, run_dir, name, scheduler, bind, mb_per_s)
     check_packages(config, role, stage)
     if role == "train" and (ranks := _ranks(config, nproc)) > 1:
         return _launch(config, run_dir, name, scheduler, ranks, watched=watched)
     return _attach(role, config, run_dir, name, scheduler, stage)
+
+
+def _relay(config: "Config", run_dir: Path, name: str, scheduler: str, bind: str | None, mb_per_s: float) -> int:
+    from staleflow.servers.parameters import relay_main as relay
+
+    return relay.attach(config, run_dir, name, scheduler, bind or relay.BIND, mb_per_s)
 
 
 def _ranks(config: "Config", asked: int | None) -> int:
@@ -112,7 +125,8 @@ def _asked(address: str, role: str, file: Path | None, overrides: tuple[str, ...
     from staleflow.runtime.roles import Role
     from staleflow.runtime.security import client_sockets
 
-    sockets = client_sockets(None, Role.TRAINER if role == "train" else Role(role))
+    key = {"train": Role.TRAINER, "relay": Role.SERVER}
+    sockets = client_sockets(None, key.get(role) or Role(role))
     with Admin(address, transport=sockets) as admin:
         attached = admin.run()
     theirs = from_json(attached.config)

@@ -25,15 +25,28 @@ NOT_PASTED = ("trainer.simulated_step_s",)
 @options.overrides
 @click.option("--etas", default="0,1,2,3,4", show_default=True, metavar="LIST", help="Values of max_staleness to try.")
 @click.option("--devices", type=click.IntRange(min=2), metavar="N", help="Also try splits of N devices.")
+@click.option("--graph", is_flag=True, help="Draw the stages of CONFIG instead, and search nothing.")
+@click.option("--mermaid", is_flag=True, help="As --graph, in the notation of mermaid.")
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(min=1), metavar="J")
 @options.as_json
-def command(source: Path, overrides: tuple[str, ...], etas: str, devices: int | None, jobs: int, as_json: bool) -> int:
+def command(
+    source: Path,
+    overrides: tuple[str, ...],
+    etas: str,
+    devices: int | None,
+    graph: bool,
+    mermaid: bool,
+    jobs: int,
+    as_json: bool,
+) -> int:
     """Simulate CONFIG, or what RUN_DIR's trace says of a real run, under many choices; print the best ones.
 
     Printed is the Pareto front: nothing else that was tried is at once faster, fresher and less wasteful. Below it the
     lines to paste. Searched are max_staleness, the bound, the overdue policy, composition, admission, redundancy and,
     with --devices, engines against trainer ranks.
     """
+    if graph or mermaid:
+        return _draw(source, overrides, mermaid)
     import tempfile
 
     from staleflow.sim.plan import front, plan
@@ -52,6 +65,17 @@ def command(source: Path, overrides: tuple[str, ...], etas: str, devices: int | 
         click.echo(msgspec.json.encode(found).decode())
     else:
         _show(found, config, devices)
+    return 0
+
+
+def _draw(source: Path, overrides: tuple[str, ...], mermaid: bool) -> int:
+    from staleflow.cli import graph
+    from staleflow.configs.load import load, read_run
+
+    if source.is_dir() and overrides:
+        raise ConfigError("override", overrides[0], "a run has its configuration already")
+    config = read_run(source) if source.is_dir() else load(source, overrides)
+    click.echo(graph.mermaid(config) if mermaid else graph.text(config))
     return 0
 
 

@@ -73,7 +73,8 @@ def _why(values: dict[str, Any]) -> None:
     groups: list[dict[str, Any]] = pinned.get("groups") or []
     for group in groups:
         said = f"step {pinned.get('step')}: group {group.get('group')} of version {group.get('version')}"
-        click.echo(f"  {said}, at {group.get('worker')}")
+        stages: list[str] = group.get("stages") or []
+        click.echo(f"  {said}, " + (f"in stage {' and '.join(stages)}" if stages else f"at {group.get('worker')}"))
 
 
 def _ended(run_dir: Path | None, address: str, as_json: bool) -> int:

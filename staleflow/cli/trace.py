@@ -19,7 +19,7 @@ TRACE = "trace.jsonl"
 
 @click.group("trace")
 def command() -> None:
-    """Audit a trace, or tell the story of a group."""
+    """Audit a trace, tell the story of a group, or draw who was at work when."""
 
 
 @command.command("check")
@@ -57,6 +57,36 @@ def show(trace: Path, group: int, as_json: bool) -> int:
         raise ConfigError("group", group, f"{trace} never mentions it")
     for event in found:
         click.echo(json.dumps(event) if as_json else _line(event))
+    return 0
+
+
+@command.command("plot")
+@click.argument("run_dir", type=options.DIRECTORY)
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="A .png, .svg or .pdf. Default: none.")
+@click.option(
+    "--start", default=0.0, show_default=True, type=click.FloatRange(min=0), metavar="S", help="First second."
+)
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), metavar="S", help="How many. Default: all.")
+@options.as_json
+def plot(run_dir: Path, out: Path | None, start: float, seconds: float | None, as_json: bool) -> int:
+    """Draw a lane for each engine, stage worker and trainer of RUN_DIR; say how long stages worked at the same time."""
+    from staleflow.monitor.lanes import lanes, overlaps, stage_lines
+    from staleflow.runtime.trace import read_events
+
+    shown = lanes(read_events(_file(run_dir)), stage_lines(run_dir))
+    if not shown:
+        raise ConfigError("trace", str(run_dir), "nobody has done anything in it yet")
+    if out is not None:
+        from staleflow.monitor.lanes_plot import plot as draw
+
+        end = max(lane.spans[-1].end_s for lane in shown) if seconds is None else start + seconds
+        draw(shown, out, window_s=(start, end))
+    together = overlaps(shown)
+    if as_json:
+        click.echo(json.dumps([{"stages": [one, other], "seconds": both} for one, other, both in together]))
+        return 0
+    for one, other, both in together:
+        click.echo(f"{one} and {other} were at work at the same time for {both:.2f} s")
     return 0
 
 

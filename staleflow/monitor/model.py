@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from staleflow.protocols.wire.stages import STAGES
 from staleflow.supervisor.view import ProcessState, Snapshot
 
 SILENT_S = 3.0
+NOT_STAGES = ("rollout", "trainer", "scheduler", "trajectories", "parameters", "relay", "model")
+"""Names of processes that are no worker of a stage: a stage may have any other."""
 """A scheduler or worker not heard from for this long is said to be silent."""
 GROUP_STATES = ("leased", "pushed", "occupied", "sealed", "consumed")
 
@@ -203,7 +204,7 @@ def _attached(name: str, status: Mapping[str, Any]) -> bool:
 def role_of(name: str) -> str:
     """The role behind a name that the supervisor gave."""
     stem = name.partition("-")[0]
-    return "stage" if stem in STAGES else stem
+    return stem if stem in NOT_STAGES else "stage"
 
 
 def _doing(name: str, role: str, status: Mapping[str, Any]) -> str:
@@ -211,7 +212,7 @@ def _doing(name: str, role: str, status: Mapping[str, Any]) -> str:
         case "rollout":
             return _rollout(name, status)
         case "stage":
-            waiting = _groups(status, "pushed")
+            waiting = _staged(name, status)
             return f"judging, {_plural(waiting, 'group')} to go" if waiting else "waits for groups"
         case "trainer":
             return _trainer(status)
@@ -224,6 +225,13 @@ def _doing(name: str, role: str, status: Mapping[str, Any]) -> str:
             return f"serves version {version}" if version >= 0 else "waits for version 0"
         case _:
             return "running"
+
+
+def _staged(name: str, status: Mapping[str, Any]) -> int:
+    """Groups that wait for the stage of this worker or are in it."""
+    stem = name.partition("-")[0]
+    found = [stage for stage in status.get("stages") or () if stage.get("stage") == stem]
+    return sum(int(stage.get("waiting", 0)) + int(stage.get("taken", 0)) for stage in found)
 
 
 def _rollout(name: str, status: Mapping[str, Any]) -> str:

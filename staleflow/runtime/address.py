@@ -72,6 +72,11 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def is_wildcard(address: str) -> bool:
+    """Whether it means every interface of a machine, and so no place that others could be sent to."""
+    return address.startswith("tcp://") and _split(address)[0] in (*_WILDCARDS, "*")
+
+
 def reachable(endpoint: str, via: str) -> str:
     """Where a server that says it is at ``endpoint`` is reached by who reaches its scheduler at ``via``.
 

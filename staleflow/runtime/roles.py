@@ -20,7 +20,7 @@ class Role(StrEnum):
     ADMIN = "admin"
     """Looks, and drains."""
     SERVER = "server"
-    """Scheduler, trajectory servers and parameter server, among themselves."""
+    """Scheduler, trajectory servers, parameter server and its relays, among themselves."""
 
 
 _R, _S, _T, _M, _A, _O = Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.MONITOR, Role.ADMIN, Role.SERVER
@@ -35,15 +35,18 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Pulled: frozenset((_R,)),
     m.Operations: frozenset((_R, _O)),
     m.Retention: frozenset((_O,)),
+    m.StageLoads: frozenset((_O,)),
     m.Described: frozenset((_O,)),
     m.Join: frozenset((_T,)),
     m.NextBatch: frozenset((_T,)),
+    m.NextGroups: frozenset((_T,)),
     m.RegisterVersion: frozenset((_O,)),
     m.RegisterCheckpoint: frozenset((_T,)),
     m.VersionsInUse: frozenset((_O,)),
     m.Metrics: frozenset((_T,)),
     m.Finished: frozenset((_T,)),
     m.GetRows: frozenset((_R,)),
+    m.GetSlab: frozenset((_R,)),
     m.PushGroups: frozenset((_R,)),
     m.PutPartial: frozenset((_R,)),
     m.TakeStage: frozenset((_S,)),
@@ -52,9 +55,12 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.BeginPublish: frozenset((_T,)),
     m.PublishChunk: frozenset((_T,)),
     m.CommitPublish: frozenset((_T,)),
-    m.GetManifest: frozenset((_R, _T)),
-    m.GetChunk: frozenset((_R, _T)),
-    m.Unpin: frozenset((_R, _T)),
+    m.GetManifest: frozenset((_R, _T, _O)),
+    m.GetChunk: frozenset((_R, _T, _O)),
+    m.GetDelta: frozenset((_R, _T, _O)),
+    m.Unpin: frozenset((_R, _T, _O)),
+    m.JoinRelays: frozenset((_O,)),
+    m.FindSources: frozenset((_R, _T)),
 }
 """Requests, and the roles that may send them."""
 
@@ -73,13 +79,13 @@ ATTACHES_AS: Final[dict[Role, frozenset[str]]] = {
     Role.TRAINER: frozenset(("trainer", "monitor")),
     Role.MONITOR: frozenset(("monitor",)),
     Role.ADMIN: frozenset(("admin", "monitor")),
-    Role.SERVER: frozenset(("trajectories", "parameters")),
+    Role.SERVER: frozenset(("trajectories", "parameters", "relay", "monitor")),
 }
 """What a process may say that it is when it attaches. Every worker asks for the configuration as a monitor first."""
 
 _FOR_ITSELF: Final = (
     *(m.Attach, m.Detach, m.Report, m.Pulled, m.Metrics),
-    *(m.TakeStage, m.FinishStage, m.GetManifest, m.Unpin),
+    *(m.GetSlab, m.TakeStage, m.FinishStage, m.GetManifest, m.Unpin),
 )
 """Requests that name the worker who sends them."""
 

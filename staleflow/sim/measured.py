@@ -2,6 +2,7 @@
 
 Everything is read from the trace: how long groups are and took, how long the trainer, the stages and the loading of
 weights took. A trace has the tokens of a group, not of each of its trajectories: what differs inside a group is lost.
+When a trainer that streams was computing and when it waited is not in the trace, but in the metrics beside it.
 """
 
 from pathlib import Path
@@ -14,6 +15,8 @@ from staleflow.configs.errors import ConfigError
 from staleflow.runtime.trace import read_events
 
 LENGTHS = "lengths.jsonl"
+METRICS = "metrics.jsonl"
+COMPUTED = ("time/train", "time/publish")
 NS = 1e9
 
 
@@ -27,7 +30,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
     """Of one token of a running trajectory."""
     train_s: float
-    """From a batch (or the end of the step before, if that is later) to the next version."""
+    """From a batch (or the end of the step before, if that is later) to the next version; less the time for which a
+    trainer that streams waited in between."""
     stages_s: float
     """From a pushed group to an occupied one."""
     pull_s: float
@@ -66,14 +70,28 @@ def measure(trace: Path) -> Measured:
             ) from None
     if not books.train_s or not books.lengths:
         raise ConfigError("trace", str(trace), "a run that trained a step: this one has none to learn from")
+    train_s = _computed_s(trace.parent / METRICS) if books.streamed else books.train_s
     return Measured(
         lengths=books.lengths,
         engines=books.most,
         token_s=median(books.token_s),
-        train_s=median(books.train_s),
+        train_s=median(train_s),
         stages_s=median(books.stages_s) if books.stages_s else 0.0,
         pull_s=median(books.pull_s) if books.pull_s else 0.0,
     )
+
+
+def _computed_s(metrics: Path) -> list[float]:
+    """Seconds that the trainer computed for each step. ``ConfigError`` when nobody wrote them down."""
+    try:
+        lines = [msgspec.json.decode(line, type=dict[str, Any]) for line in metrics.read_bytes().splitlines()]
+    except (FileNotFoundError, msgspec.DecodeError):
+        lines = []
+    found = [sum((line.get(name, 0.0) for name in COMPUTED), 0.0) for line in lines if COMPUTED[0] in line]
+    if not found:
+        allowed = f"a run that streamed needs its {METRICS} beside its trace, with {COMPUTED[0]} of a step at least"
+        raise ConfigError("trace", str(metrics.parent), allowed)
+    return found
 
 
 class _Books:
@@ -86,6 +104,7 @@ class _Books:
         self.stages_s: list[float] = []
         self.pull_s: list[float] = []
         self.most = 0
+        self.streamed = False
         self._group_size = 1
         self._engines: dict[str, None] = {}
         self._reserved: dict[int, float] = {}
@@ -117,6 +136,8 @@ class _Books:
                 self._published[event["lineage"], event["version"]] = now_s
             case "pull":
                 self._note(self.pull_s, self._published.get((event["lineage"], event["version"])), now_s)
+            case "claim":
+                self.streamed = True
             case "deliver":
                 self._delivered.setdefault(event["batch"], now_s)
             case "consume":

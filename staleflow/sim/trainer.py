@@ -1,18 +1,25 @@
-"""A simulated trainer: takes each batch, works for a while, publishes; asks for the next batch meanwhile."""
+"""A simulated trainer: takes each batch, works for a while, publishes; asks for the next batch meanwhile.
 
+One that streams takes groups of the batch as they come, and works on each for its share of the step.
+"""
+
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import BatchId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
     Batch,
+    Claims,
     Finished,
     Join,
     Joined,
     Metrics,
     NextBatch,
+    NextGroups,
     Refusal,
     RegisterCheckpoint,
     Registered,
@@ -39,14 +46,32 @@ class Trained:
     batch: Batch
 
 
+class _Work(NamedTuple):
+    """Groups of one step's batch, all of them or some."""
+
+    groups: int
+    batch: Batch | None
+    """With the last ones."""
+    came_s: float
+
+
 class SimTrainer:
     """Trains ``steps`` steps of ``train_s`` seconds each, then tells the run that it is over.
 
-    ``ahead``: a version is published when its step begins.
+    ``ahead``: a version is published when its step begins. ``stream_groups``: groups taken at once; 0: whole batches.
     """
 
     def __init__(
-        self, timeline: Timeline, ask: Ask, *, steps: int, train_s: float, checkpoint_every: int, ahead: bool = False
+        self,
+        timeline: Timeline,
+        ask: Ask,
+        *,
+        steps: int,
+        batch_size: int,
+        train_s: float,
+        checkpoint_every: int,
+        ahead: bool = False,
+        stream_groups: int = 0,
     ) -> None:
         self.worker = WorkerId("trainer")
         self.trained: list[Trained] = []
@@ -56,12 +81,21 @@ class SimTrainer:
         self._ask = ask
         self._steps = steps
         self._train_s = train_s
+        self._batch_size = batch_size
         self._checkpoint_every = checkpoint_every
         self._ahead = ahead
+        self._stream_groups = stream_groups
         self._term = TrainerTerm(0)
         self._lineage = Lineage(0)
-        self._next: tuple[float, Batch] | None = None
+        self._step = Step(0)
+        """Whose groups come next."""
+        self._held: list[LeaseId] = []
+        """Of that step."""
+        self._asking = False
+        self._waiting: deque[_Work] = deque()
         self._working = False
+        self._began_s: float | None = None
+        """When the step under way began."""
         self._stopped = False
 
     @property
@@ -87,36 +121,63 @@ class SimTrainer:
 
     def _begin(self) -> None:
         self.began_s = self._timeline.now_s
-        self._want(Step(0))
+        self._feed()
 
-    def _want(self, step: Step) -> None:
-        if step < self._steps:
-            self._ask(NextBatch(trainer_term=self._term, step=step, wait_ms=WAIT_MS), lambda r: self._came(step, r))
+    def _feed(self) -> None:
+        """Ask for what comes after what is there: whole batches one ahead, pieces of them two."""
+        if self._asking or self._step >= self._steps or len(self._waiting) >= (2 if self._stream_groups else 1):
+            return
+        self._asking = True
+        if self._stream_groups:
+            ask: NextBatch | NextGroups = NextGroups(
+                trainer_term=self._term, step=self._step, held=self._held, count=self._stream_groups, wait_ms=WAIT_MS
+            )
+        else:
+            ask = NextBatch(trainer_term=self._term, step=self._step, wait_ms=WAIT_MS)
+        self._ask(ask, self._came)
 
-    def _came(self, step: Step, reply: Reply) -> None:
-        if isinstance(reply, Batch):
-            self._next = (self._timeline.now_s, reply)
-            self._work()
-        elif not self._stopped:
-            assert isinstance(reply, Refusal), reply
-            assert reply.code is Code.BUSY, reply
-            self._want(step)
+    def _came(self, reply: Reply) -> None:
+        self._asking = False
+        match reply:
+            case Claims():
+                self._held = [*self._held, *(member.lease for member in reply.members)]
+                self._waiting.append(_Work(len(reply.members), None, self._timeline.now_s))
+            case Batch():
+                self._waiting.append(_Work(len(reply.members) - len(self._held), reply, self._timeline.now_s))
+                self._step, self._held = Step(self._step + 1), []
+            case _ if self._stopped:
+                return
+            case _:
+                assert isinstance(reply, Refusal), reply
+                assert reply.code is Code.BUSY, reply
+                return self._feed()
+        if self._working and self._stream_groups:
+            self._feed()
+        return self._work()
 
     def _work(self) -> None:
-        """Begin with the batch that is there, unless one is being trained; ask for the one after it."""
-        if self._working or self._next is None:
+        """Begin with the groups that are there, unless others are being trained; ask for those after them."""
+        if self._working or not self._waiting:
             return
-        delivered_s, batch = self._next
-        self._next, self._working = None, True
-        began_s = self._timeline.now_s
-        if self._ahead:
-            over_s = began_s + self._train_s
-            self._over(batch, lambda: self._timeline.at(over_s, lambda: self._trained(batch, delivered_s, began_s)))
+        work = self._waiting.popleft()
+        self._working = True
+        began_s = self._timeline.now_s if self._began_s is None else self._began_s
+        self._began_s = began_s
+        train_s, batch = self._train_s * (work.groups / self._batch_size), work.batch
+        if batch is None:
+            self._timeline.after(train_s, self._trained_some)
+        elif self._ahead:
+            over_s = began_s + train_s
+            self._over(batch, lambda: self._timeline.at(over_s, lambda: self._trained(batch, work.came_s, began_s)))
+            return
         else:
-            self._timeline.after(
-                self._train_s, lambda: self._over(batch, lambda: self._trained(batch, delivered_s, began_s))
-            )
-            self._want(Step(batch.step + 1))
+            self._timeline.after(train_s, lambda: self._over(batch, lambda: self._trained(batch, work.came_s, began_s)))
+        self._feed()
+
+    def _trained_some(self) -> None:
+        if not self._stopped:
+            self._working = False
+            self._work()
 
     def _over(self, batch: Batch, published: Callable[[], None]) -> None:
         """Publish what a batch made of the weights."""
@@ -130,8 +191,9 @@ class SimTrainer:
         self.trained.append(
             Trained(step=batch.step, delivered_s=delivered_s, began_s=began_s, ended_s=now_s, batch=batch)
         )
-        self._working = False
-        values = {"time/train": now_s - began_s, "time/wait_for_batch": began_s - self._before_s()}
+        self._working, self._began_s = False, None
+        waited_s = now_s - self._before_s() - self._train_s
+        values = {"time/train": self._train_s, "time/wait_for_batch": waited_s}
         self._ask(Metrics(worker=self.worker, step=batch.step, values=values))
         version = Version(batch.step + 1)
         if version % self._checkpoint_every == 0 or self.done:
@@ -140,7 +202,7 @@ class SimTrainer:
         if self.done:
             self._ask(Finished(trainer_term=self._term))
         elif self._ahead:
-            self._want(Step(batch.step + 1))
+            self._feed()
         else:
             self._work()
 

@@ -89,9 +89,11 @@ class World:
             self.timeline,
             self._ask("trainer"),
             steps=config.trainer.steps,
+            batch_size=config.trainer.batch_size,
             train_s=config.trainer.simulated_step_s,
             checkpoint_every=config.trainer.checkpoint_every,
             ahead=simulation.publish == "start",
+            stream_groups=config.trainer.stream_groups if config.trainer.streaming else 0,
         )
         self.fleet = fleet(config)
 

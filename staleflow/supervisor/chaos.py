@@ -28,6 +28,8 @@ SERVER_STOP_S = 5.0
 """A server that is stopped is gone to its peers after three heartbeats, and then back."""
 NEWEST = 16
 """Records of a shard that a bit is turned in one of: they are still to be trained."""
+DIGEST_BYTES = 32
+"""Before the bytes of a record."""
 _SERVERS = ("scheduler", "trajectories", "parameters")
 
 
@@ -223,32 +225,67 @@ def _fits(name: str, kind: Kind) -> bool:
 
 
 def flip(store: Path, draw: random.Random) -> str | None:
-    """Turn one bit of one of the newest payloads in a shard's file; which one, or None when there is none to be found.
+    """Turn one bit of one of the newest payloads in a shard's files; which one, or None when there is none to be found.
 
-    The server reads through a map of this very file, so it sees the damage at once.
+    The server reads through maps of these very files, so it sees the damage at once.
     """
+    found = sorted(_payloads(store), key=lambda one: one.key[8:])
+    for one in draw.sample(found[-NEWEST:], k=min(len(found), NEWEST)):
+        try:
+            file = os.open(one.path, os.O_RDWR)
+        except FileNotFoundError:  # a slab that nobody needs any more
+            continue
+        try:
+            place = one.offset if one.offset >= 0 else _find(file, one.blob)
+            if place >= 0:
+                byte = place + draw.randrange(one.nbytes)
+                os.pwrite(file, bytes([os.pread(file, 1, byte)[0] ^ 1 << draw.randrange(8)]), byte)
+                group, lease = int.from_bytes(one.key[:8], "big"), int.from_bytes(one.key[8:16], "big")
+                return f"one bit of group {group}, lease {lease}"
+        finally:
+            os.close(file)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """One that a shard has stored."""
+
+    key: bytes
+    path: Path
+    offset: int
+    """In that file; -1: wherever ``blob`` is."""
+    nbytes: int
+    blob: bytes = b""
+
+
+def _payloads(store: Path) -> list[_Payload]:
     import lmdb
 
+    found: list[_Payload] = []
     environment = lmdb.Environment(str(store), readonly=True, lock=False, max_dbs=8)
     try:
         with environment.begin(db=environment.open_db(b"payloads", create=False)) as view:
-            found = [(bytes(key), bytes(value)) for key, value in view.cursor()]
-    except lmdb.Error:
-        return None
+            blobs = [(bytes(key), bytes(value)) for key, value in view.cursor()]
+        found += [_Payload(key, store / "data.mdb", -1, len(blob), blob) for key, blob in blobs]
+        with environment.begin(db=environment.open_db(b"records", create=False)) as view:
+            for key, value in view.cursor():
+                record = msgspec.msgpack.decode(value[DIGEST_BYTES:], type=_Record)
+                if record.slab:
+                    found.append(_Payload(bytes(key), store / "slabs" / record.slab, record.offset, record.nbytes))
+    except (lmdb.Error, msgspec.MsgspecError):
+        pass
     finally:
         environment.close()
-    found.sort(key=lambda item: item[0][8:])
-    file = os.open(store / "data.mdb", os.O_RDWR)
-    try:
-        for key, blob in draw.sample(found[-NEWEST:], k=min(len(found), NEWEST)):
-            if (place := _find(file, blob)) >= 0:
-                byte = place + draw.randrange(len(blob))
-                os.pwrite(file, bytes([os.pread(file, 1, byte)[0] ^ 1 << draw.randrange(8)]), byte)
-                group, lease = int.from_bytes(key[:8], "big"), int.from_bytes(key[8:16], "big")
-                return f"one bit of group {group}, lease {lease}"
-    finally:
-        os.close(file)
-    return None
+    return found
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a shard's record."""
+
+    nbytes: int
+    slab: str = ""
+    offset: int = 0
 
 
 def _find(file: int, blob: bytes) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from staleflow.clients.attachment import SUPERVISED
 from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from staleflow.supervisor.roles import Kind, Role
@@ -107,6 +108,7 @@ class Child:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             VARIABLE: str(self._lifeline.read_fd),
+            SUPERVISED: "1",
         }
 
     def plan_restart(self, at_least_s: float = 0.0) -> bool:

@@ -6,8 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import stages
-from staleflow.protocols.wire.stages import CRITIC, REFERENCE
+from staleflow.configs.stages import stages, threads_of, workers_of
 
 
 class Kind(StrEnum):
@@ -56,9 +55,12 @@ def workers(config: Config, run_dir: Path) -> list[Role]:
         for number in range(config.rollout.workers)
     ]
     trainer = _attach("trainer", Kind.TRAINER, run_dir, "train", config.trainer.threads)
-    reward = [_attach(f"reward-{number}", Kind.WORKER, run_dir, "stage", 1) for number in range(config.reward.workers)]
-    judges = _reference(config, run_dir) + _critic(config, run_dir)
-    return [*rollout, *reward, *judges, _on(trainer, tuple(config.trainer.gpus))]
+    judges = [
+        _stage(f"{stage}-{number}", run_dir, stage, threads_of(config, stage))
+        for stage in stages(config)
+        for number in range(workers_of(config, stage))
+    ]
+    return [*rollout, *judges, _on(trainer, tuple(config.trainer.gpus))]
 
 
 def _share(config: Config, number: int) -> tuple[int, ...]:
@@ -70,16 +72,6 @@ def _share(config: Config, number: int) -> tuple[int, ...]:
 
 def _on(role: Role, gpus: tuple[int, ...]) -> Role:
     return replace(role, gpus=gpus)
-
-
-def _reference(config: Config, run_dir: Path) -> list[Role]:
-    count = config.reference.workers if REFERENCE in stages(config) else 0
-    return [_stage(f"{REFERENCE}-{number}", run_dir, REFERENCE, config.reference.threads) for number in range(count)]
-
-
-def _critic(config: Config, run_dir: Path) -> list[Role]:
-    """One: two would learn apart."""
-    return [_stage(f"{CRITIC}-0", run_dir, CRITIC, config.critic.threads)] if CRITIC in stages(config) else []
 
 
 def model_builder(run_dir: Path) -> Role:

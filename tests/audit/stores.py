@@ -1,7 +1,8 @@
 """The stores' own bytes, read through lmdb and by the words of the file format alone.
 
-A payload is stored under ``group || lease`` (two big-endian 64-bit numbers): in ``payloads`` as a blob, in ``records``
-as what is known of it, behind the sha256 of its key and it. A blob is ``sfa1``, the length of its description, the
+A payload is stored under ``group || lease`` (two big-endian 64-bit numbers): in ``records`` as what is known of it,
+behind the sha256 of its key and it, and as a blob: in the file ``slab`` of the folder ``slabs`` that the record names,
+from byte ``offset`` on, or else in ``payloads``. A blob is ``sfa1``, the length of its description, the
 description (msgpack: name, dtype, shape of each array, sorted by name), then the arrays, each at a multiple of 64
 bytes.
 """
@@ -47,9 +48,20 @@ def read_shard(folder: Path) -> dict[tuple[int, int], Stored]:
             for key, blob in view.cursor(db=payloads):
                 group, lease = struct.unpack(">QQ", key)
                 found[group, lease] = Stored(group, lease, bytes(blob), _record(key, view.get(key, db=records)))
+            for key, value in view.cursor(db=records):
+                record = _record(key, value)
+                if record.get("slab"):
+                    group, lease = struct.unpack(">QQ", key)
+                    found[group, lease] = Stored(group, lease, _in_slab(folder, record), record)
             return found
     finally:
         environment.close()
+
+
+def _in_slab(folder: Path, record: dict[str, Any]) -> bytes:
+    with (folder / "slabs" / str(record["slab"])).open("rb") as file:
+        file.seek(record["offset"])
+        return file.read(record["nbytes"])
 
 
 def _record(key: bytes, value: bytes | None) -> dict[str, Any]:

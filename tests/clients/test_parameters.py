@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from staleflow.clients import parameters
-from staleflow.clients.parameters import CorruptWeights, PulledVersion, Puller
+from staleflow.clients.parameters import CorruptWeights, NamedTensors, PulledVersion, Puller, chunks, mapped
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import Manifest, PublishTo
 from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Run, Trainer
@@ -27,8 +27,8 @@ LARGE: dict[str, Array] = {
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that are on another host than the server, and use small chunks."""
-    monkeypatch.setattr(parameters, "boot_id", lambda: "another host")
-    monkeypatch.setattr(parameters, "CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(mapped, "boot_id", lambda: "another host")
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
 
 
 def reader(run: Run) -> Puller:
@@ -84,14 +84,14 @@ async def test_chunks_are_the_same_bytes_as_the_mapped_file(make_run: Callable[.
 async def test_both_ways_of_publishing_give_the_same_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = await published(run, LARGE)
     path = run.run_dir / "parameters" / "0-0.bin"
-    mapped = path.read_bytes()
-    monkeypatch.setattr(parameters, "boot_id", lambda: "another host")
+    written = path.read_bytes()
+    monkeypatch.setattr(mapped, "boot_id", lambda: "another host")
     path.chmod(0o644)
-    path.write_bytes(mapped[:-1])
+    path.write_bytes(written[:-1])
     with pytest.raises(Refused, match="corrupt"):
         await reader(run).pull(Lineage(0), Version(0))
     await trainer.publish(0, LARGE)
-    assert path.read_bytes() == mapped
+    assert path.read_bytes() == written
 
 
 class OneByOne:
@@ -109,14 +109,16 @@ class OneByOne:
 
 
 @pytest.mark.parametrize("host", ["this", "another host"])
-async def test_weights_that_are_gathered_one_by_one_are_gone_through_twice_and_never_held(
+async def test_weights_that_are_gathered_one_by_one_are_gone_through_once_a_version_and_never_held(
     run: Run, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     if host != "this":
-        monkeypatch.setattr(parameters, "boot_id", lambda: host)
+        monkeypatch.setattr(mapped, "boot_id", lambda: host)
     trainer, weights = await run.trainer(), OneByOne()
     await trainer.publish(0, weights)
-    assert weights.passes == 2
+    assert weights.passes == 2  # the first time for their shapes too
+    await trainer.publish(0, weights)
+    assert weights.passes == 3
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, LARGE)
 
@@ -150,8 +152,70 @@ async def test_a_reader_finds_what_the_server_did_not_see(run: Run) -> None:
     rot(run.run_dir / "parameters" / "0-0.bin")
     with pytest.raises(CorruptWeights, match="tensor embed"):
         await reader(run).pull(Lineage(0), Version(0))
-    status = await run.status(run.where.parameters)
-    assert [version["pinned_by"] for version in status["versions"]] == [[]]
+    (version,) = (await run.status(run.where.parameters))["versions"]
+    assert version["pinned_by"] == []
+
+
+async def test_what_a_reader_finds_corrupt_the_server_looks_at_and_takes_again(run: Run) -> None:
+    trainer = await published(run, WEIGHTS)
+    rot(run.run_dir / "parameters" / "0-0.bin")
+    with pytest.raises(CorruptWeights):
+        await reader(run).pull(Lineage(0), Version(0))
+    assert await trainer.publisher.damaged(Lineage(0), Version(0))
+    with pytest.raises(Refused, match="corrupt"):
+        await reader(run).pull(Lineage(0), Version(0))
+    await trainer.publish(0, WEIGHTS)
+    assert not await trainer.publisher.damaged(Lineage(0), Version(0))
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS)
+
+
+async def test_bytes_that_were_not_written_as_their_digests_say_are_served_to_nobody(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = await run.trainer()
+    write = mapped.write_file
+
+    def torn(to: PublishTo, places: Manifest, weights: NamedTensors) -> list[str] | None:
+        digests = write(to, places, weights)
+        with Path(to.path).open("r+b") as file:
+            file.write(b"?")
+        return digests
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mapped, "write_file", torn)
+        await trainer.publish(0, WEIGHTS)
+    for found in (CorruptWeights, Refused):  # the reader finds it, and from then on the server knows
+        with pytest.raises(found):
+            await reader(run).pull(Lineage(0), Version(0))
+    await trainer.publish(0, WEIGHTS)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS)
+
+
+class Changing:
+    """Weights whose second tensor has another shape each time."""
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def items(self) -> Iterator[tuple[str, Array]]:
+        self._size += 1
+        yield "a", np.zeros(4, np.float32)
+        yield "b", np.zeros((self._size, 2), np.float32)
+
+
+@pytest.mark.parametrize("host", ["this", "another host"])
+async def test_weights_that_change_their_shapes_on_the_way_are_no_version(
+    run: Run, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    if host != "this":
+        monkeypatch.setattr(mapped, "boot_id", lambda: host)
+    trainer = await run.trainer()
+    with pytest.raises(ValueError, match=r"\('b', 'float32', \(2, 2\)\) came where .* was announced"):
+        await trainer.publish(0, Changing())
+    assert (await run.status(run.where.parameters))["versions"] == []
+    assert (await trainer.publish(0, WEIGHTS)).version == 0
 
 
 async def test_a_dtype_that_may_not_travel_is_refused_by_name(run: Run) -> None:

@@ -25,6 +25,11 @@ STATUS: dict[str, Any] = {
         {"name": "rollout-0", "role": "rollout", "last_seen_s": 0.1},
         {"name": "rollout-1", "role": "rollout", "last_seen_s": 0.1},
         {"name": "reward-0", "role": "stage", "last_seen_s": 0.1},
+        {"name": "judge-0", "role": "stage", "last_seen_s": 0.1},
+    ],
+    "stages": [
+        {"stage": "judge", "after": [], "workers": 1, "waiting": 4, "taken": 1},
+        {"stage": "reward", "after": ["judge"], "workers": 2, "waiting": 2, "taken": 1},
     ],
     "violations": 0,
     "metrics": {"step": 22, "reward/mean": 0.61, "off_policy/mean": 1.25, "off_policy/max": 2},
@@ -115,7 +120,8 @@ def test_each_role_says_what_it_does() -> None:
     assert doing("rollout-7") == "loading"
     assert doing("rollout-0", workers=[], finished=True) == "done"
     assert doing("reward-0") == "judging, 3 groups to go"
-    assert doing("reward-0", ledger={"pushed": 0}) == "waits for groups"
+    assert doing("judge-0") == "judging, 5 groups to go"
+    assert doing("reward-0", stages=[]) == "waits for groups"
     assert doing("scheduler") == "8 leases out, 2 engines"
     assert doing("trajectories-0") == "keeps 23 groups to train"
     assert doing("parameters") == "serves version 23"
@@ -160,8 +166,9 @@ def test_a_silent_scheduler_is_the_reason_for_everything() -> None:
 
 
 def test_the_name_of_a_role_comes_from_the_name_of_its_process() -> None:
-    assert [role_of(name) for name in ("rollout-3", "reward-0", "trainer", "trajectories-1")] == [
+    assert [role_of(name) for name in ("rollout-3", "reward-0", "judge-1", "trainer", "trajectories-1")] == [
         "rollout",
+        "stage",
         "stage",
         "trainer",
         "trajectories",

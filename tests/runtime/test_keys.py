@@ -145,18 +145,20 @@ def body(kind: type[typing.Any]) -> typing.Any:
 def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
     may = {role: {kind.__name__ for kind in VERBS if objection(role, ME, body(kind)) is None} for role in Role}
     common = {"Ping", "Attach", "Detach"}
+    pulling = {"GetManifest", "GetChunk", "GetDelta", "Unpin"}
     assert may[Role.MONITOR] == common | {"GetStatus"}
     assert may[Role.ADMIN] == common | {"GetStatus", "Drain"}
     assert may[Role.STAGE] == common | {"TakeStage", "FinishStage"}
     assert may[Role.ROLLOUT] == common | {
-        *("Report", "Pulled", "Operations", "GetRows", "PushGroups", "PutPartial", "GetManifest", "GetChunk", "Unpin"),
+        *("Report", "Pulled", "Operations", "GetRows", "GetSlab", "PushGroups", "PutPartial"),
+        *("FindSources", *pulling),
     }
     assert may[Role.TRAINER] == common | {
-        *("Join", "NextBatch", "RegisterCheckpoint", "Metrics", "Finished", "FetchGroups", "GetStatus"),
-        *("BeginPublish", "PublishChunk", "CommitPublish", "GetManifest", "GetChunk", "Unpin"),
+        *("Join", "NextBatch", "NextGroups", "RegisterCheckpoint", "Metrics", "Finished", "FetchGroups", "GetStatus"),
+        *("BeginPublish", "PublishChunk", "CommitPublish", "FindSources", *pulling),
     }
-    servers = {"GetStatus", "Operations", "Retention", "Described", "RegisterVersion", "VersionsInUse"}
-    assert may[Role.SERVER] == (common | servers) - {"Attach"}
+    servers = {"GetStatus", "Operations", "Retention", "StageLoads", "Described", "RegisterVersion", "VersionsInUse"}
+    assert may[Role.SERVER] == common | servers | pulling | {"JoinRelays"}
 
 
 def test_a_role_attaches_as_itself_or_to_look() -> None:

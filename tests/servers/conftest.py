@@ -16,7 +16,7 @@ async def make_run(short_dir: Path) -> AsyncIterator[Callable[..., Run]]:
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
 
-    def make(**sections: dict[str, Any]) -> Run:
+    def make(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
         runs.append(Run(short_dir / "run", **sections))
         return runs[-1]
 

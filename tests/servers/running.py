@@ -66,7 +66,7 @@ sys.exit(serve(read_run(run_dir), run_dir{shard}))
 """
 
 
-def config_of(run_dir: Path, **sections: dict[str, Any]) -> Config:
+def config_of(run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) -> Config:
     """A small run: groups of two, batches of two groups, forty prompts."""
     prompts = run_dir / "prompts.jsonl"
     prompts.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any]) -> Config:
         "trajectories": {"map_mb": 16},
     }
     for name, section in sections.items():
-        table[name] = table.get(name, {}) | section
+        table[name] = section if isinstance(section, list) else table.get(name, {}) | section
     config = from_json(msgspec.json.encode(table))
     write_resolved(config, run_dir)
     return config
@@ -90,7 +90,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any]) -> Config:
 class Run:
     """Everything of one run; ``close`` ends it."""
 
-    def __init__(self, run_dir: Path, **sections: dict[str, Any]) -> None:
+    def __init__(self, run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) -> None:
         self.run_dir = run_dir
         self.config = config_of(run_dir, **sections)
         self.where = addresses(self.config, run_dir)

@@ -10,7 +10,7 @@ from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError, decode_request, encode_request
-from staleflow.protocols.wire.manifest import check, lay_out
+from staleflow.protocols.wire.manifest import check
 from staleflow.protocols.wire.messages import (
     BeginPublish,
     InstanceStats,
@@ -99,20 +99,19 @@ def test_what_no_report_counts_is_no_message(changed: dict[str, object]) -> None
     [((2**62, 4), "a version has at most"), ((2**40, 2**40), "a version has at most"), ((1,) * 65, "65 dimensions")],
 )
 def test_a_version_that_no_file_can_hold_is_no_version(shape: tuple[int, ...], says: str) -> None:
-    entry = TensorEntry(name="w", dtype="float32", shape=shape, offset=0, nbytes=4, sha=EMPTY)
+    entry = TensorEntry(name="w", dtype="float32", shape=shape, offset=0, nbytes=4, digest=EMPTY)
     with pytest.raises(ProtocolError, match=says):
         check(Manifest(tensors=[entry], nbytes=4, sha=EMPTY))
 
 
 async def test_a_version_larger_than_the_disk_is_refused_before_the_disk_is_filled(run: Run) -> None:
     trainer = await run.trainer()
-    huge = lay_out([("w", "float32", (2**44,), EMPTY)])
     ask = BeginPublish(
         trainer_term=TrainerTerm(trainer.joined.trainer_term),
         lineage=Lineage(0),
         version=Version(0),
         batch=None,
-        manifest=huge,
+        nbytes=2**46,
     )
     with pytest.raises(Unavailable, match=r"it has 70368744177664 bytes, \d+ are free"):
         await run.client(run.where.parameters, trainer.worker).ask(ask, PublishTo, timeout_s=0.5)

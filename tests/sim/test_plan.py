@@ -50,6 +50,18 @@ def test_a_trace_says_how_long_everything_took_and_the_run_can_be_simulated_agai
     assert again.steps_per_min == pytest.approx(first.steps_per_min, rel=0.25)
 
 
+def test_a_run_that_streamed_says_how_long_its_trainer_computed_in_its_metrics(tmp_path: Path) -> None:
+    streamed = changed(config(), ("trainer.streaming=true", "staleness.max_staleness=0"))
+    first = simulate(streamed, run_dir=tmp_path)
+    found = measure(tmp_path / "trace.jsonl")
+    assert found.train_s == pytest.approx(1.5, abs=0.01)
+    again = simulate(changed(streamed, found.overrides(tmp_path / "lengths.jsonl")))
+    assert again.steps_per_min == pytest.approx(first.steps_per_min, rel=0.25)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"needs its metrics\.jsonl beside its trace"):
+        measure(tmp_path / "trace.jsonl")
+
+
 def test_a_trace_that_says_nothing_is_refused_by_name(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with pytest.raises(ConfigError, match="cannot be read"):

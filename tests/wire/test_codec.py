@@ -3,7 +3,7 @@
 import types
 from contextlib import suppress
 from enum import Enum
-from typing import Any, NewType, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NewType, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from staleflow.protocols.wire.codec import (
     encode_reply,
     encode_request,
 )
-from staleflow.protocols.wire.messages import PROTOCOL, Count, Done, GetStatus, Operations, Ping, Reply, Request, Status
+from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Operations, Ping, Reply, Request, Status
 
 IDS = st.integers(0, 2**63 - 1)
 PLAIN: dict[Any, SearchStrategy[Any]] = {
@@ -41,8 +41,9 @@ def values(hint: Any) -> SearchStrategy[Any]:
     if isinstance(hint, NewType):
         return values(hint.__supertype__)
     origin, args = get_origin(hint), get_args(hint)
-    if hint == Count:
-        return st.integers(0, 1 << 40)
+    if origin is Annotated:
+        (meta,) = hint.__metadata__
+        return st.integers(meta.ge, meta.le)
     if origin in (Union, types.UnionType):
         return st.one_of(*map(values, args))
     if origin is list:

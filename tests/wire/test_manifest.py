@@ -37,7 +37,7 @@ def with_first(**change: object) -> Manifest:
         (with_first(offset=64), "offsets"),
         (with_first(nbytes=31), "offsets"),
         (changed(nbytes=1), "offsets"),
-        (with_first(sha="cd" * 32), "sha256 of the manifest"),
+        (with_first(digest="cd" * 32), "sha256 of the manifest"),
         (changed(sha=SHA), "sha256 of the manifest"),
     ],
 )

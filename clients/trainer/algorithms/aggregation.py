@@ -1,8 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """From per-token losses to one number: the share of each token, a constant. The loss is the sum of share * loss.
 
-A share depends on totals of the whole batch and on the token's own trajectory, so micro-batches and ranks add up. The
-loss function decides where its paper does (``aggregation_of``); else the advantage does; else the token mean.
+A share is a weight, which depends on the token's own trajectory, times a scale, which depends on totals of the whole
+batch: micro-batches and ranks add up, and the scale may come last, when the batch is whole. The loss function decides
+where its paper does (``aggregation_of``); else the advantage does; else the token mean.
 """
 
 from enum import Enum, auto
@@ -31,19 +32,26 @@ def aggregation_of(advantage: str, loss: str) -> Aggregation:
     return Aggregation.CONSTANT if advantage == "dr_grpo" else Aggregation.TOKEN_MEAN
 
 
-def shares(
-    how: Aggregation, row: Tensor, *, tokens: float, sequences: float, trajectories: float, longest: int
-) -> Tensor:
-    """Share of each trained token, [T] float32, no gradient; ``row`` [T] says whose it is.
-
-    ``tokens`` trained, ``sequences`` with any, ``trajectories`` at all: of the whole batch.
-    """
+def weights(how: Aggregation, row: Tensor, longest: int) -> Tensor:
+    """Weight of each trained token, [T] float32, no gradient; ``row`` [T] says whose it is. Share = weight * scale."""
     match how:
         case Aggregation.TOKEN_MEAN:
-            return torch.full(row.shape, 1.0 / max(tokens, 1.0), device=row.device)
+            return torch.ones(row.shape, device=row.device)
         case Aggregation.SEQUENCE_MEAN:
             _, index, count = torch.unique(row, return_inverse=True, return_counts=True)
             lengths: Tensor = count[index].to(torch.float32)
-            return (max(sequences, 1.0) * lengths).reciprocal()
+            return lengths.reciprocal()
         case Aggregation.CONSTANT:
-            return torch.full(row.shape, 1.0 / (max(trajectories, 1.0) * longest), device=row.device)
+            return torch.full(row.shape, 1.0 / longest, device=row.device)
+
+
+def scale(how: Aggregation, *, tokens: float, sequences: float, trajectories: float) -> float:
+    """What every weight is multiplied by: ``tokens`` trained, ``sequences`` with any, ``trajectories`` at all, of the
+    whole batch."""
+    match how:
+        case Aggregation.TOKEN_MEAN:
+            return 1.0 / max(tokens, 1.0)
+        case Aggregation.SEQUENCE_MEAN:
+            return 1.0 / max(sequences, 1.0)
+        case Aggregation.CONSTANT:
+            return 1.0 / max(trajectories, 1.0)

@@ -3,11 +3,13 @@
 
 A user's advantage is called ``f(rewards [N], group_ids [N]) -> [N]``; a user's loss is called ``f(logprobs, old,
 behavior, advantages, row) -> loss``, all [T], over the trained tokens of some whole trajectories, gradient through
-``logprobs``.
+``logprobs``. Either may have an argument ``stages``: then it gets the columns of the stages too, by ``stage/column``,
+[N] of one value a sample for the advantage, [T] of one value a token for the loss.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -35,6 +37,8 @@ class Trained:
     behavior: Tensor
     advantages: Tensor
     row: Tensor
+    stages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Columns of one value a token, by ``stage/column``."""
 
     @property
     def old(self) -> Tensor:
@@ -42,15 +46,17 @@ class Trained:
         return self.logprobs.detach()
 
 
-def group_advantage(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Advantages [N] of ``(rewards [N], group_ids [N])`` by name, or the user's by import path, checked."""
+def group_advantage(name: str) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]:
+    """Advantages [N] of ``(rewards [N], group_ids [N], columns a sample)`` by name, or the user's, checked."""
     if name in GROUP_ADVANTAGES:
-        return GROUP_ADVANTAGES[name]
+        return lambda rewards, group_ids, _: GROUP_ADVANTAGES[name](rewards, group_ids)
     key = "trainer.algorithm.advantage"
     function = load_object(name, key)
+    wants = _wants_stages(function)
 
-    def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
-        found = function(rewards, group_ids)
+    def checked(rewards: Tensor, group_ids: Tensor, stages: Mapping[str, Tensor]) -> Tensor:
+        more = {"stages": stages} if wants else {}
+        found = function(rewards, group_ids, **more)
         return _checked(key, name, found, rewards.shape, bool(rewards.isfinite().all())).to(torch.float32)
 
     return checked
@@ -129,9 +135,11 @@ def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor) ->
 def _users_loss(spec: str) -> Callable[[Trained, float], TokenLoss]:
     key = "trainer.algorithm.loss"
     function = load_object(spec, key)
+    wants = _wants_stages(function)
 
     def checked(at: Trained, _: float) -> TokenLoss:
-        found = function(at.logprobs, at.old, at.behavior, at.advantages, at.row)
+        more = {"stages": at.stages} if wants else {}
+        found = function(at.logprobs, at.old, at.behavior, at.advantages, at.row, **more)
         given = torch.stack([at.old.to(torch.float64).sum(), at.behavior.to(torch.float64).sum()])
         loss = _checked(key, spec, found, at.logprobs.shape, bool(given.isfinite().all()))
         if not loss.requires_grad and at.logprobs.requires_grad:
@@ -139,6 +147,13 @@ def _users_loss(spec: str) -> Callable[[Trained, float], TokenLoss]:
         return losses.plain(loss)
 
     return checked
+
+
+def _wants_stages(function: Callable[..., Any]) -> bool:
+    try:
+        return "stages" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it is not written in Python
+        return False
 
 
 def _checked(key: str, spec: str, found: Any, shape: torch.Size, finite: bool) -> Tensor:

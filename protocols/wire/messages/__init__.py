@@ -48,18 +48,24 @@ from staleflow.protocols.wire.messages.parameters import (
     BeginPublish,
     Chunk,
     CommitPublish,
+    FindSources,
     GetChunk,
+    GetDelta,
     GetManifest,
+    JoinRelays,
     Manifest,
     ManifestOf,
     PublishChunk,
     PublishTo,
+    Sources,
     TensorEntry,
     Unpin,
 )
 from staleflow.protocols.wire.messages.prompts import FEATURES, Describe, Described
+from staleflow.protocols.wire.messages.stages import StageLoad, StageLoads
 from staleflow.protocols.wire.messages.training import (
     Batch,
+    Claims,
     Finished,
     Join,
     Joined,
@@ -67,6 +73,7 @@ from staleflow.protocols.wire.messages.training import (
     MemberRef,
     Metrics,
     NextBatch,
+    NextGroups,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -76,13 +83,16 @@ from staleflow.protocols.wire.messages.trajectories import (
     FetchGroups,
     FinishStage,
     GetRows,
+    GetSlab,
     GroupFrames,
     Groups,
     PartialFrames,
+    Place,
     PushGroups,
     PushItem,
     PutPartial,
     Rows,
+    Slab,
     StageItem,
     StageResult,
     StageWork,
@@ -99,15 +109,18 @@ Request = (
     | Pulled
     | Operations
     | Retention
+    | StageLoads
     | Described
     | Join
     | NextBatch
+    | NextGroups
     | RegisterVersion
     | RegisterCheckpoint
     | VersionsInUse
     | Metrics
     | Finished
     | GetRows
+    | GetSlab
     | PushGroups
     | PutPartial
     | TakeStage
@@ -118,6 +131,9 @@ Request = (
     | CommitPublish
     | GetManifest
     | GetChunk
+    | GetDelta
+    | JoinRelays
+    | FindSources
     | Unpin
 )
 
@@ -133,13 +149,16 @@ Reply = (
     | Describe
     | Joined
     | Batch
+    | Claims
     | Registered
     | KeepVersions
     | Rows
+    | Slab
     | StageWork
     | Groups
     | PublishTo
     | ManifestOf
+    | Sources
     | Chunk
 )
 
@@ -153,6 +172,7 @@ __all__ = [
     "Batch",
     "BeginPublish",
     "Chunk",
+    "Claims",
     "Command",
     "Commands",
     "CommitPublish",
@@ -163,17 +183,21 @@ __all__ = [
     "Done",
     "Drain",
     "FetchGroups",
+    "FindSources",
     "FinishStage",
     "Finished",
     "GetChunk",
+    "GetDelta",
     "GetManifest",
     "GetRows",
+    "GetSlab",
     "GetStatus",
     "GroupFrames",
     "Groups",
     "InstanceStats",
     "Interrupt",
     "Join",
+    "JoinRelays",
     "Joined",
     "KeepVersions",
     "Manifest",
@@ -182,11 +206,13 @@ __all__ = [
     "Message",
     "Metrics",
     "NextBatch",
+    "NextGroups",
     "Op",
     "Operations",
     "Part",
     "PartialFrames",
     "Ping",
+    "Place",
     "Pong",
     "PublishChunk",
     "PublishTo",
@@ -212,7 +238,11 @@ __all__ = [
     "Retained",
     "Retention",
     "Rows",
+    "Slab",
+    "Sources",
     "StageItem",
+    "StageLoad",
+    "StageLoads",
     "StageResult",
     "StageWork",
     "Status",

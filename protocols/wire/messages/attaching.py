@@ -10,7 +10,7 @@ class Attach(Message, frozen=True, kw_only=True):
     worker: WorkerId
     name: str
     role: str
-    """rollout, stage, trainer, trajectories, parameters, monitor or admin."""
+    """rollout, stage, trainer, trajectories, parameters, relay, monitor or admin."""
     config_sha: str = ""
     """Of the configuration it runs with; empty when it takes the scheduler's."""
     endpoint: str = ""
@@ -26,6 +26,8 @@ class Attach(Message, frozen=True, kw_only=True):
     pid: int = 0
     stage: str = ""
     """Stage workers: which stage; empty for the reward."""
+    supervised: bool = False
+    """The run's supervisor started it, and starts it again: only another one of its processes may take its name."""
 
 
 class Attached(Message, frozen=True, kw_only=True):

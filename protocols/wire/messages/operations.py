@@ -19,6 +19,8 @@ class RegisterPush(Message, frozen=True, kw_only=True):
     segments: list[Segment]
     samples: list[Count]
     """Tokens of each sample, for length metrics."""
+    occupies: bool = False
+    """It came with its rewards and no stage is to come: occupied in the same breath."""
 
 
 class RegisterOccupy(Message, frozen=True, kw_only=True):

@@ -12,11 +12,12 @@ class TensorEntry(Part, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-    sha: str
+    digest: str
+    """Hex xxh3-128 of its bytes: it tells damage, not malice."""
 
 
 class Manifest(Part, frozen=True, kw_only=True):
-    """What a version is made of. ``sha`` is the hex sha256 over the tensors' entries, and so over every byte."""
+    """What a version is made of. ``sha`` is the hex sha256 over the tensors' entries, their digests included."""
 
     tensors: list[TensorEntry]
     nbytes: int
@@ -30,7 +31,7 @@ class BeginPublish(Message, frozen=True, kw_only=True):
     lineage: Lineage
     version: Version
     batch: BatchId | None
-    manifest: Manifest
+    nbytes: int
 
 
 class PublishTo(Message, frozen=True, kw_only=True):
@@ -53,6 +54,9 @@ class CommitPublish(Message, frozen=True, kw_only=True):
     """Every byte is there: verify, make visible, register with the scheduler. -> Registered"""
 
     upload: int
+    manifest: Manifest
+    in_place: bool = False
+    """The publisher wrote the file itself, in the pass that made the digests: it need not be read once more."""
 
 
 class GetManifest(Message, frozen=True, kw_only=True):
@@ -61,11 +65,16 @@ class GetManifest(Message, frozen=True, kw_only=True):
     worker: WorkerId
     lineage: Lineage
     version: Version
+    doubted: bool = False
+    """The worker found other bytes than these: look at every one of them before the answer."""
+    host: str = ""
+    """Boot id of the reader's host. A relay on the same one answers when the file may be mapped, or after a while."""
 
 
 class ManifestOf(Message, frozen=True, kw_only=True):
     manifest: Manifest
     path: str
+    """Empty at a relay that does not have all of the version yet."""
     host: str
 
 
@@ -78,13 +87,49 @@ class GetChunk(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
+class GetDelta(Message, frozen=True, kw_only=True):
+    """What changed in one span of a pinned version since ``base``, which the reader holds. -> Chunk and one frame"""
+
+    lineage: Lineage
+    version: Version
+    base_lineage: Lineage
+    base_version: Version
+    offset: int
+    nbytes: int
+    width: int
+
+
 class Chunk(Message, frozen=True, kw_only=True):
     offset: int
 
 
 class Unpin(Message, frozen=True, kw_only=True):
-    """-> Done"""
+    """Nobody looks at the version any more. -> Done"""
 
     worker: WorkerId
     lineage: Lineage
     version: Version
+    base: bool = False
+    """The worker has its bytes and would like the next version as what changed since: kept while there is room."""
+
+
+class JoinRelays(Message, frozen=True, kw_only=True):
+    """A relay is there; said again and again, so that it is told when its source has left. -> Sources"""
+
+    worker: WorkerId
+    run: str
+    endpoint: str
+    host: str
+
+
+class FindSources(Message, frozen=True, kw_only=True):
+    """A reader on another host than the parameter server asks where it gets its bytes. -> Sources"""
+
+    worker: WorkerId
+    host: str
+
+
+class Sources(Message, frozen=True, kw_only=True):
+    """Endpoints of relays, the best first. The parameter server itself is always the last to try."""
+
+    endpoints: list[str]

@@ -1,5 +1,9 @@
 """To the scheduler: the trainer, and the parameter server on its behalf."""
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Message, Part
 
@@ -32,6 +36,23 @@ class NextBatch(Message, frozen=True, kw_only=True):
     wait_ms: int = 1000
 
 
+class NextGroups(Message, frozen=True, kw_only=True):
+    """A trainer that streams waits for more groups of ``step``. -> Claims, or Batch once the step is sealed
+
+    What it is given is claimed: fixed as the beginning of the batch, in that order. It comes when ``count`` more are
+    claimed, the rest with the sealed batch. Refusal ``conflict``: the batch no longer begins with what is held (a
+    rollback, a corrupt group), the step begins again. ``busy`` as for ``NextBatch``.
+    """
+
+    trainer_term: TrainerTerm
+    step: Step
+    held: list[LeaseId]
+    """Leases of the groups that it has already, in order."""
+    count: Annotated[int, Meta(ge=1, le=1 << 20)]
+    rank: int = 0
+    wait_ms: int = 1000
+
+
 class MemberRef(Part, frozen=True, kw_only=True):
     """Where a rank finds one group of its batch."""
 
@@ -55,6 +76,16 @@ class Batch(Message, frozen=True, kw_only=True):
     digest: str
     mask_below: Version
     """Token bound: tokens of older versions get loss mask 0. -1 under the trajectory bound."""
+
+
+class Claims(Message, frozen=True, kw_only=True):
+    """Groups of a batch that is not sealed, those after ``held``; equal whenever they are asked for again."""
+
+    lineage: Lineage
+    step: Step
+    members: list[MemberRef]
+    mask_below: Version
+    """As of ``Batch``."""
 
 
 class RegisterVersion(Message, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
-from staleflow.protocols.wire.messages.base import Message, Part, TensorSpec
+from staleflow.protocols.wire.messages.base import Count, Message, Part, TensorSpec
 
 
 class GetRows(Message, frozen=True, kw_only=True):
@@ -41,14 +41,48 @@ class PutPartial(Message, frozen=True, kw_only=True):
     partial: PartialFrames
 
 
+class GetSlab(Message, frozen=True, kw_only=True):
+    """A worker on the shard's host asks for a file to write payload into, which both map. -> Slab, or Refusal"""
+
+    worker: WorkerId
+    number: Count
+    """1, 2, ... of this worker. An echo of an older question changes nothing."""
+    held: list[str]
+    """Its segments that it still writes into, or whose pushes wait for their answers; the others may be given anew."""
+
+
+class Slab(Message, frozen=True, kw_only=True):
+    """An empty slab for this worker alone."""
+
+    host: str
+    """Kernel boot id of the server: the path is of use to nobody who has another."""
+    folder: str
+    """Empty: there are no slabs here, ever."""
+    name: str
+    """Empty: there is no room for one now."""
+    nbytes: Count
+    known: list[str]
+    """All slabs of this worker that still exist, this one among them."""
+
+
+class Place(Part, frozen=True, kw_only=True):
+    """A packed payload (``tensors.pack``) inside a slab."""
+
+    slab: str
+    offset: Count
+    nbytes: Count
+
+
 class PushItem(Part, frozen=True, kw_only=True):
-    """One group of a push: the next ``num_frames`` frames, described by ``frames``."""
+    """One group of a push: the next frames, described by ``frames``, or none of them and a place."""
 
     group: GroupId
     lease: LeaseId
     worker: WorkerId
     truncated: bool
     frames: list[TensorSpec]
+    place: Place | None = None
+    """Where this worker has written it, in one of its own slabs."""
 
 
 class PushGroups(Message, frozen=True, kw_only=True):
@@ -67,6 +101,8 @@ class TakeStage(Message, frozen=True, kw_only=True):
     worker: WorkerId
     max_groups: int
     wait_ms: int = 1000
+    host: str = ""
+    """As in ``FetchGroups``."""
 
 
 class StageItem(Part, frozen=True, kw_only=True):
@@ -77,10 +113,16 @@ class StageItem(Part, frozen=True, kw_only=True):
     ticket: int
     row: dict[str, Any]
     frames: list[TensorSpec]
+    place: Place | None = None
+    """Where the packed payload lies, which is not in ``frames`` then."""
+    sha: str = ""
+    """Of what lies there."""
 
 
 class StageWork(Message, frozen=True, kw_only=True):
     items: list[StageItem]
+    folder: str = ""
+    """Of the slabs."""
 
 
 class StageResult(Part, frozen=True, kw_only=True):
@@ -106,15 +148,27 @@ class FetchGroups(Message, frozen=True, kw_only=True):
 
     groups: list[GroupId]
     shas: list[str]
+    host: str = ""
+    """Kernel boot id of the reader, who maps what lies in slabs if it is the server's; empty: all comes in frames."""
+    checks: bool = False
+    """The reader checks the sha256 of every payload itself: each comes packed, as it is stored."""
 
 
 class GroupFrames(Part, frozen=True, kw_only=True):
+    """One group: its arrays; or those that stages made, and the packed payload, whose sha256 nobody has checked."""
+
     group: GroupId
     row: dict[str, Any]
     frames: list[TensorSpec]
+    place: Place | None = None
+    """Where the packed payload lies."""
+    packed: bool = False
+    """The frame behind the others is the packed payload."""
 
 
 class Groups(Message, frozen=True, kw_only=True):
     """In the order asked, the frames of each one after the other."""
 
     groups: list[GroupFrames]
+    folder: str = ""
+    """Of the slabs."""

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from staleflow.sim.faults.network import GRAIN_S
 from staleflow.sim.faults.plan import Plan
@@ -12,6 +13,8 @@ from staleflow.sim.faults.world import Node, World
 SPELL_S = 60.0
 PAUSE_S = 25.0
 """After so long without an end the faults pause for this long: a run that stands still then has no excuse."""
+NEXT_VERSION_S = 3.0
+"""For the next version to come."""
 SERVERS = ("scheduler", "trajectories", "parameters")
 WORKERS = ("rollout", "rollout", "stage", "trainer")
 
@@ -268,17 +271,32 @@ class Faults:
         return node is not None and node.disk is not None and node.disk.flip(tables) is not None
 
     def _flip_weights(self) -> bool:
-        """One byte of one version on disk; the newest is the trainer's to bring back."""
-        files = sorted((self._world.run_dir / "parameters").glob("*.bin"))
-        if not files:
-            return False
-        path = self._rng.choice(files)
+        """One byte of a version on disk: of one that is there, or of the next one before anybody has loaded it."""
+        there = self._versions()
+        if self._rng.random() < 0.5:
+            self._flip_next(set(there), self._world.conductor.now_s + NEXT_VERSION_S)
+            return True
+        if there:
+            self._flip_file(self._rng.choice(there))
+        return bool(there)
+
+    def _flip_next(self, there: set[Path], until_s: float) -> None:
+        conductor = self._world.conductor
+        new = [path for path in self._versions() if path not in there]
+        if new:
+            self._flip_file(new[-1])
+        elif conductor.now_s < until_s and not self._world.ended:
+            conductor.after(0.001, self._flip_next, there, until_s)
+
+    def _versions(self) -> list[Path]:
+        return sorted((self._world.run_dir / "parameters").glob("*.bin"))
+
+    def _flip_file(self, path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
         path.chmod(0o644)
         path.write_bytes(data)
         path.chmod(0o444)
-        return True
 
     def _clock_jump(self) -> bool:
         self._world.clock.jump_ns += self._rng.choice((-3600, -5, 5, 86_400)) * 1_000_000_000

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, TrainerTerm, Version
-from staleflow.protocols.wire.manifest import lay_out
+from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Manifest
-from staleflow.protocols.wire.stages import REFERENCE, REWARD_COLUMN, STAGE
+from staleflow.protocols.wire.stages import REFERENCE, REWARD, REWARD_COLUMN, STAGE
 from staleflow.protocols.wire.tensors import Array, pack
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 
@@ -20,6 +20,9 @@ Segments = tuple[tuple[Lineage, Version, int], ...]
 
 WEIGHT_WORDS = 64
 REFERENCE_COLUMN = f"{STAGE}{REFERENCE}/logprobs"
+LENGTHS, ODD = "lengths", "odd"
+"""Stages of a user's."""
+STAGES = (REWARD, REFERENCE, LENGTHS, ODD)
 TENSOR = "weights"
 
 
@@ -60,8 +63,20 @@ def is_what_was_written(seed: int, group: GroupId, payload: GroupPayload, sample
     _, lease, variant = payload.prompt_ids.tolist()
     wanted = group_payload(seed, group, lease, segments_of(payload), samples, variant).to_arrays()
     same = all(np.array_equal(getattr(payload, name), column) for name, column in wanted.items())
-    stages = {REWARD_COLUMN: rewards_of(seed, group, lease, samples), REFERENCE_COLUMN: reference_of(payload)}
-    return same and all(np.array_equal(column, stages[name]) for name, column in payload.stages.items())
+    made = {name: column for stage in STAGES for name, column in made_by(stage, seed, group, payload).items()}
+    return same and all(np.array_equal(column, made[name]) for name, column in payload.stages.items())
+
+
+def made_by(stage: str, seed: int, group: GroupId, payload: GroupPayload) -> dict[str, Array]:
+    """What a stage makes of a group, by full name: a function of its bytes."""
+    if stage == REWARD:
+        lease = LeaseId(int(payload.prompt_ids[1]))
+        return {REWARD_COLUMN: rewards_of(seed, group, lease, payload.num_samples)}
+    if stage == REFERENCE:
+        return {REFERENCE_COLUMN: reference_of(payload)}
+    if stage == LENGTHS:
+        return {f"{STAGE}{LENGTHS}/count": payload.lengths.astype(np.float32)}
+    return {f"{STAGE}{ODD}/odd:token": (payload.token_ids % 2).astype(np.float32)}
 
 
 def rewards_of(seed: int, group: GroupId, lease: LeaseId, samples: int) -> Array:
@@ -96,7 +111,7 @@ def are_weights(seed: int, data: bytes, lineage: Lineage, version: Version) -> b
 
 def manifest_of(data: bytes) -> Manifest:
     """What describes these weights."""
-    return lay_out([(TENSOR, "int32", (WEIGHT_WORDS,), hashlib.sha256(data).hexdigest())])
+    return lay_out([(TENSOR, "int32", (WEIGHT_WORDS,), digest(data))])
 
 
 def row_of(number: int) -> dict[str, object]:

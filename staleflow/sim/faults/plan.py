@@ -8,9 +8,16 @@ import msgspec
 
 from staleflow.configs.load import from_json
 from staleflow.configs.schema import Config
+from staleflow.sim.faults.payload import LENGTHS, ODD
 
 ROWS: Final = 500
 SOURCE: Final = "staleflow.sim.faults.payload:rows"
+
+USERS: Final = (
+    {"name": LENGTHS, "run": "nobody:calls", "makes": ["count"], "timeout_s": 1.0},
+    {"name": ODD, "run": "nobody:calls", "needs": [f"{LENGTHS}/count", "reward/reward"], "makes": ["odd:token"]},
+)
+"""Stages of a user's: one beside the reward, one after both."""
 
 KINDS: Final = (
     "kill",
@@ -65,12 +72,15 @@ def plan_of(seed: int) -> Plan:
     shards = rng.choice((1, 1, 2, 3))
     bound = rng.choice(("trajectory", "trajectory", "token"))
     batch_size = rng.choice((2, 6, 12, 24))
+    streaming = random.Random(f"streaming {seed}").random() < 0.4
+    users = random.Random(f"stages {seed}").choice((0, 0, 1, 2))
     table = {
         "name": f"faults-{seed}",
         "seed": seed,
         "model": {"path": "simulated"},
         "prompts": {"source": SOURCE, "options": {"count": ROWS}},
         "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
+        "stage": USERS[:users],
         "staleness": {
             "max_staleness": rng.choice((0, 1, 2, 3)),
             "bound": bound,
@@ -99,6 +109,8 @@ def plan_of(seed: int) -> Plan:
             "checkpoint_every": rng.choice((1, 3, 8)),
             "algorithm": {"kl_coef": rng.choice((0.0, 0.0, 0.1))},
             "simulated_step_s": batch_size * rng.choice((0.02, 0.06)),
+            "streaming": streaming,
+            "stream_groups": random.Random(f"pieces {seed}").choice((1, 2)) if streaming else 1,
         },
         "scheduler": {"bind": "tcp://127.0.0.1:7000", "lease_s": 5.0, "durability": rng.choice(("process", "power"))},
         "trajectories": {

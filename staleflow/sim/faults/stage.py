@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from staleflow.clients.attachment import attach
 from staleflow.clients.stage.worker import Failed, Made, StageGroup, StageWorker
-from staleflow.protocols.consistency.ids import LeaseId
+from staleflow.configs.stages import graph
 from staleflow.protocols.wire.messages import Attach
-from staleflow.protocols.wire.stages import REFERENCE
 from staleflow.runtime.client import Client, worker_id
-from staleflow.sim.faults.payload import is_what_was_written, reference_of, rewards_of
+from staleflow.sim.faults.payload import is_what_was_written, made_by
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
 
@@ -25,6 +24,7 @@ class CheckedStage:
     def __init__(self, scene: Scene, stage: str) -> None:
         self._scene = scene
         self._stage = stage
+        self._needs = {name for node in graph(scene.config) if node.name == stage for name in node.needs}
         self._rng = random.Random(scene.rng.getrandbits(64))
 
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
@@ -38,10 +38,10 @@ class CheckedStage:
             scene.journal.wrong.append(f"a stage got bytes of group {group.group} that nobody wrote")
         if self._rng.random() < FAILED_SHARE:
             return Failed("it cannot be judged")
-        if self._stage == REFERENCE:
-            return {"logprobs": reference_of(payload)}
-        lease = LeaseId(int(payload.prompt_ids[1]))
-        return {"reward": rewards_of(scene.seed, group.group, lease, scene.samples)}
+        if set(payload.stages) != self._needs:
+            found = ", ".join(payload.stages) or "no columns"
+            scene.journal.wrong.append(f"the stage {self._stage} got {found} of group {group.group}")
+        return made_by(self._stage, scene.seed, group.group, payload)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
         """Nobody waits for that here."""

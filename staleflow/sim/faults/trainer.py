@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 from staleflow.clients.attachment import attach
@@ -11,7 +12,7 @@ from staleflow.clients.parameters import TRIES, damaged
 from staleflow.clients.trainer.backend import NoBatch
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch
 from staleflow.clients.trainer.client import LOOK_S
-from staleflow.clients.trainer.stream import BatchStream
+from staleflow.clients.trainer.pieces import PieceStream, joined
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -43,11 +44,11 @@ FUTURE = 1_000
 """Versions ahead of everything: a trainer that comes from there is refused."""
 
 
-class CheckedStream(BatchStream):
-    """The shipped stream; what it fetches is looked at."""
+class CheckedStream(PieceStream):
+    """The shipped stream, of batches and of pieces; what it fetches is looked at."""
 
     def __init__(self, scene: Scene, scheduler: Client, shards: Sequence[Client], term: TrainerTerm) -> None:
-        super().__init__(scheduler, shards, term)
+        super().__init__(scheduler, shards, term, size=scene.config.trainer.stream_groups)
         self._scene = scene
 
     async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
@@ -122,11 +123,11 @@ class Trainer:
 
     async def _train(self, version: Version) -> None:
         stream = CheckedStream(self._scene, self._scheduler, self._shards, self._term)
-        ahead = asyncio.ensure_future(stream.fetch(Step(version)))
+        ahead = asyncio.ensure_future(self._batch(stream, Step(version)))
         while True:
             batch = await self._next(ahead, version)
             self._note(batch)
-            ahead = asyncio.ensure_future(stream.fetch(Step(batch.step + 1)))
+            ahead = asyncio.ensure_future(self._batch(stream, Step(batch.step + 1)))
             try:
                 await self._other_rank(batch)
                 await asyncio.sleep(self._scene.step_s * (0.5 + self._rng.random()))
@@ -141,6 +142,23 @@ class Trainer:
                 ahead.cancel()
                 await self._scheduler.ask(Finished(trainer_term=self._term), Done, timeout_s=None)
                 return
+
+    async def _batch(self, stream: CheckedStream, step: Step) -> TrainBatch:
+        """The batch, in one or as the pieces add up."""
+        trainer = self._scene.config.trainer
+        if not trainer.streaming:
+            return await stream.fetch(step)
+        parts: list[TrainBatch] = []
+        async with aclosing(stream.pieces(step)) as pieces:
+            async for piece in pieces:
+                if piece.first:
+                    self._scene.counts["a step began again"] += bool(parts)
+                    parts.clear()
+                parts.append(piece.data)
+                await asyncio.sleep(self._scene.step_s * self._rng.random() / trainer.batch_size)
+                if piece.batch is not None:
+                    return joined(parts, piece.batch)
+        raise AssertionError("the pieces of a step end with its batch")
 
     async def _next(self, coming: "asyncio.Future[TrainBatch]", version: Version) -> TrainBatch:
         """The batch. While it does not come, a newest version that was damaged is published again."""
@@ -180,18 +198,16 @@ class Trainer:
         """
         self._scene.wrote[self._lineage, version] = self._term
         begin, data = self._begin(self._lineage, version, batch)
-        self._scene.journal.published.setdefault((self._lineage, version), set()).add(begin.manifest.sha)
+        self._scene.journal.published.setdefault((self._lineage, version), set()).add(manifest_of(data).sha)
         await self._until_whole(begin, data)
         self._from = self._lineage
-        committed = Committed(self._term, self._lineage, version, begin.manifest.sha, batch)
+        committed = Committed(self._term, self._lineage, version, manifest_of(data).sha, batch)
         self._scene.journal.committed.append(committed)
 
     def _begin(self, lineage: Lineage, version: Version, batch: BatchId | None) -> tuple[BeginPublish, bytes]:
         """The bytes of a version, which are others in each term."""
         data = weights_of(self._scene.seed, lineage, version, self._scene.wrote[lineage, version])
-        begin = BeginPublish(
-            trainer_term=self._term, lineage=lineage, version=version, batch=batch, manifest=manifest_of(data)
-        )
+        begin = BeginPublish(trainer_term=self._term, lineage=lineage, version=version, batch=batch, nbytes=len(data))
         return begin, data
 
     async def _until_whole(self, begin: BeginPublish, data: bytes) -> None:
@@ -207,13 +223,15 @@ class Trainer:
 
     async def _upload(self, begin: BeginPublish, data: bytes) -> None:
         to = await self._parameters.ask(begin, PublishTo, timeout_s=None)
-        if self._rng.random() < 0.5 or not _written(to.path, data):
+        in_place = self._rng.random() >= 0.5 and _written(to.path, data)
+        if in_place:
+            await asyncio.sleep(0.01)
+        else:
             for start in range(0, len(data), CHUNK):
                 chunk = PublishChunk(upload=to.upload, offset=start)
                 await self._parameters.ask(chunk, Done, [data[start : start + CHUNK]], timeout_s=None)
-        else:
-            await asyncio.sleep(0.01)
-        await self._parameters.ask(CommitPublish(upload=to.upload), Registered, timeout_s=None)
+        commit = CommitPublish(upload=to.upload, manifest=manifest_of(data), in_place=in_place)
+        await self._parameters.ask(commit, Registered, timeout_s=None)
 
 
 def _written(path: str, data: bytes) -> bool:

@@ -236,6 +236,7 @@ class World:
             shard,
             opened=disk.opener(process),
             transport=self.network.transport(process),
+            slabs=False,
         )
 
     async def _parameters(self, process: Process, stop: Stop) -> None:

@@ -330,6 +330,17 @@ async def test_a_drained_run_lets_the_worker_finish_what_it_holds(short_dir: Pat
         assert sorted(play.shard.payloads) == [1, 2]
 
 
+async def test_a_drained_run_does_not_keep_a_worker_whose_groups_never_end(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.clients.rollout.worker.DRAIN_S", 0.2)
+    async with playing(short_dir, Paced(tokens=10**6)) as play:
+        await loaded(play)
+        play.scheduler.order(assign(1), drain=True)
+        await asyncio.wait_for(play.running, 10)
+        assert play.shard.payloads == {}
+
+
 async def test_a_worker_that_leaves_delivers_what_is_done_and_says_goodbye(short_dir: Path) -> None:
     async with playing(short_dir, Paced(tokens=10**6)) as play:
         await loaded(play)

@@ -65,6 +65,16 @@ def share(step: int, rank: int, world: int, *, groups: int = 3) -> TrainBatch:
     return assemble(header(step), [every[place] for place in mine])
 
 
+def piece_shares(step: int, rank: int, world: int, size: int, *, groups: int) -> list[TrainBatch]:
+    """The same when the batch comes in pieces of so many groups."""
+    every, found = members(step, groups=groups), list[TrainBatch]()
+    for start in range(0, groups, size):
+        part = every[start : start + size]
+        mine = shares([item.payload.num_tokens for item in part], world)[rank]
+        found.append(assemble(header(step), [part[place] for place in mine]))
+    return found
+
+
 def batch(step: int, *, groups: int = 3, lengths: tuple[int, ...] = (5, 9, 2, 7)) -> TrainBatch:
     """A whole batch of random groups; the same step gives the same batch."""
     return assemble(header(step), members(step, groups=groups, lengths=lengths))

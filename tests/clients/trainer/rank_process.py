@@ -10,13 +10,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from staleflow.clients.trainer.backend import Stopped
+from staleflow.clients.trainer.backend import StepResult, Stopped
+from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.evaluation import open_evaluation
+from staleflow.clients.trainer.pieces import joined
 from staleflow.clients.trainer.ranks import ManyRanks, open_ranks
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
-from tests.clients.trainer.making import share
+from tests.clients.trainer.making import header, piece_shares, share
 
 PATIENCE_S = 180.0
 
@@ -27,6 +29,16 @@ def keep(trainer: TorchTrainer, leads: bool, file: str) -> None:
     if leads:
         save: Any = np.savez
         save(file, **weights)
+
+
+def streamed(trainer: TorchTrainer, parts: list[TrainBatch], step: int) -> StepResult:
+    """One step in pieces, of which the first was begun before, with another one, and given up."""
+    trainer.begin()
+    trainer.add(parts[-1], lambda: False, last=False)
+    trainer.begin()
+    for part in parts:
+        trainer.add(part, lambda: False, last=part is parts[-1])
+    return trainer.finish(joined(parts, header(step)), Step(step))
 
 
 def main() -> None:
@@ -46,7 +58,10 @@ def main() -> None:
             data.behavior_logprobs[data.completions] = np.nan
         asked = iter([False, where.rank == where.world - 1] if step in task.get("stopped", []) else [])
         try:
-            result = trainer.train(data, Step(step), lambda asked=asked: next(asked, False))  # type: ignore[misc]
+            if "pieces" in task:
+                result = streamed(trainer, piece_shares(step, where.rank, where.world, task["pieces"], groups=6), step)
+            else:
+                result = trainer.train(data, Step(step), lambda asked=asked: next(asked, False))  # type: ignore[misc]
         except Stopped:
             results.append({"bad": "stopped"})
         else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
-from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of, shares
+from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of, scale, weights
 from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.kl import kl_loss
 from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
@@ -226,7 +226,7 @@ def test_the_second_moment_of_nothing_and_of_a_broken_token() -> None:
 
 def test_each_aggregation_gives_its_shares() -> None:
     def of(how: Aggregation) -> list[float]:
-        return shares(how, ROW, tokens=10, sequences=4, trajectories=5, longest=8).tolist()
+        return (weights(how, ROW, longest=8) * scale(how, tokens=10, sequences=4, trajectories=5)).tolist()
 
     assert of(Aggregation.TOKEN_MEAN) == pytest.approx([0.1] * 6)
     assert of(Aggregation.SEQUENCE_MEAN) == pytest.approx([1 / 12] * 3 + [1 / 8] * 2 + [1 / 4])

@@ -54,6 +54,7 @@ EVALUATED = [
     case("deepspeed", 3, 1, short=False),
     case("deepspeed", 3, 2, short=False),
 ]
+STREAMED = [case("ddp", 2, 2, short=False), case("fsdp", 2, 2, short=False)]
 SHARDED = [case("fsdp", 2, 2, short=False), case("deepspeed", 2, 2, short=False)]
 
 
@@ -129,6 +130,19 @@ def test_a_step_that_is_bad_or_given_up_on_one_rank_changes_nothing_on_any(
     clean = TorchTrainer(settings(), model_directory).train(batch(2), Step(2), going_on).values
     assert math.isnan(bad["loss"])
     assert (good["loss"], good["grad_norm"]) == pytest.approx((clean["loss"], clean["grad_norm"]), rel=1e-4)
+
+
+@pytest.mark.parametrize(("backend", "stage", "nproc"), STREAMED)
+def test_ranks_that_share_out_pieces_take_the_steps_of_one_that_has_all_of_them(
+    model_directory: Path, tmp_path: Path, backend: str, stage: int, nproc: int
+) -> None:
+    steps, plain = list(range(6)), TorchTrainer(settings(), model_directory)
+    expected = [plain.train(batch(step, groups=6), Step(step), going_on).values for step in steps]
+    found = ranked(settings(backend, stage), model_directory, tmp_path, nproc, steps=steps, pieces=3, groups=6)
+    for name in ("loss", "grad_norm", "reward/mean", "length/p99", "trainer/tokens", "lr"):
+        assert found.column(name) == pytest.approx([values[name] for values in expected], rel=1e-4, abs=2e-6), name
+    for name, array in plain.weights().items():
+        assert np.allclose(found.weights[name], array, atol=2e-4), name
 
 
 @pytest.mark.parametrize("environment", [True, pytest.param(False, marks=pytest.mark.long)])

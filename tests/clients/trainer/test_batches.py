@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.clients.trainer.batches import FetchedGroup, assemble, micro_batches
-from staleflow.clients.trainer.stream import FETCH_GROUPS, FETCH_TOKENS, requests
+from staleflow.clients.trainer.fetching import FETCH_GROUPS, FETCH_TOKENS, requests
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import MemberRef
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -62,6 +62,19 @@ def test_columns_a_token_stand_where_their_tokens_do_and_are_0_elsewhere() -> No
     )
     assert not made.token_stages["critic/values"][2:].any()
     assert {column.dtype.name for column in made.token_stages.values()} == {"float32"}
+
+
+def test_columns_a_sample_and_a_token_of_a_users_stage_go_by_their_short_names() -> None:
+    first, second = two_versions(), payload(1, [2, 1], prompt=1)
+    first.stages["stage/judge/score"] = np.array([3.0, 4.0], np.float32)
+    first.stages["stage/judge/weights:token"] = np.array([1, 2, 3, 5], np.float32)
+    made = assemble(
+        header(7), [FetchedGroup(group=GroupId(g), row={}, payload=p) for g, p in ((4, first), (5, second))]
+    )
+    assert made.token_stages["judge/weights"].tolist() == [[0, 0, 1, 2, 3], [0, 0, 5, 0, 0], [0] * 5, [0] * 5]
+    assert set(made.sample_stages) == {"judge/score", "reward/reward"}
+    np.testing.assert_array_equal(made.sample_stages["judge/score"], [3.0, 4.0, np.nan, np.nan])
+    np.testing.assert_array_equal(made.sample_stages["reward/reward"], made.rewards)
 
 
 def test_as_many_samples_as_tokens_do_not_make_a_column_a_sample_one_a_token() -> None:

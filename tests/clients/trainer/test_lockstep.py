@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from staleflow.clients.trainer.backend import Array, Published, StepResult, Stopped, Stopping
-from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.batches import TrainBatch, assemble
 from staleflow.clients.trainer.lockstep import Leader, follow
+from staleflow.clients.trainer.pieces import Piece, joined
 from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm, Version
-from tests.clients.trainer.making import batch
+from staleflow.protocols.wire.messages import Batch
+from tests.clients.trainer.making import batch, header, members
 
 LIMIT_S = 10.0
 
@@ -82,6 +84,18 @@ class Recorded:
             raise Stopped
         return StepResult(values={"loss": 1.0})
 
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        self.calls.append(("add", list(dict.fromkeys(part.group_ids.tolist())), last))
+        if self.stops:
+            raise Stopped
+
+    def finish(self, batch: TrainBatch, step: Step) -> StepResult:
+        self.calls.append(("finish", int(step), int(batch.batch), len(batch.rewards)))
+        return StepResult(values={"loss": 2.0})
+
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
         self.calls.append(("evaluate", int(version)))
         return {"reward/eval": 1.0}
@@ -102,6 +116,13 @@ class Fed:
 
     def batch(self, step: Step) -> TrainBatch | None:
         return next(self._found)
+
+    def piece(self, header: Batch) -> TrainBatch | None:
+        """As ``batch``; the end of what there is to find is the end of the process."""
+        try:
+            return next(self._found)
+        except StopIteration:
+            raise Stopped from None
 
 
 Scene = tuple[Leader, Recorded, Recorded, Fed, Callable[[], None]]
@@ -194,3 +215,65 @@ def test_after_a_step_that_all_gave_up_a_checkpoint_can_be_saved(scene: Callable
     leader.close()
     wait()
     assert second.calls == [("train", 0, 1), ("save", "kept"), "close"]
+
+
+def piece(step: int, group: int, *, last: bool = False) -> Piece:
+    """A group of a step, of which each rank has two rows."""
+    data = assemble(header(step), members(step, lengths=(3, 2))[group : group + 1])
+    return Piece(data=data, first=group == 0, batch=header(step) if last else None, header=header(step))
+
+
+def take(leader: Leader, *pieces: Piece) -> None:
+    for one in pieces:
+        assert leader.share(one)
+        if one.first:
+            leader.begin()
+        leader.add(one.data, lambda: False, last=one.batch is not None)
+
+
+def test_every_rank_takes_its_share_of_every_piece_and_finishes_the_step(scene: Callable[..., Scene]) -> None:
+    pieces = [piece(5, 0), piece(5, 1, last=True)]
+    leader, first, second, _, wait = scene(piece(5, 1).data, piece(5, 2).data)
+    take(leader, *pieces)
+    whole = joined([one.data for one in pieces], header(5))
+    assert leader.finish(whole, Step(5)).values == {"loss": 2.0}
+    leader.close()
+    wait()
+    assert first.calls == ["begin", ("add", [0], False), ("add", [1], True), ("finish", 5, 6, 4), "close"]
+    assert second.calls == ["begin", ("add", [1], False), ("add", [2], True), ("finish", 5, 6, 4), "close"]
+
+
+def test_a_step_that_begins_again_begins_again_on_every_rank(scene: Callable[..., Scene]) -> None:
+    shares = [piece(5, 1).data, None, piece(5, 2).data]
+    leader, _, second, _, wait = scene(*shares)
+    take(leader, piece(5, 0))
+    assert not leader.share(piece(5, 1)), "the other rank could not fetch it"
+    again = piece(5, 0, last=True)
+    take(leader, again)
+    leader.finish(joined([again.data], header(5)), Step(5))
+    leader.close()
+    wait()
+    assert second.calls[:2] == ["begin", ("add", [1], False)]
+    assert second.calls[2:] == ["begin", ("add", [2], True), ("finish", 5, 6, 2), "close"], "one piece's rows"
+
+
+def test_a_rank_that_was_asked_to_end_stops_all_of_them_between_two_pieces(scene: Callable[..., Scene]) -> None:
+    leader, _, second, _, wait = scene(piece(5, 1).data)
+    take(leader, piece(5, 0))
+    with pytest.raises(Stopped):
+        leader.share(piece(5, 1))
+    leader.save(Path("kept"))
+    leader.close()
+    wait()
+    assert second.calls == ["begin", ("add", [1], False), ("save", "kept"), "close"]
+
+
+def test_after_a_piece_that_all_gave_up_a_checkpoint_can_be_saved(scene: Callable[..., Scene]) -> None:
+    leader, first, second, _, wait = scene(piece(5, 1).data)
+    first.stops = second.stops = True
+    with pytest.raises(Stopped):
+        take(leader, piece(5, 0))
+    leader.save(Path("kept"))
+    leader.close()
+    wait()
+    assert second.calls == ["begin", ("add", [1], False), ("save", "kept"), "close"]

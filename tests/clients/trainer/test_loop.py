@@ -14,6 +14,7 @@ from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
+from staleflow.clients.trainer.steps import WholeSteps
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Joined
@@ -49,6 +50,9 @@ class Told:
 
     def publish_initial(self, weights: Weights) -> None:
         self.published.append((0, weights["w"].tolist()))
+
+    def holds(self, weights: Weights) -> None:
+        pass
 
     def batches(self, steps: int) -> Iterator[TrainBatch]:
         for step in range(self._held, min(steps, self._held + self._batches)):
@@ -111,6 +115,7 @@ def loop(
         settings,
         client=cast(TrainerClient, client),
         backend=backend,
+        steps=WholeSteps(backend),
         checkpoints=Checkpoints(folder, run="r1", keep=3),
         stop=stop or threading.Event(),
     )

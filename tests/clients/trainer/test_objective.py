@@ -125,7 +125,8 @@ def stepped(
 ) -> tuple[float, dict[int, float], dict[str, float]]:
     """Loss, derivative by each trained token's log-probability (by ``id``), metrics, of one rank's trajectories."""
     data, objective = columns(batch), Objective(settings(how), CPU, reduce)
-    objective.begin(data)
+    objective.begin()
+    objective.take(data)
     leaves = []
     for cut in cuts:
         numbers = [token.logprob for row in cut for token in batch[row].tokens]
@@ -147,7 +148,8 @@ def stepped(
                 gradients[id(token)] = derivative
             else:
                 assert derivative == 0.0
-    return total, gradients, objective.values()
+    scale = objective.scale()
+    return scale * total, {token: scale * each for token, each in gradients.items()}, objective.values()
 
 
 def whole(batch: Sequence[Written]) -> list[list[int]]:
@@ -265,10 +267,12 @@ def test_the_objective_forgets_the_step_before() -> None:
     leaf = torch.tensor([token.logprob for one in batch for token in one.tokens])
     which, found = np.arange(len(batch)), []
     for _ in range(2):
-        objective.begin(data)
+        objective.begin()
+        objective.take(data)
         objective.survey(leaf, tokens_of(data, which, CPU))
         objective.surveyed()
         objective.loss(leaf, tokens_of(data, which, CPU))
+        objective.scale()
         found.append(objective.values())
     assert found[0] == found[1]
 
@@ -288,7 +292,8 @@ def test_a_stage_column_that_is_missing_is_named(keys: dict[str, Any], column: s
     logprobs = torch.zeros(sum(len(one.tokens) for one in batch))
 
     def train() -> None:
-        objective.begin(data)
+        objective.begin()
+        objective.take(data)
         objective.loss(logprobs, tokens_of(data, np.arange(len(batch)), CPU))
 
     with pytest.raises(ConfigError, match=column) as error:
@@ -305,6 +310,12 @@ def centred(rewards, group_ids):
 def reinforce(logprobs, old, behavior, advantages, row):
     assert len(logprobs) == len(old) == len(behavior) == len(advantages) == len(row)
     return -advantages * logprobs
+
+def staged(rewards, group_ids, *, stages):
+    return stages["judge/score"]
+
+def weighted(logprobs, old, behavior, advantages, row, *, stages):
+    return -advantages * stages["critic/values"] * logprobs
 
 def number(*given): return 1.0
 def short(*given): return given[0][:-1]
@@ -330,6 +341,22 @@ def test_a_users_advantage_and_loss_are_trained_as_a_token_mean(users: str) -> N
     for one in batch:
         for token in one.trained:
             assert gradients[id(token)] == pytest.approx(-(one.reward - mean) / tokens, rel=1e-4, abs=1e-7)
+
+
+def test_a_users_advantage_and_loss_that_ask_for_stages_get_their_columns(users: str) -> None:
+    batch, tokens = drawn(2), 0
+    data = columns(batch)
+    data.sample_stages["judge/score"] = np.arange(len(batch), dtype=np.float32)
+    objective = Objective(settings(algorithm(advantage=f"{users}:staged", loss=f"{users}:weighted")), CPU)
+    objective.begin()
+    objective.take(data)
+    logprobs = torch.tensor([token.logprob for one in batch for token in one.tokens], requires_grad=True)
+    loss = objective.loss(logprobs, tokens_of(data, np.arange(len(batch)), CPU)) * objective.scale()
+    expected = 0.0
+    for row, one in enumerate(batch):
+        tokens += len(one.trained)
+        expected -= sum(row * token.value * token.logprob for token in one.trained)
+    assert float(loss.detach()) == pytest.approx(expected / tokens, rel=1e-4)
 
 
 @pytest.mark.parametrize(

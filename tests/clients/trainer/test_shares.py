@@ -1,5 +1,6 @@
 """Whole groups to ranks, by tokens."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,14 @@ def test_every_group_has_one_rank_and_no_rank_has_a_third_more_than_it_must(toke
     loads = [sum(tokens[place] for place in part) for part in parts]
     bound = max(max(tokens), sum(tokens) / world, *_pairs(tokens, world))
     assert max(loads) <= bound * 4 / 3 + 1
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from((2, 4, 8)))
+def test_ranks_are_within_two_percent_of_even_where_lengths_have_a_heavy_tail(seed: int, world: int) -> None:
+    lengths = np.random.default_rng(seed).lognormal(7.0, 1.0, (256, 8)).clip(1, 32_768)
+    tokens = [int(group.sum()) for group in lengths]
+    loads = [sum(tokens[place] for place in part) for part in shares(tokens, world)]
+    assert max(loads) <= 1.02 * sum(loads) / world
 
 
 def _pairs(tokens: list[int], world: int) -> list[int]:

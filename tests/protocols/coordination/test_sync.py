@@ -34,6 +34,12 @@ def test_groups_that_an_instance_does_not_show_yet_count() -> None:
 
 
 @pytest.mark.parametrize("sync", ALL)
+def test_who_could_not_load_tries_again_without_waiting_for_a_rest_that_need_not_come(sync: Sync) -> None:
+    assert load(snapshot(behind("a", running=50, stuck=True)), sync, 1) == [views.load("a")]
+    assert load(snapshot(behind("a", running=50, stuck=True, pulling=True)), sync, 1) == []
+
+
+@pytest.mark.parametrize("sync", ALL)
 def test_weights_that_no_history_has_any_more_are_replaced_at_once(sync: Sync) -> None:
     assert load(snapshot(behind("a", running=50, usable=False)), sync, 1) == [views.load("a")]
 

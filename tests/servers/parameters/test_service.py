@@ -2,9 +2,9 @@
 
 import asyncio
 import errno
-import hashlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import pytest
 from staleflow.clients.parameters import Puller
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
-from staleflow.protocols.wire.manifest import lay_out
+from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import (
     BeginPublish,
     CommitPublish,
@@ -27,6 +27,7 @@ from staleflow.protocols.wire.messages import (
     PublishTo,
     Registered,
 )
+from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Run, StageWorker, Trainer, eventually, produced
 
@@ -34,16 +35,16 @@ BYTES = np.arange(100, dtype=np.float32).tobytes()
 
 
 def manifest(data: bytes = BYTES) -> Manifest:
-    return lay_out([("w", "float32", (100,), hashlib.sha256(data).hexdigest())])
+    return lay_out([("w", "float32", (100,), digest(data))])
 
 
-def begin(trainer: Trainer, *, version: int = 0, term: int | None = None, data: bytes = BYTES) -> BeginPublish:
+def begin(trainer: Trainer, *, version: int = 0, term: int | None = None) -> BeginPublish:
     return BeginPublish(
         trainer_term=TrainerTerm(trainer.joined.trainer_term if term is None else term),
         lineage=Lineage(0),
         version=Version(version),
         batch=None,
-        manifest=manifest(data),
+        nbytes=len(BYTES),
     )
 
 
@@ -51,7 +52,7 @@ async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BY
     client = run.client(run.where.parameters, trainer.worker)
     to = await client.ask(ask, PublishTo)
     await client.ask(PublishChunk(upload=to.upload, offset=0), Done, [data])
-    return await client.ask(CommitPublish(upload=to.upload), Registered)
+    return await client.ask(CommitPublish(upload=to.upload, manifest=manifest()), Registered)
 
 
 async def versions(run: Run) -> dict[int, dict[str, Any]]:
@@ -93,7 +94,7 @@ async def test_a_publish_by_an_older_trainer_is_fenced_at_every_step(run: Run) -
     await upload(run, new, begin(new))
     for late in (
         begin(old, version=1),
-        CommitPublish(upload=under_way.upload),
+        CommitPublish(upload=under_way.upload, manifest=manifest()),
     ):
         with pytest.raises(Refused) as no:
             await client.call(late)
@@ -111,7 +112,7 @@ async def test_a_version_that_the_scheduler_refuses_is_forgotten(run: Run) -> No
 
 async def test_bytes_that_are_not_those_of_the_manifest_are_refused(run: Run) -> None:
     trainer = await run.trainer()
-    with pytest.raises(Refused, match=r"tensor w .* is not what its sha256 says"):
+    with pytest.raises(Refused, match=r"tensor w .* is not what its digest says"):
         await upload(run, trainer, begin(trainer), BYTES[:-1] + b"?")
     assert await versions(run) == {}
     assert list((run.run_dir / "parameters").iterdir()) == []
@@ -121,19 +122,21 @@ async def test_bytes_that_are_not_those_of_the_manifest_are_refused(run: Run) ->
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"nbytes": 4}, "offsets of the manifest"),
+        ({"nbytes": 396}, "offsets of the manifest"),
         ({"sha": "0" * 64}, "sha256 of the manifest"),
         ({"tensors": []}, "at least one tensor"),
     ],
 )
 async def test_a_manifest_that_contradicts_itself_is_refused(run: Run, change: dict[str, Any], says: str) -> None:
     trainer = await run.trainer()
+    client = run.client(run.where.parameters, trainer.worker)
+    to = await client.ask(begin(trainer), PublishTo)
     bad = msgspec.structs.replace(manifest(), **change)
-    ask = BeginPublish(
-        trainer_term=trainer.joined.trainer_term, lineage=Lineage(0), version=Version(0), batch=None, manifest=bad
-    )
     with pytest.raises(Refused, match=says):
-        await run.client(run.where.parameters, trainer.worker).call(ask)
+        await client.call(CommitPublish(upload=to.upload, manifest=bad))
+    await client.ask(PublishChunk(upload=to.upload, offset=0), Done, [BYTES])
+    good = CommitPublish(upload=to.upload, manifest=manifest())
+    assert (await client.ask(good, Registered)).version == 0
 
 
 async def test_a_chunk_outside_of_its_version_is_refused(run: Run) -> None:
@@ -168,6 +171,69 @@ async def test_pins_and_the_newest_versions_are_kept_and_the_others_deleted(make
 
     assert await eventually(deleted)
     assert not (run.run_dir / "parameters" / "0-1.bin").exists()
+    puller.close()
+
+
+async def test_the_file_of_a_deleted_version_takes_a_later_one_unless_somebody_reads_it(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(parameters={"keep_versions": 1})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    folder, shape = run.run_dir / "parameters", 100
+    await trainer.publish(0, {"w": np.zeros(shape, np.float32)})
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    inodes: list[int] = []
+    held: list[Array] = []
+    async with produced(run):
+        for step in range(6):
+            batch = await trainer.next_batch(step)
+            await trainer.publish(step + 1, {"w": np.full(shape, step + 1, np.float32)}, batch.batch)
+            inodes.append((folder / f"0-{step + 1}.bin").stat().st_ino)
+            async with await puller.pull(Lineage(0), Version(step + 1)) as pulled:
+                np.testing.assert_array_equal(pulled.arrays()["w"], np.full(shape, step + 1, np.float32))
+                if step == 1:
+                    held.append(pulled.arrays()["w"])  # outlives the pin
+            if step:
+                await eventually(lambda step=step: _gone(folder, step))
+    assert len(set(inodes)) < len(inodes)
+    assert inodes[1] not in inodes[2:]
+    np.testing.assert_array_equal(held, [np.full(shape, 2, np.float32)])
+    puller.close()
+
+
+async def _gone(folder: Path, version: int) -> bool:
+    return not (folder / f"0-{version}.bin").exists()
+
+
+async def test_where_the_budget_is_full_unused_versions_go_and_a_publish_waits_for_used_ones(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(parameters={"keep_versions": 9, "budget_mb": 3})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    mib = {"w": np.zeros(1 << 18, np.float32)}
+    with pytest.raises(Refused, match="budget_mb allows 3 MiB") as never:
+        await trainer.publish(0, {"w": np.zeros(1 << 20, np.float32)})
+    assert never.value.code is Code.DENIED
+    await trainer.publish(0, mib)
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    async with produced(run):
+        for step in range(4):
+            batch = await trainer.next_batch(step)
+            await trainer.publish(step + 1, mib, batch.batch)
+        assert sorted(await versions(run)) == [0, 3, 4]  # 0 is the checkpoint
+        pinned = await puller.pull(Lineage(0), Version(3))
+        batch = await trainer.next_batch(4)
+        publishing = asyncio.create_task(trainer.publish(5, mib, batch.batch))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(publishing), 0.5)
+        assert sorted(await versions(run)) == [0, 3, 4]
+        await pinned.close()
+        assert (await publishing).version == 5
+    assert sorted(await versions(run)) == [0, 4, 5]
     puller.close()
 
 

@@ -3,7 +3,6 @@
 Every value of version ``v`` is a function of ``v`` and of its place, so a reader knows what it should have got.
 """
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ import pytest
 
 from staleflow.clients.parameters import Puller
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
-from staleflow.protocols.wire.manifest import lay_out
+from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Chunk, GetChunk, GetManifest, Manifest, ManifestOf
 from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.errors import Refused
@@ -26,7 +25,7 @@ from tests.servers.running import Run, eventually, produced
 TEARS = 100
 SIZES = (700, 0, 3, 4_000)
 """Values of each tensor of a version."""
-PIECE = 1_000
+PIECE = 5_000
 SEED = 4
 
 
@@ -49,7 +48,7 @@ def version_of(arrays: Mapping[str, Array]) -> int:
 def laid_out(version: int) -> tuple[Manifest, bytes]:
     """Manifest and bytes of a version."""
     named = weights(version)
-    described = [(n, "int32", array.shape, hashlib.sha256(array.tobytes()).hexdigest()) for n, array in named.items()]
+    described = [(n, "int32", array.shape, digest(array.tobytes())) for n, array in named.items()]
     manifest = lay_out(described)
     data = bytearray(manifest.nbytes)
     for entry in manifest.tensors:
@@ -70,10 +69,12 @@ def publish(versions: Versions, version: int) -> Stored:
     about = About(
         lineage=Lineage(0), version=Version(version), trainer_term=TrainerTerm(1), batch=None, manifest=manifest
     )
-    staged = versions.stage(about, number=version)
-    for start in range(0, len(data), PIECE):
-        versions.write(staged, start, data[start : start + PIECE])
-    stored = versions.keep(staged)
+    staged = versions.stage(about.key, manifest.nbytes)
+    for entry in manifest.tensors:  # as publishers do: nothing between them
+        end = entry.offset + entry.nbytes
+        for start in range(entry.offset, end, PIECE):
+            versions.write(staged, start, data[start : min(start + PIECE, end)])
+    stored = versions.keep(staged, about)
     versions.stored[about.key] = stored
     return stored
 
@@ -179,6 +180,39 @@ def test_other_bytes_in_place_of_a_corrupt_version_are_whole_or_not_there(tmp_pa
             assert data == b"x" * len(data) or version_of(taken_apart(again.about.manifest, data)) == 1
         outcomes[again is not None] += 1
     assert min(outcomes[True], outcomes[False]) > 2, outcomes
+
+
+def recycling(folder: Path) -> Versions:
+    """Version 1, and a spare file that was version 0."""
+    versions = Versions(folder, durability="process")
+    publish(versions, 0)
+    publish(versions, 1)
+    versions.delete(VersionKey(Lineage(0), Version(0)), reuse=True)
+    assert {path.name for path in folder.iterdir()} == {"0-1.bin", "0-1.json", "spare.part"}
+    spare = folder / "spare.part"
+    spare.chmod(0o644)
+    spare.write_bytes(b"x" * spare.stat().st_size)
+    return versions
+
+
+def test_a_version_written_over_an_old_one_is_whole_or_not_there_wherever_it_is_torn(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        versions = recycling(tmp_path / "whole")
+        spare = (tmp_path / "whole" / "spare.part").stat().st_ino
+        whole = Tear(patched, at=0, random=Random(0))
+        publish(versions, 2)
+    assert (tmp_path / "whole" / "0-2.bin").stat().st_ino == spare
+    fresh = publish(Versions(tmp_path / "fresh", durability="process"), 2)
+    assert (tmp_path / "whole" / "0-2.bin").read_bytes() == fresh.path.read_bytes()  # zeros between tensors too
+    random = Random(SEED)
+    for at in range(1, whole.changes + 1):
+        folder = tmp_path / str(at)
+        versions = recycling(folder)
+        with pytest.MonkeyPatch.context() as patched:
+            Tear(patched, at, random)
+            with pytest.raises(Killed):
+                publish(versions, 2)
+        assert found(folder) in ({1: 1}, {1: 1, 2: 2}), f"seed {SEED}, change {at}"
 
 
 async def test_a_slow_reader_gets_one_version_while_others_are_published_and_deleted(

@@ -169,9 +169,13 @@ class Table:
         self.publish(step + 1, sealed.batch)
 
     def roll_back(self, to: int) -> None:
-        """A trainer joins from an older checkpoint."""
-        join = Join(trainer=WorkerId("trainer"), lineage=Lineage(0), version=Version(to))
-        joined = self.ask("trainer", join)
+        """The trainer joins from an older checkpoint."""
+        self.join("trainer", to)
+
+    def join(self, trainer: str, version: int) -> None:
+        """A trainer takes over with the weights of a version."""
+        join = Join(trainer=WorkerId(trainer), lineage=Lineage(0), version=Version(version))
+        joined = self.ask(trainer, join)
         assert isinstance(joined, Joined), joined
         self.term = joined.trainer_term
 

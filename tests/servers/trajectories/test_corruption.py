@@ -17,15 +17,17 @@ from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, e
 
 
 def flip(run: Run, marker: bytes) -> None:
-    """Change one byte wherever ``marker`` is in the store of the first shard."""
-    path: Path = run.run_dir / "trajectories-0" / "data.mdb"
-    data = bytearray(path.read_bytes())
-    start, found = 0, 0
-    while (start := data.find(marker, start)) >= 0:
-        data[start + len(marker) // 2] ^= 1
-        start, found = start + len(marker), found + 1
+    """Change one byte wherever ``marker`` is in the store of the first shard and in its slabs."""
+    folder: Path = run.run_dir / "trajectories-0"
+    found = 0
+    for path in (folder / "data.mdb", *(folder / "slabs").glob("*")):
+        data = bytearray(path.read_bytes())
+        start = 0
+        while (start := data.find(marker, start)) >= 0:
+            data[start + len(marker) // 2] ^= 1
+            start, found = start + len(marker), found + 1
+        path.write_bytes(data)
     assert found
-    path.write_bytes(data)
 
 
 def tokens_of(group: int, version: int) -> bytes:

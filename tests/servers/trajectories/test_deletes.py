@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+from staleflow.configs.schema import Config, Prompts, Reward
+from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.runtime.client import Client
 from staleflow.runtime.store import StoreFull
@@ -37,7 +39,13 @@ class Narrow:
 
 def forgetting(store: Narrow, keys: Sequence[Key]) -> Shard:
     registrar = Registrar(cast(Client, None))
-    shard = Shard(cast(TrajectoryStore, store), registrar, shard=0, stages=("reward",), keep=FILTERS["none"])
+    shard = Shard(
+        cast(TrajectoryStore, store),
+        registrar,
+        shard=0,
+        stages=graph(Config(prompts=Prompts(), reward=Reward(run=""))),
+        keep=FILTERS["none"],
+    )
     for key in keys:
         shard.holdings.add(Held(key, RECORD))
         shard.forget(key)

@@ -4,6 +4,10 @@ import asyncio
 import hashlib
 from typing import cast
 
+import numpy as np
+
+from staleflow.configs.schema import Config, Prompts, Reward
+from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
@@ -14,7 +18,7 @@ from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import BATCH, Registrar
 from staleflow.servers.trajectories.shard import RECOVER_AT_ONCE, Shard
-from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
 
 STORED = 20 * RECOVER_AT_ONCE
 MAP_BYTES = 64 << 20
@@ -45,7 +49,7 @@ def pushed(lease: int) -> Pushed:
         samples=[1],
         tokens=1,
     )
-    return Pushed(Key(GroupId(lease), LeaseId(lease)), record, blob)
+    return Pushed(Key(GroupId(lease), LeaseId(lease)), record, [blob])
 
 
 def shard(ledger: Ledger) -> tuple[Shard, Registrar]:
@@ -53,7 +57,9 @@ def shard(ledger: Ledger) -> tuple[Shard, Registrar]:
     store = TrajectoryStore(MemoryStore(TABLES), map_bytes=MAP_BYTES)
     store.write_pushes([pushed(lease) for lease in range(1, STORED + 1)])
     registrar = Registrar(cast("Client", ledger))
-    return Shard(store, registrar, shard=0, stages=["reward"], keep=FILTERS["none"]), registrar
+    return Shard(
+        store, registrar, shard=0, stages=graph(Config(prompts=Prompts(), reward=Reward(run=""))), keep=FILTERS["none"]
+    ), registrar
 
 
 async def test_a_new_push_is_told_between_the_old_ones() -> None:
@@ -82,3 +88,16 @@ async def test_old_ones_that_a_full_scheduler_puts_off_do_not_keep_the_others() 
             await asyncio.sleep(0.01)
     for task in working:
         task.cancel()
+
+
+def test_a_trainer_gets_the_columns_of_a_group_that_is_not_taken_up_yet() -> None:
+    store = TrajectoryStore(MemoryStore(TABLES), map_bytes=MAP_BYTES)
+    store.write_pushes([pushed(1)])
+    rewards = np.asarray([1.0], np.float32)
+    store.write_columns([Columns(pushed(1).key, "reward", {"stage/reward/reward": rewards})])
+    registrar = Registrar(cast("Client", Ledger()))
+    nodes = graph(Config(prompts=Prompts(), reward=Reward(run="")))
+    one = Shard(store, registrar, shard=0, stages=nodes, keep=FILTERS["none"])
+    held = one.holdings.find(pushed(1).key)
+    assert held is not None
+    assert one.read_columns([held])[0]["stage/reward/reward"].tolist() == [1.0]

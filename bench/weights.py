@@ -1,0 +1,84 @@
+"""Weights from a trainer to the engines of its host: this product beside its peers, in one interleaved run.
+
+    python -m bench.weights                                  1 GiB, four readers
+    python -m bench.weights --mb 256 --rounds 3
+    python -m bench.weights --peers /path/to/venv/bin/python Ray, safetensors and torch from an environment of their own
+
+Each way runs in turn, ``--repeat`` times, in fresh processes; each time a few versions follow each other after three
+that do not count, since a run publishes hundreds. Printed are medians: until the publish returned, until the last
+reader could read the bytes, until the last had them in tensors of its own; beside one copy of them by one thread. The
+CPU seconds are those of one version, and say most where the machine is shared.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+
+WAYS = ("staleflow", "staleflow, not verified", "ray", "safetensors", "zmq", "torch.save", "ray, torch tensors")
+COLUMNS = ("published", "mapped", "loaded", "cpu")
+WHAT = {
+    "staleflow": "staleflow: each reader verifies all bytes",
+    "staleflow, not verified": "staleflow, were they not verified",
+    "ray": "ray.put of NumPy views",
+    "safetensors": "safetensors on tmpfs",
+    "zmq": "ZeroMQ, ipc, frames of 16 MiB",
+    "torch.save": "torch.save on tmpfs",
+    "ray, torch tensors": "ray.put of torch tensors",
+}
+
+
+def measure(way: str, python: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """The rounds of one way; empty, and said why, where it cannot run."""
+    sizes = [f"--mb={options.mb}", f"--readers={options.readers}", f"--rounds={options.rounds}"]
+    done = subprocess.run(
+        [python, "-m", "bench.weights_ways", way, *sizes],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+    )
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+        print(f"{way} is left out: {why[0]}", file=sys.stderr)
+        return []
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=1024)
+    parser.add_argument("--readers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="versions that count, of each run of a way")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each way")
+    parser.add_argument("--peers", default=sys.executable, help="the interpreter that has the peers")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    options = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    loads: list[float] = []
+    for _ in range(options.repeat):
+        for way in options.ways:
+            found[way] += measure(way, sys.executable if way.startswith("staleflow") else options.peers, options)
+            loads.append(os.getloadavg()[0])
+    copies = [one["memcpy"] for rounds in found.values() for one in rounds]
+    copy = statistics.median(copies)
+    print(
+        f"{options.mb} MiB, {options.readers} readers, load average {min(loads):.1f} to {max(loads):.1f};"
+        f" one copy by one thread: {copy:.3f} s ({options.mb / 1024 * 1.0737 / copy:.1f} GB/s)\n"
+    )
+    print("| | published s | mapped s | loaded s | mapped / copy | loaded / ray | CPU s, all processes |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    ray = statistics.median([one["loaded"] for one in found["ray"]] or [float("nan")])
+    for way in options.ways:
+        if not found[way]:
+            continue
+        published, mapped, loaded, cpu = (statistics.median([one[name] for one in found[way]]) for name in COLUMNS)
+        reach = f"{mapped:.3f} | {loaded:.3f} | {mapped / copy:.2f}" if mapped >= 0 else f"- | {loaded:.3f} | -"
+        print(f"| {WHAT[way]} | {published:.3f} | {reach} | {loaded / ray:.2f} | {cpu:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The product's own way for ``bench.weights``: the shipped parameter server in a process of its own, its real clients.
+
+The scheduler is a stand-in that registers whatever comes; readers are told of a version by the harness, as the
+scheduler would tell them.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from numpy.typing import NDArray
+
+from staleflow.clients.parameters import Publisher, Puller
+from staleflow.clients.parameters.pull import PulledVersion
+from staleflow.configs.load import addresses, from_json
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages import Attach, Attached, KeepVersions, Registered, RegisterVersion, VersionsInUse
+from staleflow.runtime.daemon import Stop
+from staleflow.runtime.endpoint import Call, Endpoint
+from staleflow.servers.parameters.main import serve_until
+
+CONFIG = b"""{
+    "prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.quickstart.task:reward"},
+    "rollout": {"engine": "simulated"}, "trainer": {"backend": "simulated"}
+}"""
+
+
+def _config(place: str) -> Config:
+    Path(place, "sock").mkdir(exist_ok=True)
+    return from_json(CONFIG)
+
+
+def _answer(call: Call) -> None:
+    match call.body:
+        case Attach():
+            call.reply(
+                Attached(
+                    run="bench",
+                    config=b"",
+                    config_sha="",
+                    run_dir="",
+                    shards=[],
+                    parameters="",
+                    lineage=Lineage(0),
+                    version=Version(0),
+                    lease_ms=1000,
+                )
+            )
+        case RegisterVersion() as ask:
+            call.reply(Registered(lineage=ask.lineage, version=ask.version))
+        case VersionsInUse():
+            call.reply(KeepVersions(versions=[]))
+        case _:
+            call.refuse(Code.DENIED, "not here")
+
+
+def _serve(place: str) -> None:
+    """Scheduler and parameter server on one loop, until killed."""
+    logging.disable(logging.INFO)
+    config = _config(place)
+
+    async def serving() -> None:
+        scheduler = Endpoint(addresses(config, Path(place)).scheduler, on_call=_answer)
+        await asyncio.gather(scheduler.serve(), serve_until(Stop(), config, Path(place)))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serving())
+
+
+class OwnPublisher:
+    """Version after version."""
+
+    def __init__(self, place: str) -> None:
+        address = addresses(_config(place), Path(place)).parameters
+        self._server = multiprocessing.get_context("spawn").Process(target=_serve, args=(place,), daemon=True)
+        self._server.start()
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._publisher = self._runner.run(_made(lambda: Publisher(address, worker=WorkerId("trainer.1"))))
+        self._version = 0
+
+    def publish(self, arrays: dict[str, NDArray[Any]]) -> int:
+        version, self._version = self._version, self._version + 1
+        self._runner.run(
+            self._publisher.publish(
+                arrays, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(version), batch=None
+            )
+        )
+        return version
+
+    def close(self) -> None:
+        self._publisher.close()
+        self._runner.close()
+        self._server.kill()
+        self._server.join()
+
+
+class OwnReader:
+    """Maps, verifies and lends a version."""
+
+    def __init__(self, place: str, number: int, *, verified: bool = True) -> None:
+        self._verified = verified
+        address = addresses(_config(place), Path(place)).parameters
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._puller = self._runner.run(_made(lambda: Puller(address, worker=WorkerId(f"reader.{number}"))))
+
+    def reach(self, token: int) -> None:
+        self._pulled: PulledVersion = self._runner.run(self._puller.reach(Lineage(0), Version(token)))
+
+    def views(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        if self._verified:
+            self._runner.run(self._pulled.verify())
+        yield from self._pulled.arrays().items()
+        self._runner.run(self._pulled.close())
+        del self._pulled
+
+    def close(self) -> None:
+        self._puller.close()
+        self._runner.close()
+
+
+async def _made(make: Any) -> Any:
+    return make()

@@ -1,0 +1,289 @@
+"""Weights to readers on other hosts: whole, through relays, and as deltas, beside what ZeroMQ itself can carry.
+
+    python -m bench.weights_remote                    256 MB, links between hosts of 100 MB/s
+    python -m bench.weights_remote --mb 1024 --mb-per-s 400
+
+Everything runs on this machine over TCP; processes are told that they are on different hosts, so that nobody maps a
+file of another. The raw limit is one process that sends frames of 16 MB and one that receives them, into nothing. Rows
+with a link have relays that may ask for so many bytes a second, as between two sites: there depth shows as what it
+adds, since the processor does not decide. Medians of ``--rounds``, each of a version that nobody has yet.
+
+The goal: whole versions at 0.65 of the raw limit or more. Exit 1 when that is missed.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest import mock
+
+import click
+import numpy as np
+import uvloop
+import zmq
+from numpy.typing import NDArray
+
+from staleflow.clients.parameters import Publisher, Puller, mapped, relays
+from staleflow.configs.load import addresses, config_sha, from_json
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Attach,
+    Attached,
+    GetStatus,
+    KeepVersions,
+    Registered,
+    RegisterVersion,
+    Status,
+    VersionsInUse,
+)
+from staleflow.runtime.client import Client
+from staleflow.runtime.daemon import Stop
+from staleflow.runtime.endpoint import Call, Endpoint
+from staleflow.servers.parameters import main as root
+from staleflow.servers.parameters import relay, relay_main, tree
+
+Arrays = dict[str, NDArray[np.uint16]]
+
+FRAME_BYTES = 16 << 20
+TENSOR_BYTES = 16 << 20
+SHARED_MEMORY = "/dev/shm"
+GOAL = 0.65
+SPAWN = multiprocessing.get_context("spawn")
+
+
+# The raw limit -------------------------------------------------------------------------------------------------------
+
+
+def send_frames(port: int, frames: int) -> None:
+    context = zmq.Context()
+    sender = context.socket(zmq.PUSH)
+    sender.set(zmq.SNDHWM, 8)
+    sender.connect(f"tcp://127.0.0.1:{port}")
+    data = bytes(FRAME_BYTES)
+    for _ in range(frames):
+        sender.send(data, copy=False)
+    sender.close()
+    context.term()
+
+
+def raw_limit(nbytes: int) -> float:
+    """Bytes a second of frames of 16 MB, one way."""
+    frames = max(8, nbytes // FRAME_BYTES)
+    context = zmq.Context()
+    receiver = context.socket(zmq.PULL)
+    receiver.set(zmq.RCVHWM, 8)
+    port = receiver.bind_to_random_port("tcp://127.0.0.1")
+    sender = SPAWN.Process(target=send_frames, args=(port, frames + 2))
+    sender.start()
+    for _ in range(2):
+        receiver.recv(copy=False)
+    began = time.perf_counter()
+    for _ in range(frames):
+        receiver.recv(copy=False)
+    took = time.perf_counter() - began
+    sender.join()
+    receiver.close()
+    context.term()
+    return frames * FRAME_BYTES / took
+
+
+# A run with relays ---------------------------------------------------------------------------------------------------
+
+
+def config_of(port: int, delta: str) -> Config:
+    return from_json(
+        b"""{"prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.quickstart.task:reward"},
+        "rollout": {"engine": "simulated"}, "trainer": {"backend": "simulated"},
+        "parameters": {"bind": "tcp://127.0.0.1:%d", "keep_versions": 2, "delta": "%s"}}"""
+        % (port, delta.encode())
+    )
+
+
+def serve(place: str, port: int, delta: str) -> None:
+    """The parameter server, and a stand-in for the scheduler that registers whatever comes."""
+    logging.disable(logging.INFO)
+    config, folder = config_of(port, delta), Path(place)
+
+    def answer(call: Call) -> None:
+        match call.body:
+            case Attach():
+                call.reply(attached(config, folder))
+            case RegisterVersion() as ask:
+                call.reply(Registered(lineage=ask.lineage, version=ask.version))
+            case VersionsInUse():
+                call.reply(KeepVersions(versions=[]))
+            case GetStatus():
+                call.reply(Status(values={}))
+            case _:
+                call.refuse(Code.DENIED, "not here")
+
+    async def serving() -> None:
+        scheduler = Endpoint(addresses(config, folder).scheduler, on_call=answer)
+        await asyncio.gather(scheduler.serve(), root.serve_until(Stop(), config, folder))
+
+    chain = mock.patch.object(tree, "FANOUT", 1)
+    others = mock.patch.object(tree, "is_loopback", str.isspace)  # no address is: all are reached from everywhere
+    with chain, others, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serving())
+
+
+def attached(config: Config, folder: Path) -> Attached:
+    return Attached(
+        run="bench",
+        config=b"",
+        config_sha=config_sha(config),
+        run_dir="",
+        shards=[],
+        parameters=addresses(config, folder).parameters,
+        lineage=Lineage(0),
+        version=Version(0),
+        lease_ms=1000,
+    )
+
+
+def serve_relay(place: str, port: int, delta: str, number: int, mb_per_s: float) -> None:
+    logging.disable(logging.INFO)
+    config, folder = config_of(port, delta), Path(place)
+    scheduler = addresses(config, folder).scheduler
+    there = mock.patch.object(relay, "boot_id", return_value=f"relay host {number}")
+    with there, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(relay_main.serve_until(Stop(), config, folder, f"relay-{number}", scheduler, mb_per_s=mb_per_s))
+
+
+class World:
+    """A parameter server, a chain of relays below it, a publisher beside it and a reader elsewhere."""
+
+    def __init__(self, num_relays: int, *, delta: str = "off", mb_per_s: float = 0.0) -> None:
+        self._place = Path(tempfile.mkdtemp(prefix="sf-", dir=SHARED_MEMORY))
+        (self._place / "sock").mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._address = f"tcp://127.0.0.1:{port}"
+        self._processes: list[BaseProcess] = []
+        self._start(serve, str(self._place), port, delta)
+        self._publisher = Publisher(self._address, worker=WorkerId("trainer.1"))
+        self._reader = Puller(self._address, worker=WorkerId("reader.1"), deltas=delta != "off")
+        self._asking = Client(self._address, worker=WorkerId("looking.1"))
+        self._relays = [(serve_relay, str(self._place), port, delta, at, mb_per_s) for at in range(num_relays)]
+
+    def _start(self, *call: object) -> None:
+        process = SPAWN.Process(target=call[0], args=call[1:], daemon=True)  # type: ignore[arg-type]
+        process.start()
+        self._processes.append(process)
+
+    async def grow(self) -> None:
+        """Start the relays, each below the one before."""
+        for number, call in enumerate(self._relays):
+            self._start(*call)
+            while await self._num_relays() <= number:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+    async def _num_relays(self) -> int:
+        return len((await self._asking.ask(GetStatus(), Status, timeout_s=None)).values["relays"])
+
+    async def publish(self, version: int, arrays: Arrays) -> None:
+        await self._publisher.publish(
+            arrays, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(version), batch=None
+        )
+
+    async def pull(self, version: int) -> float:
+        """Seconds until the reader has every byte, verified."""
+        began = time.perf_counter()
+        with elsewhere():
+            pulled = await self._reader.pull(Lineage(0), Version(version))
+        took = time.perf_counter() - began
+        assert not pulled.mapped
+        await pulled.close()
+        return took
+
+    def close(self) -> None:
+        for connection in (self._publisher, self._reader, self._asking):
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+
+@contextmanager
+def elsewhere() -> Generator[None]:
+    """This process is on a host of its own."""
+    mapping = mock.patch.object(mapped, "boot_id", return_value="reader host")
+    asking = mock.patch.object(relays, "boot_id", return_value="reader host")
+    with mapping, asking:
+        yield
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+def tensors(nbytes: int) -> Arrays:
+    """bfloat16, as bits: weights of deviation 0.02."""
+    random = np.random.default_rng(0)
+    count = max(1, nbytes // TENSOR_BYTES)
+    one = (random.standard_normal(TENSOR_BYTES // 2, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
+    return {f"layer{number}": np.roll(one, number).astype(np.uint16) for number in range(count)}
+
+
+def moved(arrays: Arrays, step: int) -> Arrays:
+    """Each fiftieth element by one bit, as a step at 1e-6 does it."""
+    after = {name: array.copy() for name, array in arrays.items()}
+    for array in after.values():
+        array[step::50] += 1
+    return after
+
+
+async def measure(nbytes: int, rounds: int, num_relays: int, *, delta: str = "off", mb_per_s: float = 0.0) -> float:
+    """Median seconds of a version; the first one, of fresh memory and new connections, does not count."""
+    world, arrays, found = World(num_relays, delta=delta, mb_per_s=mb_per_s), tensors(nbytes), list[float]()
+    try:
+        await world.grow()
+        for version in range(rounds + 1):
+            await world.publish(version, arrays)
+            found.append(await world.pull(version))
+            arrays = moved(arrays, version)
+        return statistics.median(found[1:])
+    finally:
+        world.close()
+
+
+@click.command(help=__doc__)
+@click.option("--mb", default=256, show_default=True, type=click.IntRange(min=16))
+@click.option("--mb-per-s", default=100.0, show_default=True, help="Of a link between hosts.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
+def main(mb: int, mb_per_s: float, rounds: int) -> None:
+    nbytes = mb << 20
+    raw = statistics.median(raw_limit(nbytes) for _ in range(rounds))
+    load = os.getloadavg()[0]
+    click.echo(f"{mb} MiB, load average {load:.1f}; ZeroMQ, frames of 16 MiB one way: {raw / 1e9:.2f} GB/s\n")
+    click.echo("| | seconds | GB/s | of ZeroMQ |\n| --- | ---: | ---: | ---: |")
+
+    def row(what: str, num_relays: int, *, delta: str = "off", mb_per_s: float = 0.0) -> float:
+        seconds = asyncio.run(measure(nbytes, rounds, num_relays, delta=delta, mb_per_s=mb_per_s))
+        rate = nbytes / seconds
+        click.echo(f"| {what} | {seconds:.2f} | {rate / 1e9:.2f} | {rate / raw:.2f} |")
+        return rate / raw
+
+    share = row("whole, from the parameter server", 0)
+    row("whole, through one relay", 1)
+    for depth in (1, 2, 3):
+        row(f"whole, {depth} deep, links of {mb_per_s:.0f} MB/s", depth, mb_per_s=mb_per_s)
+    row(f"as a delta, 1 deep, links of {mb_per_s:.0f} MB/s", 1, delta="compressed", mb_per_s=mb_per_s)
+    sys.exit(0 if share >= GOAL else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Bytes of a version from a publisher on another host, a few messages of them under way."""
+
+import asyncio
+from collections.abc import Iterator
+
+from staleflow.clients.parameters.tensors import NamedTensors, Tensor, tensor_of
+from staleflow.protocols.wire.manifest import digest
+from staleflow.protocols.wire.messages import Done, Manifest, PublishChunk, TensorEntry
+from staleflow.runtime.client import Client
+from staleflow.runtime.weights import CHUNK_BYTES, credited
+
+
+async def send(client: Client, upload: int, places: Manifest, weights: NamedTensors) -> list[str]:
+    """All bytes of a version, one tensor in memory at a time. Returns the digest of each."""
+    taken, digests = _taken(places, weights), list[str]()
+    while (one := await asyncio.to_thread(next, taken, None)) is not None:
+        entry, tensor, found = one
+        digests.append(found)
+        await credited(_send_chunk(client, upload, *piece) for piece in pieces(entry, tensor, CHUNK_BYTES))
+    return digests
+
+
+def _taken(places: Manifest, weights: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor, str]]:
+    """Each tensor with its place and its digest, when it is asked for."""
+    for entry, (name, array) in zip(places.tensors, weights.items(), strict=True):
+        tensor = tensor_of(name, array)
+        yield entry, tensor, digest(tensor.data)
+
+
+def pieces(entry: TensorEntry, tensor: Tensor, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a tensor, so many at most at once, each with its place in the version.
+
+    ``ValueError`` when it is not the one that belongs there.
+    """
+    if (found := (tensor.name, tensor.dtype, tensor.shape)) != (entry.name, entry.dtype, entry.shape):
+        raise ValueError(f"{found} came where {(entry.name, entry.dtype, entry.shape)} was announced")
+    starts = range(0, entry.nbytes, nbytes)
+    return ((entry.offset + start, tensor.data[start : start + nbytes]) for start in starts)
+
+
+async def _send_chunk(client: Client, upload: int, offset: int, data: memoryview) -> None:
+    await client.ask(PublishChunk(upload=upload, offset=offset), Done, [data], timeout_s=None)

@@ -1,0 +1,90 @@
+"""The trainer's side: a version goes to the parameter server, and is durable and registered at the end."""
+
+import asyncio
+
+from staleflow.clients.parameters import chunks, mapped
+from staleflow.clients.parameters.tensors import NamedTensors, described, in_memory, layout
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    BeginPublish,
+    CommitPublish,
+    GetStatus,
+    Manifest,
+    PublishTo,
+    Registered,
+    Status,
+)
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.transport import SOCKETS, Transport
+
+TRIES = 5
+"""Uploads of one version: a server that started again has forgotten the one under way."""
+
+
+class Publisher:
+    """The trainer's connection to the parameter server."""
+
+    def __init__(self, address: str, *, worker: WorkerId, transport: Transport = SOCKETS) -> None:
+        self._client = Client(address, worker=worker, transport=transport)
+        self._places: Manifest | None = None
+        """Of the weights that came last: to ask gathered ones for their shapes takes as long as for their bytes."""
+
+    async def publish(
+        self,
+        weights: NamedTensors,
+        *,
+        trainer_term: TrainerTerm,
+        lineage: Lineage,
+        version: Version,
+        batch: BatchId | None,
+    ) -> Registered:
+        """Returns once the version is durable and registered. Waits for a server that is away; ``Refused`` is final.
+
+        uint16 arrays are the bits of bfloat16. Nobody may change the arrays before the end. They are gone through
+        once, and once more for each upload that has to be made again; the first ones of this connection twice, since
+        every version is expected to have their names, dtypes and shapes. ``ValueError`` when it has others.
+        """
+        if self._places is None or in_memory(weights):
+            self._places = await asyncio.to_thread(layout, weights)
+        places = self._places
+        begin = BeginPublish(
+            trainer_term=trainer_term, lineage=lineage, version=version, batch=batch, nbytes=places.nbytes
+        )
+        for attempt in range(1, TRIES + 1):
+            try:
+                return await _upload(self._client, begin, places, weights)
+            except ValueError:
+                self._places = None
+                raise
+            except Refused as no:
+                if no.code is not Code.STALE or attempt == TRIES:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    async def damaged(self, lineage: Lineage, version: Version) -> bool:
+        """Whether the server has found that its bytes of this version are not what was published."""
+        return await damaged(self._client, lineage, version)
+
+    def close(self) -> None:
+        """Close the connection. May be called again."""
+        self._client.close()
+
+
+async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
+    """Whether the parameter server has found that its bytes of this version are not what was published."""
+    status = await server.ask(GetStatus(), Status, timeout_s=None)
+    return any(
+        (one["lineage"], one["version"]) == (lineage, version) and one["corrupt"] for one in status.values["versions"]
+    )
+
+
+async def _upload(client: Client, begin: BeginPublish, places: Manifest, weights: NamedTensors) -> Registered:
+    to = await client.ask(begin, PublishTo, timeout_s=None)
+    digests = await asyncio.to_thread(mapped.write_file, to, places, weights)
+    in_place = digests is not None
+    if digests is None:
+        digests = await chunks.send(client, to.upload, places, weights)
+    commit = CommitPublish(upload=to.upload, manifest=described(places, digests), in_place=in_place)
+    return await client.ask(commit, Registered, timeout_s=None)

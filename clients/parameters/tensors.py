@@ -1,0 +1,66 @@
+"""Named tensors as the bytes that travel: C order, little endian."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from staleflow.protocols.wire.manifest import NBYTES, lay_out
+from staleflow.protocols.wire.messages import Manifest, TensorEntry
+from staleflow.protocols.wire.tensors import Array
+
+_NUMPY = {"bool": "?", "float16": "<u2", "bfloat16": "<u2"}
+"""Dtypes of which NumPy gets the bits; the others it knows by name."""
+
+
+class NamedTensors(Protocol):
+    """Weights by name. A mapping is one; so is what gathers them one by one, each time somebody goes through."""
+
+    def items(self) -> Iterable[tuple[str, Array]]:
+        """The same names, order and bytes every time."""
+        ...
+
+
+class Tensor(NamedTuple):
+    """One tensor: its bytes in C order, little endian."""
+
+    name: str
+    dtype: str
+    """One of ``protocols.wire.manifest.NBYTES``."""
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def array(self) -> Array:
+        """The same for NumPy, nothing copied; float16 and bfloat16 as their bits in uint16."""
+        return np.frombuffer(self.data, np.dtype(_NUMPY.get(self.dtype, self.dtype))).reshape(self.shape)
+
+
+def tensor_of(name: str, array: Array) -> Tensor:
+    """A view of the array where it is in C order, else a copy. ``ValueError`` for a dtype that may not travel."""
+    dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+    if dtype not in NBYTES:
+        raise ValueError(f"tensor {name} is {dtype}; it must be one of {', '.join(NBYTES)}")
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return Tensor(name, dtype, array.shape, little.reshape(-1).view(np.uint8).data)
+
+
+def in_memory(weights: NamedTensors) -> bool:
+    """Whether all of them are there at once, so that to go through them costs nothing."""
+    return isinstance(weights, Mapping)
+
+
+def layout(weights: NamedTensors) -> Manifest:
+    """Where each tensor goes; no byte is looked at, and no digest is known."""
+    tensors = (tensor_of(name, array) for name, array in weights.items())
+    return lay_out((tensor.name, tensor.dtype, tensor.shape, "") for tensor in tensors)
+
+
+def described(places: Manifest, digests: Iterable[str]) -> Manifest:
+    """The layout with the digests of its tensors, in order."""
+    tensors = zip(places.tensors, digests, strict=True)
+    return lay_out((entry.name, entry.dtype, entry.shape, digest) for entry, digest in tensors)
+
+
+def part(data: memoryview, entry: TensorEntry) -> memoryview:
+    """The bytes of one tensor of a version."""
+    return data[entry.offset : entry.offset + entry.nbytes]

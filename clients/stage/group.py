@@ -1,0 +1,120 @@
+"""A group as a stage of the user's gets it, and the check of what it returns. Numpy only."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.protocols.wire.stages import is_per_token, short_name
+from staleflow.protocols.wire.tensors import Array
+from staleflow.protocols.wire.trajectory import GroupPayload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The n trajectories of one prompt; every list has n entries, the arrays in it one value a completion token."""
+
+    row: dict[str, Any]
+    """The prompt's row."""
+    completions: list[str]
+    """As text, special tokens left out."""
+    prompt_ids: NDArray[np.int32]
+    """Of the prompt, the same for all."""
+    token_ids: list[NDArray[np.int32]]
+    logprobs: list[NDArray[np.float32]]
+    """Of each token, as the engine sampled it; 0 where the environment wrote it."""
+    sampled: list[NDArray[np.bool_]]
+    """True where the policy wrote the token, False where the environment did."""
+    columns: dict[str, NDArray[np.float32]]
+    """By ``stage/column``, [n]: what the stage needs of one value a sample, and what the environment returned."""
+    token_columns: dict[str, list[NDArray[np.float32]]]
+    """By ``stage/column``: what the stage needs of one value a token."""
+
+    @property
+    def prompt(self) -> str:
+        """The row's prompt as text."""
+        prompt = self.row.get("prompt", "")
+        return prompt if isinstance(prompt, str) else str(prompt)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of(cls, row: dict[str, Any], completions: Sequence[str], payload: GroupPayload) -> "Group":
+        """From what a stage worker has; arrays are views."""
+        cuts = np.cumsum(payload.lengths)[:-1]
+        stages = {short_name(name): (is_per_token(name), column) for name, column in payload.stages.items()}
+        return cls(
+            row=row,
+            completions=list(completions),
+            prompt_ids=payload.prompt_ids,
+            token_ids=np.split(payload.token_ids, cuts),
+            logprobs=np.split(payload.logprobs, cuts),
+            sampled=np.split(payload.loss_mask != 0, cuts),
+            columns={name: column for name, (per_token, column) in stages.items() if not per_token},
+            token_columns={name: np.split(column, cuts) for name, (per_token, column) in stages.items() if per_token},
+        )
+
+
+class WrongColumns(Exception):
+    """What a stage returned is not what it declares; one line says what is wrong."""
+
+
+def made_of(group: Group, makes: Sequence[str], returned: object) -> dict[str, Array]:
+    """The columns, float32, by their full names. ``WrongColumns`` names the first that is missing or wrong."""
+    names = {short_name(name).partition("/")[2]: name for name in makes}
+    if not isinstance(returned, Mapping):
+        raise WrongColumns(f"it returned {type(returned).__name__}; it must be a dict of {', '.join(names)}")
+    given = cast(Mapping[str, object], returned)
+    if unknown := [str(name) for name in given if name not in names]:
+        raise WrongColumns(f"it returned {', '.join(unknown)}; it declares {', '.join(names)}")
+    if missing := [name for name in names if name not in given]:
+        raise WrongColumns(f"it returned no {', '.join(missing)}")
+    return {
+        full: _of_tokens(name, group, given[name]) if is_per_token(full) else _of_samples(name, group, given[name])
+        for name, full in names.items()
+    }
+
+
+def _of_samples(name: str, group: Group, values: object) -> Array:
+    found = _numbers(name, values)
+    if found.shape != (group.num_samples,):
+        detail = f"{name} has {_size(found)}; the group has {group.num_samples} samples"
+        raise WrongColumns(detail)
+    return found
+
+
+def _of_tokens(name: str, group: Group, values: object) -> Array:
+    """A sequence of sequences: one a sample, with one value a completion token."""
+    listed = isinstance(values, Sequence | np.ndarray)
+    given = list(cast(Sequence[object], values)) if listed else []
+    if len(given) != group.num_samples:
+        has = f"{len(given)} entries" if listed else type(values).__name__
+        raise WrongColumns(f"{name} has {has}; the group has {group.num_samples} samples, each with a value a token")
+    parts = list[Array]()
+    for sample, (part, tokens) in enumerate(zip(given, group.token_ids, strict=True)):
+        found = _numbers(name, part)
+        if found.shape != tokens.shape:
+            raise WrongColumns(f"{name} of sample {sample} has {_size(found)}; it has {len(tokens)} completion tokens")
+        parts.append(found)
+    return np.concatenate(parts)
+
+
+def _numbers(name: str, values: object) -> Array:
+    """float32; finite ones only."""
+    try:
+        found = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise WrongColumns(f"{name} is {values!r:.80}; it must hold numbers") from error
+    with np.errstate(over="ignore"):
+        small = found.astype(np.float32)
+    if not np.isfinite(small).all():
+        raise WrongColumns(f"{name} holds a value that is not finite in float32")
+    return small
+
+
+def _size(found: Array) -> str:
+    return f"{len(found)} values" if found.ndim == 1 else f"shape {list(found.shape)}"

@@ -1,0 +1,74 @@
+"""The process in which a stage of the user's runs: ``python -m staleflow.clients.stage.group_child``, by its runner.
+
+What user code may do to its worker is what a reward may (``child``): nothing.
+"""
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from staleflow.clients.stage import pipe
+from staleflow.clients.stage.child import serve_concurrently, serve_in_turn, take_over_pipes
+from staleflow.clients.stage.group import Group, WrongColumns, made_of
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.imports import load_object
+from staleflow.protocols.wire.tensors import pack, unpack
+from staleflow.protocols.wire.trajectory import GroupPayload
+
+
+def main() -> int:
+    """Serve calls until the parent closes the pipe."""
+    incoming, outgoing = take_over_pipes()
+    load = pipe.to_child.decode(pipe.read(incoming) or b"")
+    if not isinstance(load, pipe.Load):
+        return 2
+    try:
+        function = load_object(load.run, f"stage {load.stage}")
+    except ConfigError as error:
+        outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
+        return 2
+    concurrent, noun = inspect.iscoroutinefunction(function), noun_of(load.stage)
+    outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
+    stage = UserFunction(function, load)
+    if concurrent:
+        asyncio.run(serve_concurrently(stage.awaited, load.timeout_s, incoming, outgoing, noun=noun))
+    else:
+        serve_in_turn(stage.called, incoming, outgoing, noun=noun)
+    return 0
+
+
+def noun_of(stage: str) -> str:
+    """What messages to the operator call a stage."""
+    return f"the stage {stage}"
+
+
+class UserFunction:
+    """The user's function, called with groups."""
+
+    def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
+        self._function = function
+        self._load = load
+
+    def called(self, call: pipe.GroupCall) -> pipe.Answer:
+        group = _group(call)
+        return self._answer(call, group, self._function(group, **self._load.options))
+
+    async def awaited(self, call: pipe.GroupCall) -> pipe.Answer:
+        group = _group(call)
+        return self._answer(call, group, await self._function(group, **self._load.options))
+
+    def _answer(self, call: pipe.GroupCall, group: Group, returned: object) -> pipe.Answer:
+        try:
+            return pipe.Answer(id=call.id, made=pack(made_of(group, self._load.makes, returned)))
+        except WrongColumns as wrong:
+            return pipe.Answer(id=call.id, error=f"{noun_of(self._load.stage)}: {wrong}")
+
+
+def _group(call: pipe.GroupCall) -> Group:
+    return Group.of(call.row, call.completions, GroupPayload.from_arrays(unpack(call.payload)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A stage of the user's own: its function is called with every group, in a child process."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from staleflow.clients.stage import pipe
+from staleflow.clients.stage.group_child import noun_of
+from staleflow.clients.stage.process import Program
+from staleflow.clients.stage.reward import completions
+from staleflow.clients.stage.runner import CallFailed, CallRunner
+from staleflow.clients.stage.texts import Decode
+from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.configs.schema import Stage as StageSettings
+from staleflow.configs.stages import Node
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.tensors import pack, unpack
+
+
+class UserStage:
+    """Makes what its function returns. Groups of an ``async def`` are under way side by side, others one by one."""
+
+    def __init__(self, calls: CallRunner, decode: Decode) -> None:
+        self._calls = calls
+        self._decode = decode
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        async with asyncio.TaskGroup() as tasks:
+            made = [tasks.create_task(self._one(group)) for group in groups]
+        return [task.result() for task in made]
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None:
+        """Nothing is left to do."""
+
+    async def _one(self, group: StageGroup) -> Made:
+        texts, payload = self._decode(completions(group.payload)), pack(group.payload.to_arrays())
+
+        def call(number: int) -> pipe.GroupCall:
+            return pipe.GroupCall(id=number, row=group.row, completions=texts, payload=payload)
+
+        try:
+            return dict(unpack((await self._calls.answer(call)).made))
+        except (CallFailed, ProtocolError) as failed:
+            return Failed(str(failed))
+
+
+@asynccontextmanager
+async def user_stage(settings: StageSettings, node: Node, decode: Decode) -> AsyncGenerator[UserStage]:
+    """The stage with its process started, which ends afterwards. ``ConfigError`` if ``run`` cannot be loaded."""
+    load = pipe.Load(
+        run=settings.run,
+        timeout_s=settings.timeout_s,
+        options=settings.options,
+        stage=settings.name,
+        makes=list(node.makes),
+    )
+    program = Program(
+        module="staleflow.clients.stage.group_child",
+        key=f"stage {settings.name}",
+        noun=noun_of(settings.name),
+        load=load,
+    )
+    calls = CallRunner(program, retries=settings.retries)
+    try:
+        await calls.start()
+        yield UserStage(calls, decode)
+    finally:
+        await calls.close()

@@ -1,0 +1,87 @@
+"""The process of a relay: ``staleflow attach relay``."""
+
+import os
+from pathlib import Path
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import config_sha
+from staleflow.configs.schema import Config
+from staleflow.protocols.wire.messages import Attach
+from staleflow.runtime.address import is_wildcard
+from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.daemon import Stop, run
+from staleflow.runtime.host import raise_file_limit
+from staleflow.runtime.security import server_sockets
+from staleflow.runtime.transport import SOCKETS, Transport
+from staleflow.servers.attached import Tasks, serve_attached
+from staleflow.servers.parameters.relay import RelayService
+from staleflow.servers.parameters.relay_sources import Upstream
+from staleflow.servers.parameters.versions import Versions
+
+BIND = "tcp://127.0.0.1:*"
+"""For workers of the same host; others need an address of this host that they reach."""
+
+
+def attach(config: Config, run_dir: Path, name: str, scheduler: str, bind: str, mb_per_s: float) -> int:
+    """Give weights to readers near here until a signal, or the end of the run; returns the exit code."""
+    raise_file_limit()
+    if is_wildcard(bind):
+        raise ConfigError("--bind", bind, "readers are sent there: it must name one address of this host, or loopback")
+    sockets = server_sockets(config)
+
+    async def main(stop: Stop) -> None:
+        await serve_until(stop, config, run_dir, name, scheduler, bind, mb_per_s, transport=sockets)
+
+    return run(main, name, run_dir)
+
+
+async def serve_until(
+    stop: Stop,
+    config: Config,
+    run_dir: Path,
+    name: str,
+    scheduler: str,
+    bind: str = BIND,
+    mb_per_s: float = 0.0,
+    *,
+    transport: Transport = SOCKETS,
+) -> None:
+    """Serve until stopped. ``mb_per_s`` bounds what is asked for, in 10^6 bytes a second; 0 does not."""
+    worker, parameters = worker_id(name), config.parameters
+    to_scheduler = Client(scheduler, worker=worker, transport=transport)
+    versions = Versions(run_dir / name, durability="process")
+    for key in list(versions.stored):
+        versions.delete(key)  # of a relay that was here before, perhaps in another run
+    upstream = Upstream(worker, bytes_per_s=mb_per_s * 1e6, deltas=parameters.delta != "off", transport=transport)
+    services: list[RelayService] = []
+
+    def make(tasks: Tasks) -> RelayService:
+        services.append(
+            RelayService(
+                versions,
+                to_scheduler,
+                upstream,
+                tasks,
+                stop,
+                keep_versions=parameters.keep_versions,
+                chunk_bytes=parameters.chunk_kb << 10,
+                delta=parameters.delta,
+            )
+        )
+        return services[0]
+
+    def hello(address: str) -> Attach:
+        services[0].hello = Attach(
+            worker=worker,
+            name=name,
+            role="relay",
+            config_sha=config_sha(config),
+            endpoint=address,
+            pid=os.getpid(),
+        )
+        return services[0].hello
+
+    try:
+        await serve_attached(stop, bind=bind, scheduler=to_scheduler, hello=hello, make=make, transport=transport)
+    finally:
+        upstream.close()

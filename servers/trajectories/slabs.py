@@ -1,0 +1,267 @@
+"""Slabs: files that workers on this host write their payload into, and whoever is on this host maps.
+
+- A slab belongs to one worker process, or to the shard itself for what comes in frames, and only that one writes into
+  it. What a worker still writes that was given up
+  on, stopped or fenced lands in slabs of its own, where nothing refers to it.
+- It is given anew, to the same worker, only when no live record lies in it and the worker writes there no more. So no
+  byte that a record refers to is ever written again.
+- Its blocks are reserved when it is made: a full disk is a refusal here, not a SIGBUS in who writes.
+- Nothing in a slab says what it holds. Records do, with their sha256; what they do not refer to is garbage, and slabs
+  that hold nothing else are deleted at the next start.
+- A process that dies leaves the pages to the kernel. ``sync`` brings them to the disk.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.codec import Data, ProtocolError
+from staleflow.protocols.wire.messages import GetSlab, Place, Slab
+from staleflow.protocols.wire.tensors import ALIGNMENT
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.host import boot_id
+from staleflow.servers.trajectories.records import Key
+
+MOST_SLAB_BYTES = 16 << 20
+LEAST_SLAB_BYTES = 1 << 20
+ITSELF = WorkerId("")
+"""Whose slabs are the shard's own."""
+FREE_SLABS = 4
+"""On a disk with less room than for so many none is made: what is left is for the records."""
+SHARE = 256
+"""A slab is this part of a shard's map, within these bounds."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    """One file."""
+
+    name: str
+    data: memoryview
+    worker: WorkerId | None
+    """Who writes; None: nobody, ever again."""
+    written: bool
+    """Its worker may still write into it."""
+    live: set[Key] = field(default_factory=set[Key])
+    """Records that refer to it."""
+
+    @property
+    def idle(self) -> bool:
+        return not self.written and not self.live
+
+
+class Slabs:
+    """Those of one shard, in a folder that is its own."""
+
+    def __init__(self, folder: Path, *, map_bytes: int) -> None:
+        self._folder = folder
+        self._slab_bytes = min(max(map_bytes // SHARE, LEAST_SLAB_BYTES), MOST_SLAB_BYTES)
+        self._slabs: dict[str, _Slab] = {}
+        self._where: dict[Key, str] = {}
+        self._given: dict[WorkerId, tuple[int, Slab]] = {}
+        """The last question of each worker, and its answer."""
+        self._maps: dict[str, mmap.mmap] = {}
+        """Of the shard's own slabs, to write. Kept: a new map of a file costs as much as writing it."""
+        self._own_name, self._own_end = "", 0
+        """The slab that the shard itself writes into, and the end of what is written there."""
+        self._first = secrets.token_hex(8)
+        self._made = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the slabs that are of use to somebody; the others can go at any time."""
+        return sum(slab.data.nbytes for slab in self._slabs.values() if not slab.idle)
+
+    @property
+    def folder(self) -> str:
+        return str(self._folder)
+
+    def counts(self) -> dict[str, int]:
+        """For whoever looks: files, those that hold records, and bytes that are of use."""
+        holding = sum(bool(slab.live) for slab in self._slabs.values())
+        return {"files": len(self._slabs), "holding": holding, "bytes": self.nbytes}
+
+    # For workers -----------------------------------------------------------------------------------------------------
+
+    def give(self, asked: GetSlab, room: int) -> Slab:
+        """An empty slab for that worker, or one without a name if it would take more than ``room`` bytes, or the disk
+        has none. The same question has the same answer; an older one is ``Refused``."""
+        if asked.worker == ITSELF:
+            raise ProtocolError(Code.MALFORMED, "a worker has a name")
+        number, answer = self._given.get(asked.worker, (0, None))
+        if asked.number < number:
+            raise Refused(Code.STALE, f"{asked.worker} has asked for another slab since")
+        if asked.number == number and answer is not None:
+            return answer
+        own = [slab for slab in self._slabs.values() if slab.worker == asked.worker]
+        for slab in own:
+            slab.written = slab.name in asked.held
+        found = next((slab for slab in own if slab.idle), None) or self._make(asked.worker, room)
+        if found is not None:
+            found.written = True
+        known = [slab.name for slab in self._slabs.values() if slab.worker == asked.worker]
+        answer = Slab(
+            host=boot_id(),
+            folder=self.folder,
+            name="" if found is None else found.name,
+            nbytes=0 if found is None else found.data.nbytes,
+            known=known,
+        )
+        self._given[asked.worker] = asked.number, answer
+        return answer
+
+    def _make(self, worker: WorkerId, room: int) -> _Slab | None:
+        total = sum(slab.data.nbytes for slab in self._slabs.values())
+        if total - self.nbytes + self._slab_bytes > room:
+            self._drop_idle()
+        if self._slab_bytes > room:
+            return None
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        disk = os.statvfs(self._folder)
+        if disk.f_bavail * disk.f_frsize < FREE_SLABS * self._slab_bytes:
+            return None
+        self._made += 1
+        name = f"{self._first}-{self._made}"
+        path = self._folder / name
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, self._slab_bytes)
+            finally:
+                os.close(descriptor)
+            data = _mapped(path)
+        except OSError:
+            path.unlink(missing_ok=True)
+            return None
+        self._slabs[name] = slab = _Slab(name, data, worker, written=True)
+        return slab
+
+    def written(self, worker: WorkerId, place: Place) -> memoryview:
+        """What that worker says it has written. ``Refused`` when the slab is gone: an earlier process gave it, say."""
+        slab = self._slabs.get(place.slab)
+        if slab is None:
+            raise Refused(Code.STALE, f"slab {place.slab[:40]!r} is gone")
+        if slab.worker not in (worker, None):
+            raise ProtocolError(Code.MALFORMED, f"slab {slab.name} is not {worker}'s")
+        if (end := place.offset + place.nbytes) > slab.data.nbytes:
+            raise ProtocolError(Code.MALFORMED, f"bytes {place.offset} to {end} are not in slab {slab.name}")
+        return slab.data[place.offset : end]
+
+    def store(self, key: Key, parts: Sequence[Data], nbytes: int, room: int) -> Place | None:
+        """Write what came in frames; None when there is no room for another slab. ``key``'s record refers to it now."""
+        own = self._maps.get(self._own_name)
+        if (own is None or self._own_end + nbytes > len(own)) and (
+            nbytes > self._slab_bytes or not self._open_own(room)
+        ):
+            return None
+        own = self._maps[self._own_name]
+        start = offset = self._own_end
+        for part in parts:
+            own[offset : offset + len(part)] = part
+            offset += len(part)
+        self._own_end = offset + -offset % ALIGNMENT
+        self.hold(key, self._own_name)
+        return Place(slab=self._own_name, offset=start, nbytes=nbytes)
+
+    def _open_own(self, room: int) -> bool:
+        own = [slab for slab in self._slabs.values() if slab.worker == ITSELF]
+        for slab in own:
+            slab.written = False
+        self._own_name = ""
+        found = next((slab for slab in own if slab.idle), None) or self._make(ITSELF, room)
+        if found is None:
+            return False
+        found.written = True
+        if found.name not in self._maps:
+            with (self._folder / found.name).open("r+b") as file:
+                self._maps[found.name] = mmap.mmap(file.fileno(), found.data.nbytes)
+        self._own_name, self._own_end = found.name, 0
+        return True
+
+    def lose(self, worker: WorkerId) -> None:
+        """Nothing is heard of that worker any more: its slabs are given to nobody, and go with their last record."""
+        self._given.pop(worker, None)
+        for slab in [slab for slab in self._slabs.values() if slab.worker == worker]:
+            slab.worker, slab.written = None, False
+            self._drop_if_over(slab)
+
+    # For records -----------------------------------------------------------------------------------------------------
+
+    def hold(self, key: Key, name: str) -> None:
+        """A stored record refers to this slab."""
+        self._slabs[name].live.add(key)
+        self._where[key] = name
+
+    def free(self, keys: Iterable[Key]) -> None:
+        """These records are gone from the store."""
+        for key in keys:
+            if (name := self._where.pop(key, None)) is not None:
+                slab = self._slabs[name]
+                slab.live.discard(key)
+                self._drop_if_over(slab)
+
+    def read(self, name: str, offset: int, nbytes: int) -> memoryview | None:
+        """Bytes of a slab; None when they are not there."""
+        slab = self._slabs.get(name)
+        end = offset + nbytes
+        return slab.data[offset:end] if slab is not None and end <= slab.data.nbytes else None
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Bring what was written into them to the disk. ``OSError``."""
+        for name in names:
+            _sync(self._folder / name)
+        _sync(self._folder)
+
+    # At the start ----------------------------------------------------------------------------------------------------
+
+    def find(self, key: Key, name: str, offset: int, nbytes: int) -> bool:
+        """Take up a slab that an earlier process gave, for a record that it stored; False when the bytes are lost."""
+        if name not in self._slabs:
+            try:
+                self._slabs[name] = _Slab(name, _mapped(self._folder / Path(name).name), None, written=False)
+            except (OSError, ValueError):
+                return False
+        if self.read(name, offset, nbytes) is None:
+            return False
+        self.hold(key, name)
+        return True
+
+    def clear(self) -> None:
+        """Delete what no record refers to."""
+        if self._folder.is_dir():
+            for path in self._folder.iterdir():
+                if path.name not in self._slabs:
+                    path.unlink(missing_ok=True)
+
+    def _drop_idle(self) -> None:
+        for slab in [slab for slab in self._slabs.values() if slab.idle]:
+            self._drop(slab)
+
+    def _drop_if_over(self, slab: _Slab) -> None:
+        if slab.worker is None and slab.idle:
+            self._drop(slab)
+
+    def _drop(self, slab: _Slab) -> None:
+        """Its pages live on for as long as somebody maps them."""
+        del self._slabs[slab.name]
+        self._maps.pop(slab.name, None)
+        (self._folder / slab.name).unlink(missing_ok=True)
+
+
+def _mapped(path: Path) -> memoryview:
+    """The whole file, read only. ``ValueError`` when it is empty."""
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)

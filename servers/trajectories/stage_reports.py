@@ -1,0 +1,39 @@
+"""Tells the scheduler where groups are among the stages, so that ``status --why`` can name the stage that they wait in.
+
+Consumes the queues of a shard; produces a report a second while they hold groups, so that a scheduler that starts again
+knows it too. Nothing is decided by it.
+"""
+
+import asyncio
+
+from staleflow.protocols.wire.messages import Done, StageLoad, StageLoads
+from staleflow.protocols.wire.messages.stages import NAMED
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+from staleflow.servers.trajectories.shard import Shard
+
+EVERY_S = 1.0
+
+
+async def report_stages(scheduler: Client, shard: Shard) -> None:
+    """Until the run is over."""
+    said: list[StageLoad] = []
+    while True:
+        await asyncio.sleep(EVERY_S)
+        loads = loads_of(shard)
+        if not loads and not said:
+            continue
+        try:
+            await scheduler.ask(StageLoads(shard=shard.shard, loads=loads), Done, timeout_s=None)
+        except Refused:
+            return
+        said = loads
+
+
+def loads_of(shard: Shard) -> list[StageLoad]:
+    """The stages that have groups, in the order of the graph."""
+    return [
+        StageLoad(stage=stage, waiting=len(queue), taken=queue.taken, groups=queue.first(NAMED))
+        for stage, queue in shard.queues.items()
+        if len(queue) or queue.taken
+    ]

@@ -1,0 +1,54 @@
+"""When workers had groups of a stage, for a picture of the run: one line for each result, in the run directory.
+
+Bounded: past ``MOST_BYTES`` the file begins anew and the one before is kept beside it. Nobody decides by it, and a full
+disk has none.
+"""
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from staleflow.servers.trajectories.stage_queue import Ticket
+
+MOST_BYTES = 8 << 20
+MOST_TICKETS = 1 << 16
+"""Of groups that are with workers; older ones are forgotten."""
+
+
+def path_of(run_dir: Path, shard: int) -> Path:
+    """The file of a shard."""
+    return run_dir / f"stages-{shard}.jsonl"
+
+
+class StageTimes:
+    """Times in seconds of the loop, which are those of the machine's monotonic clock, as ``m`` of the trace is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._began: dict[tuple[str, int], float] = {}
+
+    def given(self, stage: str, tickets: Iterable[Ticket], now_s: float) -> None:
+        """A worker has these from now on."""
+        for ticket in tickets:
+            self._began[stage, ticket.number] = now_s
+        while len(self._began) > MOST_TICKETS:
+            del self._began[next(iter(self._began))]
+
+    def finished(self, stage: str, worker: str, tickets: Iterable[int], now_s: float) -> None:
+        """It gave them back with what it made of them, or without."""
+        began = [found for number in tickets if (found := self._began.pop((stage, number), None)) is not None]
+        if not began:
+            return
+        line = {"stage": stage, "worker": worker, "groups": len(began), "begin_s": min(began), "end_s": now_s}
+        with suppress(OSError):
+            self._file.write(json.dumps(line).encode() + b"\n")
+            if self._file.tell() > MOST_BYTES:
+                self._path.replace(self._path.with_suffix(".old.jsonl"))
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()

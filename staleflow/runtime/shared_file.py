@@ -1,0 +1,40 @@
+"""Files whose pages are used again: who reads one holds it, and only one that nobody holds is overwritten.
+
+A hold is a shared ``flock``. The kernel ends it with the last descriptor of that opening: with a map that was made of
+it (which keeps a duplicate), or with the process, however that ends. A process that is merely stopped still holds.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+
+def hold(path: Path) -> int:
+    """A descriptor to read the file by, held until it and every map of it are closed.
+
+    ``FileNotFoundError`` when there is none, or it is being taken this moment.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), path.stat()):
+            raise FileNotFoundError(path)  # another file has the name by now
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise FileNotFoundError(path) from error
+        raise
+    return descriptor
+
+
+def take(path: Path, target: Path) -> bool:
+    """Rename the file, which nobody may read under its new name, if nobody holds it; else leave it, False."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.replace(target)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

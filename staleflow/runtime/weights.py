@@ -1,0 +1,210 @@
+"""Bytes of a version over a connection, into memory that is there already: whole, or as changes to an older version.
+
+- A few pieces are under way at once (credit), so that a link is busy while each end works; memory beyond the target is
+  those pieces.
+- Nothing here is believed: who lets a piece or a version go on compares it with the manifest (``is_right``).
+- A pace bounds how many bytes a second are asked for, on links that others use as well.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.delta import Span, apply
+from staleflow.protocols.wire.manifest import digest
+from staleflow.protocols.wire.messages import Chunk, GetChunk, GetDelta, GetManifest, Ping, Pong, Request, TensorEntry
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused, Unavailable
+
+CHUNK_BYTES = 4 << 20
+"""Of one message. A server may send less at once than it is asked for."""
+SPAN_BYTES = 4 << 20
+"""Of a version, in one delta."""
+PAYS_BELOW = 800e6
+"""Bytes a second of a link below which a delta is tried: making one takes a core more than a second a GB."""
+CREDIT = 4
+"""Pieces under way at once."""
+
+SILENT_S = 5.0
+"""Without an answer to a ping: a relay is gone."""
+
+T = TypeVar("T")
+Arrived = Callable[[int, int], None]
+"""Called with offset and number of the bytes that are in their place."""
+Applied = Callable[[GetDelta, memoryview], None]
+"""Called with a span that is in its place, and the delta that brought it there."""
+
+
+class Pace:
+    """At most ``bytes_per_s``, on the mean of a second; 0: as fast as it goes."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until so many bytes may be asked for."""
+        if not self._bytes_per_s:
+            return
+        now = asyncio.get_running_loop().time()
+        start = max(self._free_s, now)
+        self._free_s = start + nbytes / self._bytes_per_s
+        await asyncio.sleep(start - now)
+
+
+class Ways:
+    """Whether the next version should come whole or as a delta: what was faster when it was last done."""
+
+    def __init__(self, *, deltas: bool) -> None:
+        self._deltas = deltas
+        self._whole_rate = 0.0
+        self._delta_rate = 0.0
+        """Bytes of a version a second; 0 before the first."""
+
+    @property
+    def delta_pays(self) -> bool:
+        if not self._deltas or not self._whole_rate:
+            return False
+        return self._delta_rate > self._whole_rate if self._delta_rate else self._whole_rate < PAYS_BELOW
+
+    def whole_took(self, nbytes: int, seconds: float) -> None:
+        """A version came whole."""
+        self._whole_rate = nbytes / max(seconds, 1e-6)
+
+    def delta_took(self, nbytes: int, seconds: float) -> None:
+        """A version of so many bytes came as a delta."""
+        self._delta_rate = nbytes / max(seconds, 1e-6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where bytes come from: a parameter server, or a relay."""
+
+    client: Client
+    pace: Pace
+
+
+async def whole(
+    source: Source, asked: GetManifest, parts: Iterable[tuple[int, int]], target: memoryview, arrived: Arrived
+) -> None:
+    """Fill parts (offset, bytes) of ``target`` with bytes of the version. ``Refused``, ``Unavailable`` or
+    ``ProtocolError``."""
+    pieces = (
+        (start, min(CHUNK_BYTES, offset + nbytes - start))
+        for offset, nbytes in parts
+        for start in range(offset, offset + nbytes, CHUNK_BYTES)
+    )
+    await credited(_fill(source, asked, start, target[start : start + size], arrived) for start, size in pieces)
+
+
+async def changes(
+    source: Source,
+    asked: GetManifest,
+    base: GetManifest,
+    spans: Sequence[Span],
+    target: memoryview,
+    applied: Applied,
+) -> None:
+    """Turn ``target``, which holds ``base``, into the version. As ``whole``; after an error it is neither."""
+    await credited(_change(source, asked, base, span, target, applied) for span in spans)
+
+
+async def credited(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all of it, ``CREDIT`` at once. The first error ends the rest."""
+    waiting = iter(work)
+
+    async def one_after_another() -> None:
+        for step in waiting:
+            await step
+
+    try:
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(CREDIT):
+                lanes.create_task(one_after_another())
+    except* (Refused, Unavailable, ProtocolError) as failed:
+        first: BaseException = failed
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        error = first
+    else:
+        return
+    raise error
+
+
+async def while_alive(client: Client, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which asks ``client`` for things that may take long. ``Unavailable`` once the server does
+    not even answer a ping."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_watch(client))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            watching.result()
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _watch(client: Client) -> None:
+    while True:
+        await client.ask(Ping(), Pong, timeout_s=SILENT_S)
+        await asyncio.sleep(SILENT_S / 2)
+
+
+def is_right(entry: TensorEntry, version: memoryview) -> bool:
+    """Whether a tensor's bytes are those that the manifest names."""
+    return digest(version[entry.offset : entry.offset + entry.nbytes]) == entry.digest
+
+
+async def _fill(source: Source, asked: GetManifest, offset: int, piece: memoryview, arrived: Arrived) -> None:
+    while piece.nbytes:
+        await source.pace.take(piece.nbytes)
+        ask = GetChunk(lineage=asked.lineage, version=asked.version, offset=offset, nbytes=piece.nbytes)
+        frame = await _frame(source, ask)
+        size = frame.nbytes
+        if not 0 < size <= piece.nbytes:
+            raise _malformed(source, ask)
+        piece[:size] = frame
+        arrived(offset, size)
+        piece, offset = piece[size:], offset + size
+
+
+async def _change(
+    source: Source, asked: GetManifest, base: GetManifest, span: Span, target: memoryview, applied: Applied
+) -> None:
+    ask = GetDelta(
+        lineage=asked.lineage,
+        version=asked.version,
+        base_lineage=base.lineage,
+        base_version=base.version,
+        offset=span.offset,
+        nbytes=span.nbytes,
+        width=span.width,
+    )
+    frame = await _frame(source, ask)
+    await source.pace.take(frame.nbytes)  # known only now: the next ones wait for it
+    applying = asyncio.ensure_future(asyncio.to_thread(apply, frame, target[span.offset : span.offset + span.nbytes]))
+    try:
+        await asyncio.shield(applying)
+    except asyncio.CancelledError:
+        with suppress(ProtocolError):
+            await applying  # what gave up waiting may use the target again
+        raise
+    applied(ask, frame)
+
+
+async def _frame(source: Source, ask: Request) -> memoryview:
+    reply, frames = await source.client.call(ask, timeout_s=None)
+    if not isinstance(reply, Chunk) or len(frames) != 1:
+        raise _malformed(source, ask)
+    return frames[0]
+
+
+def _malformed(source: Source, ask: Request) -> ProtocolError:
+    detail = f"{source.client.address} answered {type(ask).__name__} with no piece of that size"
+    return ProtocolError(Code.MALFORMED, detail)

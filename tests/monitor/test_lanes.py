@@ -1,0 +1,66 @@
+"""Who was at work when: from a trace and the stages' times to lanes, and what stages have in common."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from staleflow.monitor.lanes import Lane, Span, lanes, overlaps, stage_lines
+
+SECOND = 10**9
+
+
+def event(ev: str, at_s: float, **fields: Any) -> dict[str, Any]:
+    return {"ev": ev, "m": round((100 + at_s) * SECOND), **fields}
+
+
+def stage(name: str, worker: str, begin_s: float, end_s: float) -> dict[str, Any]:
+    return {"stage": name, "worker": f"{worker}.ab", "groups": 1, "begin_s": 100 + begin_s, "end_s": 100 + end_s}
+
+
+EVENTS = [
+    event("open", 0),
+    event("reserve", 1, lease=1, worker="rollout-0.xy"),
+    event("reserve", 1, lease=2, worker="rollout-1.xy"),
+    event("push", 3, lease=1),
+    event("release", 4, lease=2),
+    event("release", 5, lease=1),
+    event("deliver", 6, step=0),
+    event("deliver", 6.5, step=0),
+    event("consume", 8, step=0),
+]
+STAGES = [
+    stage("judge", "judge-0", 3, 5),
+    stage("judge", "judge-1", 4, 6),
+    stage("length", "length-0", 2, 3.5),
+    stage("length", "length-0", 5.5, 9),
+    stage("mix", "mix-0", 6, 7),
+]
+
+
+def test_a_lane_is_what_one_worker_had_and_when() -> None:
+    assert lanes(EVENTS, STAGES) == [
+        Lane("engine", "rollout-0", [Span(1, 3)]),
+        Lane("engine", "rollout-1", [Span(1, 4)]),
+        Lane("judge", "judge-0", [Span(3, 5)]),
+        Lane("judge", "judge-1", [Span(4, 6)]),
+        Lane("length", "length-0", [Span(2, 3.5), Span(5.5, 9)]),
+        Lane("mix", "mix-0", [Span(6, 7)]),
+        Lane("trainer", "trainer", [Span(6, 8)]),
+    ]
+
+
+def test_what_two_stages_did_at_the_same_time_is_counted_once() -> None:
+    assert overlaps(lanes(EVENTS, STAGES)) == [("judge", "length", 1.0), ("judge", "mix", 0.0), ("length", "mix", 1.0)]
+
+
+def left_behind(run_dir: Path) -> Path:
+    """A run directory with these."""
+    (run_dir / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in EVENTS))
+    (run_dir / "stages-0.old.jsonl").write_text(json.dumps(STAGES[0]) + "\n")
+    (run_dir / "stages-0.jsonl").write_text("".join(json.dumps(one) + "\n" for one in STAGES[1:3]) + '{"torn')
+    (run_dir / "stages-1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in STAGES[3:]))
+    return run_dir
+
+
+def test_the_lines_of_all_trajectory_servers_count_and_a_torn_one_does_not(tmp_path: Path) -> None:
+    assert list(stage_lines(left_behind(tmp_path))) == STAGES

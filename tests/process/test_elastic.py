@@ -1,0 +1,94 @@
+"""Engines that come and go while a run goes on: one, then eight, then three."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.process.running import Run, audited
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
+
+SMALL = ("rollout.workers=1", "trainer.steps=5000", "trainer.simulated_step_s=0.05", "scheduler.lease_s=3.0")
+"""Ends when it is told to."""
+JOINING = [f"guest-{number}" for number in range(7)]
+LEAVING, KILLED, STAYING = JOINING[:3], JOINING[3:5], JOINING[5:]
+END_S = 60
+
+
+def attach(run_dir: Path, name: str) -> "subprocess.Popen[str]":
+    """As a person does it in another terminal."""
+    command = [sys.executable, "-m", "staleflow.cli", "attach", "rollout", "--run-dir", str(run_dir), "--name", name]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@contextlib.contextmanager
+def joined(run: Run) -> Generator[dict[str, "subprocess.Popen[str]"]]:
+    """Seven engines on the way in; none is left behind."""
+    guests = {name: attach(run.run_dir, name) for name in JOINING}
+    try:
+        yield guests
+    finally:
+        for guest in guests.values():
+            guest.kill()
+            guest.communicate()
+
+
+def name_of(worker: object) -> str:
+    return str(worker).partition(".")[0]
+
+
+def pushing(run: Run, after: int = 0) -> set[str]:
+    """Names of the engines that have pushed a group behind that event."""
+    return {name_of(e["worker"]) for e in run.events() if e["ev"] == "push" and e["seq"] > after}
+
+
+def last(run: Run) -> int:
+    return max(int(e["seq"]) for e in run.events())
+
+
+def until(run: Run, names: set[str], after: int = 0) -> None:
+    """Each of these engines, and no other, has pushed a group behind that event."""
+    deadline = time.monotonic() + END_S
+    while pushing(run, after) != names:
+        assert run.process.poll() is None, run.finish(5)
+        assert time.monotonic() < deadline, f"{sorted(pushing(run, after))} push, not {sorted(names)}"
+        time.sleep(0.1)
+
+
+def test_engines_join_and_leave_a_run_that_goes_on(run_dir: Path) -> None:
+    with Run(run_dir, "simulated.toml", *SMALL) as run:
+        run.wait_for("consume", 2, END_S)
+        assert pushing(run) == {"rollout-0"}
+        with joined(run) as guests:
+            until(run, {"rollout-0", *JOINING})
+            refused = attach(run_dir, "rollout-0")
+            said, _ = refused.communicate(timeout=END_S)
+            assert (refused.returncode, said.count("\n")) == (2, 1), said
+            assert "rollout-0 belongs to the supervisor of this run" in said
+            for name in LEAVING:
+                guests[name].send_signal(signal.SIGTERM)
+            for name in KILLED:
+                guests[name].kill()
+            assert [guests[name].wait(END_S) for name in LEAVING] == [0, 0, 0]
+            run.wait_for("detach", 2, END_S, why="silent")
+            until(run, {"rollout-0", *STAYING}, after=last(run))
+            steps = run.count("consume")
+            run.wait_for("consume", steps + 5, END_S)
+            run.process.send_signal(signal.SIGINT)
+            output = run.finish(END_S)
+            assert [guests[name].wait(END_S) for name in STAYING] == [0, 0]
+    assert run.process.returncode == 130, output
+    summary = run.summary()
+    assert (summary["outcome"], summary["violations"], summary["restarts"]) == ("interrupted", 0, {})
+    audited(run_dir, "consume=10", "close=1")
+    left = {name_of(e["worker"]): e["why"] for e in run.events() if e["ev"] == "detach" and e["role"] == "rollout"}
+    assert [left[name] for name in LEAVING] == ["SIGTERM"] * 3
+    assert [left[name] for name in KILLED] == ["silent"] * 2
+    released = {e["why"] for e in run.events() if e["ev"] == "release"}
+    assert released <= {"aborted", "expired"}

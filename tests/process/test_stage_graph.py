@@ -1,0 +1,46 @@
+"""A whole run with stages of the user's own: two that work at the same time, a reward that waits for both, a death."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from staleflow.monitor.lanes import lanes, overlaps, stage_lines
+from tests.process.running import Run, audited
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
+
+USERS = Path(__file__).parent.parent / "clients" / "stage" / "users.py"
+END_S = 90
+STEPS = 6
+
+
+def stage(me: str, other: str, folder: Path) -> str:
+    """One of two that wait a moment for each other to have a group of the same prompt; in turn they would not meet."""
+    options = f"{{me='{me}', other='{other}', folder='{folder}'}}"
+    return f"{{name='{me}', run='{USERS}:meets', options={options}, makes=['score'], batch=1, timeout_s=60, retries=0}}"
+
+
+def test_stages_that_need_nothing_of_each_other_work_at_the_same_time_and_survive_a_death(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    overrides = (
+        *(f"stage=[{stage('left', 'right', tmp_path)}, {stage('right', 'left', tmp_path)}]", "rollout.workers=1"),
+        *(f"reward.run={USERS}:spread", "reward.needs=['left/score']", f"trainer.steps={STEPS}"),
+    )
+    with Run(run_dir, "simulated.toml", *overrides) as run:
+        run.wait_for("consume", 1, END_S)
+        run.kill("attach", "right-0")
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    summary = run.summary()
+    assert (summary["steps"], summary["violations"], summary["outcome"]) == (STEPS, 0, "finished")
+    assert (summary["restarts"], summary["groups_lost"]) == ({"right-0": 1}, {})
+    audited(run_dir, f"consume={STEPS}", "close=1")
+    left, right = ({path.name.partition("-")[2] for path in tmp_path.glob(f"{me}_met-*")} for me in ("left", "right"))
+    assert len(left & right) >= STEPS
+    (seconds,) = [both for *pair, both in overlaps(lanes(run.events(), stage_lines(run_dir))) if "reward" not in pair]
+    assert seconds > 0
+    workers = {e["worker"].partition(".")[0] for e in run.events() if e["ev"] == "attach" and e["role"] == "stage"}
+    assert workers == {"reward-0", "left-0", "right-0"}
+    assert not re.search("Traceback", (run_dir / "logs" / "left-0.log").read_text())

@@ -1,0 +1,415 @@
+"""Relays: the same bytes, never a damaged one, as they arrive, for as long as there is a way to them."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.clients.parameters import Puller, mapped, relays
+from staleflow.configs.errors import ConfigError
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Chunk,
+    Done,
+    Finished,
+    GetChunk,
+    GetDelta,
+    GetManifest,
+    JoinRelays,
+    ManifestOf,
+)
+from staleflow.protocols.wire.tensors import Array
+from staleflow.runtime import weights
+from staleflow.runtime.client import Client
+from staleflow.runtime.daemon import Stop
+from staleflow.runtime.endpoint import Call
+from staleflow.runtime.errors import Refused
+from staleflow.servers.parameters import relay, tree
+from staleflow.servers.parameters.deltas import Deltas
+from staleflow.servers.parameters.relay_arrivals import Arrivals
+from staleflow.servers.parameters.relay_main import attach, serve_until
+from staleflow.servers.parameters.service import ParameterService
+from staleflow.servers.parameters.versions import NoRoom, VersionKey, Versions
+from tests.servers.running import Run, config_of, eventually, produced
+
+Weights = dict[str, Array]
+RELAY_HOST = "the relays' host"
+FAR = "a host without a relay"
+
+LARGE: Weights = {
+    "first": np.random.default_rng(0).random((300, 100), dtype=np.float32),
+    "scale": np.asarray(1.5, np.float32),
+    "empty": np.zeros((0, 4), np.float32),
+    "last": np.random.default_rng(1).integers(0, 2**16, 300_001, dtype=np.uint16),
+}
+
+
+@pytest.fixture(autouse=True)
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """The parameter server is here, relays are on another host, readers on a third, unless a test moves them."""
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(weights, "SPAN_BYTES", 50_000)
+    monkeypatch.setattr(weights, "SILENT_S", 0.5)
+    monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
+    monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
+    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: relays are reached from everywhere
+
+    def readers_on(host: str) -> None:
+        monkeypatch.setattr(mapped, "boot_id", lambda: host)
+        monkeypatch.setattr(relays, "boot_id", lambda: host)
+
+    readers_on(FAR)
+    return readers_on
+
+
+class Grown:
+    """A run and its relays."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.stops: dict[str, tuple[Stop, asyncio.Task[None]]] = {}
+
+    async def grow(self, name: str, *, mb_per_s: float = 0.0) -> None:
+        """One relay more, in the tree when this returns."""
+        stop, where = Stop(), self.run.where.scheduler
+        serving = serve_until(stop, self.run.config, self.run.run_dir, name, where, mb_per_s=mb_per_s)
+        self.stops[name] = stop, asyncio.ensure_future(serving)
+        await eventually(lambda: self.is_there(name))
+
+    async def is_there(self, name: str) -> bool:
+        return any(str(known["relay"]).startswith(name) for known in await self.tree())
+
+    async def is_another(self, name: str, worker: str) -> bool:
+        """The dead one is forgotten, and one of its name is there."""
+        there = [str(known["relay"]) for known in await self.tree()]
+        return len(there) == 1 and there[0].startswith(name) and there[0] != worker
+
+    def process(self, name: str) -> "subprocess.Popen[bytes]":
+        command = (sys.executable, "-m", "staleflow.cli", "attach", "relay", "--run-dir", str(self.run.run_dir))
+        return subprocess.Popen((*command, "--name", name), stderr=subprocess.DEVNULL)
+
+    async def tree(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (await self.run.status(self.run.where.parameters))["relays"]
+        return found
+
+    async def endpoint(self, name: str) -> str:
+        return next(str(known["endpoint"]) for known in await self.tree() if str(known["relay"]).startswith(name))
+
+    async def end(self, name: str) -> None:
+        stop, serving = self.stops.pop(name)
+        stop.set("test")
+        await serving
+
+    def reader(self, name: str = "reader.1") -> Puller:
+        puller = Puller(self.run.where.parameters, worker=WorkerId(name))
+        self.run.clients.append(puller)
+        return puller
+
+    async def client(self, name: str) -> Client:
+        """To a relay."""
+        return self.run.client(await self.endpoint(name), WorkerId("reader.9"))
+
+
+@pytest.fixture
+async def grown(run: Run) -> AsyncIterator[Grown]:
+    """A run with a published version 0."""
+    trainer = await run.trainer()
+    await trainer.publish(0, LARGE)
+    grown = Grown(run)
+    yield grown
+    for name in list(grown.stops):
+        await grown.end(name)
+
+
+@pytest.fixture
+def root_chunks(monkeypatch: pytest.MonkeyPatch) -> list[GetChunk]:
+    """Every piece that the parameter server itself was asked for."""
+    seen: list[GetChunk] = []
+    later = ParameterService._later_chunk  # pyright: ignore[reportPrivateUsage]
+
+    def noted(self: ParameterService, call: Call, ask: GetChunk) -> None:
+        seen.append(ask)
+        later(self, call, ask)
+
+    monkeypatch.setattr(ParameterService, "_later_chunk", noted)
+    return seen
+
+
+def manifest_of(version: int, *, host: str = "") -> GetManifest:
+    return GetManifest(worker=WorkerId("reader.9"), lineage=Lineage(0), version=Version(version), host=host)
+
+
+def chunk(offset: int, nbytes: int) -> GetChunk:
+    return GetChunk(lineage=Lineage(0), version=Version(0), offset=offset, nbytes=nbytes)
+
+
+async def pulled(puller: Puller, version: int = 0) -> tuple[Weights, bool]:
+    async with await puller.pull(Lineage(0), Version(version)) as found:
+        return {name: array.copy() for name, array in found.arrays().items()}, found.mapped
+
+
+def same(found: Weights, wanted: Weights = LARGE) -> None:
+    assert list(found) == list(wanted)
+    for name, array in wanted.items():
+        assert (found[name].tobytes(), found[name].shape) == (array.tobytes(), array.shape)
+
+
+async def test_readers_of_a_relay_cost_the_parameter_server_one_copy(grown: Grown, root_chunks: list[GetChunk]) -> None:
+    await grown.grow("relay-0")
+    for name in ("reader.1", "reader.2", "reader.3"):
+        found, is_mapped = await pulled(grown.reader(name))
+        same(found)
+        assert not is_mapped
+    assert (await grown.tree())[0][
+        "num_below"
+    ] == 2  # one in three went to the parameter server, which has the relay too
+    assert sum(ask.nbytes for ask in root_chunks) < 2.1 * sum(array.nbytes for array in LARGE.values())
+
+
+async def test_readers_on_the_host_of_a_relay_map_its_file(
+    grown: Grown, hosts: Callable[[str], None], root_chunks: list[GetChunk]
+) -> None:
+    hosts(RELAY_HOST)
+    await grown.grow("relay-0")
+    for name in ("reader.1", "reader.2", "reader.3"):
+        found, is_mapped = await pulled(grown.reader(name))
+        same(found)
+        assert is_mapped
+    assert sum(ask.nbytes for ask in root_chunks) < 1.1 * sum(array.nbytes for array in LARGE.values())
+    assert (await grown.tree())[0]["num_below"] == 3
+
+
+async def test_a_relay_below_a_relay_gives_a_tensor_before_the_whole_version_is_there(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "FANOUT", 1)
+    held, later = asyncio.Event(), ParameterService._later_chunk  # pyright: ignore[reportPrivateUsage]
+
+    def late(self: ParameterService, call: Call, ask: GetChunk) -> None:
+        if ask.offset < LARGE["first"].nbytes:
+            later(self, call, ask)
+        else:
+            self._tasks.start(opened(self, call, ask))  # pyright: ignore[reportPrivateUsage]
+
+    async def opened(self: ParameterService, call: Call, ask: GetChunk) -> None:
+        await held.wait()
+        later(self, call, ask)
+
+    monkeypatch.setattr(ParameterService, "_later_chunk", late)
+    for name in ("relay-0", "relay-1", "relay-2"):
+        await grown.grow(name)
+    assert [str(known["from"])[:7] for known in await grown.tree()] == ["", "relay-0", "relay-1"]
+    client = await grown.client("relay-2")
+    found = await client.ask(manifest_of(0), ManifestOf)
+    assert found.path == ""
+    reply, frames = await client.call(chunk(0, 40_000))
+    assert reply == Chunk(offset=0)
+    assert bytes(frames[0]) == LARGE["first"].tobytes()[:40_000]
+    reading = asyncio.ensure_future(pulled(grown.reader()))
+    await asyncio.sleep(0.3)
+    assert not reading.done()
+    held.set()
+    same((await reading)[0])
+
+
+async def test_a_damaged_tensor_is_never_given_on(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch, root_chunks: list[GetChunk]
+) -> None:
+    monkeypatch.setattr(tree, "FANOUT", 1)
+    await grown.grow("relay-0")
+    await grown.grow("relay-1")
+    read, damaged = Arrivals.read, 0
+
+    async def flipped(self: Arrivals, key: VersionKey, offset: int, size: int) -> bytes:
+        nonlocal damaged
+        data = await read(self, key, offset, size)
+        if len(self._upstream.above) or offset < 200_000:  # pyright: ignore[reportPrivateUsage]
+            return data
+        damaged += 1
+        return bytes([data[0] ^ 1]) + data[1:]
+
+    monkeypatch.setattr(Arrivals, "read", flipped)
+    client = await grown.client("relay-1")
+    await client.ask(manifest_of(0), ManifestOf)
+    got = bytearray()
+    found = await client.ask(manifest_of(0), ManifestOf)
+    while len(got) < found.manifest.nbytes:
+        _, frames = await client.call(chunk(len(got), 50_000))
+        got += frames[0]
+    for entry in found.manifest.tensors:
+        assert got[entry.offset : entry.offset + entry.nbytes] == LARGE[entry.name].tobytes()
+    assert damaged > 0
+    assert len(root_chunks) > 0
+
+
+async def test_a_reader_whose_relay_dies_gets_its_bytes_all_the_same(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await grown.grow("relay-0")
+    reading = asyncio.Event()
+
+    async def never(*_: Any) -> bytes:
+        reading.set()
+        await asyncio.sleep(3600)
+        return b""
+
+    monkeypatch.setattr(Arrivals, "read", never)
+    pulling = asyncio.ensure_future(pulled(grown.reader()))
+    await reading.wait()
+    await grown.end("relay-0")
+    same((await pulling)[0])
+    same((await pulled(grown.reader("reader.2")))[0])
+
+
+async def test_a_relay_whose_source_leaves_hangs_below_another(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "FANOUT", 1)
+    for name in ("relay-0", "relay-1"):
+        await grown.grow(name)
+    await grown.end("relay-0")
+
+    async def moved() -> bool:
+        return [str(known["from"]) for known in await grown.tree()] == [""]
+
+    await eventually(moved)
+    same((await pulled(grown.reader()))[0])
+
+
+async def test_the_next_version_reaches_a_relay_as_what_changed(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "PAYS_BELOW", float("inf"))
+    asked: list[GetDelta] = []
+    make = Deltas.make
+
+    async def noted(self: Deltas, ask: GetDelta, *both: Any) -> bytes:
+        asked.append(ask)
+        return await make(self, ask, *both)
+
+    monkeypatch.setattr(Deltas, "make", noted)
+    await grown.grow("relay-0", mb_per_s=50.0)
+    client = await grown.client("relay-0")
+    after = {name: array.copy() for name, array in LARGE.items()}
+    after["last"][::1000] ^= np.uint16(1)
+    for version, tensors in enumerate((LARGE, after)):
+        if version:
+            trainer = await grown.run.trainer()
+            async with produced(grown.run):
+                await trainer.publish(version, tensors, (await trainer.next_batch(0)).batch)
+        found = await client.ask(manifest_of(version, host=RELAY_HOST), ManifestOf)
+        stored = await asyncio.to_thread(Path(found.path).read_bytes)
+        for entry in found.manifest.tensors:
+            assert stored[entry.offset : entry.offset + entry.nbytes] == tensors[entry.name].tobytes()
+    assert {(ask.base_version, ask.version) for ask in asked} == {(0, 1)}
+
+    def again(*_: Any) -> bytes:
+        raise AssertionError("what a relay got it gives on")
+
+    monkeypatch.setattr(Deltas, "_encode", again)
+    for ask in set(asked):
+        await client.call(ask)
+
+
+async def test_a_relay_of_another_run_is_refused(grown: Grown) -> None:
+    join = JoinRelays(worker=WorkerId("relay.1"), run="another", endpoint="tcp://10.0.0.1:1", host="h")
+    client = grown.run.client(grown.run.where.parameters, WorkerId("relay.1"))
+    with pytest.raises(Refused, match='it is of run "another"; this is run "run-') as no:
+        await client.call(join)
+    assert no.value.code is Code.CONFLICT
+    assert await grown.tree() == []
+
+
+async def test_a_relay_with_another_configuration_is_refused(grown: Grown, short_dir: Path) -> None:
+    other = Run(short_dir / "other", parameters={"keep_versions": 7})
+    stop = Stop()
+    with pytest.raises(ConfigError, match="it refuses relay-0: relay-0 runs with another configuration than this run"):
+        await serve_until(stop, other.config, other.run_dir, "relay-0", grown.run.where.scheduler)
+
+
+async def test_a_relay_that_calls_other_weights_by_that_name_is_not_believed(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await grown.grow("relay-0")
+    manifest = Arrivals.manifest
+
+    async def another(self: Arrivals, key: VersionKey) -> Any:
+        found = await manifest(self, key)
+        return type(found)(tensors=found.tensors, nbytes=found.nbytes, sha="0" * 64)
+
+    monkeypatch.setattr(Arrivals, "manifest", another)
+    same((await pulled(grown.reader()))[0])
+
+
+async def test_a_relay_without_room_says_no_and_its_readers_do_without_it(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await grown.grow("relay-0")
+
+    def full(*_: Any) -> Any:
+        raise NoRoom("0 bytes are free")
+
+    monkeypatch.setattr(Versions, "stage", full)
+    client = await grown.client("relay-0")
+    with pytest.raises(Refused, match="this relay has no room: 0 bytes are free"):
+        await client.ask(manifest_of(0), ManifestOf)
+    same((await pulled(grown.reader()))[0])
+
+
+async def test_a_relay_that_is_nowhere_is_refused(grown: Grown) -> None:
+    status = await grown.run.status(grown.run.where.scheduler)
+    join = JoinRelays(worker=WorkerId("relay.1"), run=str(status["run"]), endpoint="nowhere", host="h")
+    with pytest.raises(Refused, match="it must be tcp://host:port or ipc:///path"):
+        await grown.run.client(grown.run.where.parameters, WorkerId("relay.1")).call(join)
+    assert await grown.tree() == []
+
+
+async def test_a_relay_asked_for_what_is_not_says_so(grown: Grown) -> None:
+    await grown.grow("relay-0")
+    client = await grown.client("relay-0")
+    with pytest.raises(Refused, match="version 5 of lineage 0 is not here"):
+        await client.ask(manifest_of(5), ManifestOf)
+    with pytest.raises(Refused, match="are not in a version of"):
+        await client.call(chunk(1 << 40, 4))
+    with pytest.raises(Refused, match="a relay does not answer JoinRelays"):
+        await client.call(JoinRelays(worker=WorkerId("reader.9"), run="", endpoint="", host=""))
+
+
+async def test_a_relay_ends_with_the_run(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "LOOK_EVERY_S", 0.05)
+    await grown.grow("relay-0")
+    stop, serving = grown.stops.pop("relay-0")
+    trainer = await grown.run.trainer("trainer-b")
+    await trainer.scheduler.ask(Finished(trainer_term=trainer.joined.trainer_term, error=""), Done)
+    await asyncio.wait_for(serving, 20)
+    assert stop.why == "the run is over"
+
+
+async def test_a_relay_is_a_process_that_may_be_killed(grown: Grown) -> None:
+    process = grown.process("relay-0")
+    try:
+        await eventually(lambda: grown.is_there("relay-0"))
+        same((await pulled(grown.reader()))[0])
+        status = await grown.run.status(await grown.endpoint("relay-0"))
+        assert [version["version"] for version in status["versions"]] == [0]
+        worker = str((await grown.tree())[0]["relay"])
+        process.kill()
+        process.wait()
+        same((await pulled(grown.reader("reader.2")))[0])
+        process = grown.process("relay-0")
+        await eventually(lambda: grown.is_another("relay-0", worker))
+        same((await pulled(grown.reader("reader.3")))[0])
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("bind", ["tcp://0.0.0.0:7000", "tcp://*:7000"])
+def test_a_relay_must_listen_where_readers_can_be_sent(short_dir: Path, bind: str) -> None:
+    config = config_of(short_dir)
+    with pytest.raises(ConfigError, match="it must name one address of this host"):
+        attach(config, short_dir, "relay-0", "ipc:///nowhere", bind, 0.0)

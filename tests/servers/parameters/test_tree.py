@@ -1,0 +1,78 @@
+"""Who reads from whom: relays in a flat tree without loops, readers at the nearest, and nothing moves without need."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staleflow.servers.parameters.tree import FANOUT, ROOT, Tree
+
+
+def tree(*relays: tuple[str, str]) -> Tree:
+    """Relays by name and host, in that order, each reachable from everywhere."""
+    grown = Tree()
+    for name, host in relays:
+        grown.join(name, f"tcp://10.0.0.1:{len(grown.relays) + 1}", host)
+    return grown
+
+
+def depth(grown: Tree, name: str) -> int:
+    """Raises ``RecursionError`` for a loop."""
+    return 0 if name == ROOT else 1 + depth(grown, grown.relays[name].parent)
+
+
+def test_the_first_relays_are_below_the_root_and_the_next_below_them() -> None:
+    grown = tree(*((f"r{n}", f"h{n}") for n in range(FANOUT + FANOUT * FANOUT + 1)))
+    depths = [depth(grown, f"r{n}") for n in range(len(grown.relays))]
+    assert depths == [1] * FANOUT + [2] * FANOUT * FANOUT + [3]
+    assert grown.join("r5", "tcp://10.0.0.1:6", "h5") == ["tcp://10.0.0.1:1"]
+
+
+def test_a_relay_whose_source_left_gets_another_that_is_not_below_itself() -> None:
+    grown = tree(*((f"r{n}", f"h{n}") for n in range(FANOUT + 2)))
+    assert [grown.relays[name].parent for name in ("r0", f"r{FANOUT}")] == [ROOT, "r0"]
+    grown.leave("r0")
+    assert grown.join(f"r{FANOUT}", "tcp://10.0.0.1:5", "h") == []  # the root has room again
+    assert grown.relays[f"r{FANOUT}"].parent == ROOT
+
+
+def test_a_reader_gets_the_relay_of_its_host_else_who_has_the_fewest_readers() -> None:
+    grown = tree(("r0", "h0"), ("r1", "h1"))
+    assert grown.sources("reader-a", "h1") == ["tcp://10.0.0.1:2"]
+    assert grown.sources("reader-b", "h1") == ["tcp://10.0.0.1:2"]
+    assert grown.sources("reader-c", "h2") == ["tcp://10.0.0.1:1"]  # the root has two relays, r1 two readers
+    assert grown.sources("reader-d", "h2") == ["tcp://10.0.0.1:1"]
+    assert grown.sources("reader-e", "h2") == []
+    assert grown.sources("reader-c", "h2") == ["tcp://10.0.0.1:1"]  # stays
+
+
+def test_a_reader_without_its_relay_gets_another() -> None:
+    grown = tree(("r0", "h0"))
+    assert grown.sources("reader", "h0") == ["tcp://10.0.0.1:1"]
+    grown.leave("r0")
+    assert grown.sources("reader", "h0") == []
+    grown.join("r1", "tcp://10.0.0.1:9", "h0")
+    assert grown.sources("reader", "h0") == ["tcp://10.0.0.1:9"]
+
+
+def test_a_relay_on_loopback_serves_its_own_host_only() -> None:
+    grown = Tree()
+    grown.join("r0", "tcp://127.0.0.1:1", "h0")
+    assert grown.sources("near", "h0") == ["tcp://127.0.0.1:1"]
+    assert grown.sources("far", "h1") == []
+    for n in range(1, FANOUT + 1):
+        grown.join(f"r{n}", f"tcp://10.0.0.1:{n}", f"h{n}")
+    assert grown.relays[f"r{FANOUT}"].parent == "r1"  # r0 has room, but cannot be reached
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 2)), max_size=60))
+def test_whoever_joins_and_leaves_every_relay_reaches_the_root(moves: list[tuple[bool, int, int]]) -> None:
+    grown = Tree()
+    for joins, number, host in moves:
+        if joins:
+            grown.join(f"r{number}", f"tcp://10.0.0.1:{number + 1}", f"h{host}")
+        else:
+            grown.leave(f"r{number}")
+        for name in list(grown.relays):  # each says again that it is there
+            relay = grown.relays[name]
+            grown.join(name, relay.endpoint, relay.host)
+        assert all(depth(grown, name) <= len(grown.relays) for name in grown.relays)
+        assert all(grown.num_below(name) <= FANOUT for name in grown.relays)

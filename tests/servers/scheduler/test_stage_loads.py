@@ -1,0 +1,74 @@
+"""What the scheduler knows of groups in stages: the newest word of each shard, and nothing that is no stage."""
+
+from typing import Any
+
+import pytest
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.messages import Done, StageLoad, StageLoads
+from staleflow.servers.scheduler.stage_loads import Load, Loads
+from tests.servers.scheduler.world import Cast, World
+
+
+class Heard:
+    """Stands for ``Answers``."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def hold(self, call: object, reply: object) -> None:
+        self.said.append(reply)
+
+    def refuse(self, call: object, code: Code, detail: str) -> None:
+        self.said.append((code, detail))
+
+
+def load(stage: str, waiting: int, taken: int, *groups: int) -> StageLoad:
+    return StageLoad(stage=stage, waiting=waiting, taken=taken, groups=[GroupId(group) for group in groups])
+
+
+def told(loads: Loads, shard: int, *given: StageLoad) -> None:
+    call: Any = None
+    loads.report(call, StageLoads(shard=shard, loads=list(given)))
+
+
+def test_the_newest_word_of_each_shard_counts_and_shards_add_up() -> None:
+    heard: Any = Heard()
+    loads = Loads(2, ("reward", "judge"), heard)
+    told(loads, 0, load("judge", 9, 9, 1))
+    told(loads, 0, load("reward", 1, 0, 4), load("judge", 2, 1, 7, 4))
+    told(loads, 1, load("judge", 3, 0, 5))
+    assert heard.said == [Done()] * 3
+    assert loads.by_stage() == {"reward": Load(1, 0), "judge": Load(5, 1)}
+    assert [loads.of_group(GroupId(group)) for group in (4, 5, 1)] == [["reward", "judge"], ["judge"], []]
+
+
+@pytest.mark.parametrize(
+    ("shard", "given"), [(2, []), (-1, []), (0, [load("critic", 1, 0)]), (0, [load("judge", 1, 0, *range(257))])]
+)
+def test_a_report_of_no_shard_or_of_no_stage_changes_nothing(shard: int, given: list[StageLoad]) -> None:
+    heard: Any = Heard()
+    loads = Loads(2, ("reward", "judge"), heard)
+    told(loads, shard, *given)
+    assert [code for code, _ in heard.said] == [Code.MALFORMED]
+    assert loads.by_stage() == {}
+
+
+async def test_a_group_that_pins_a_step_is_said_to_be_in_its_stage(world: World) -> None:
+    cast = await Cast(world, capacity=100).enter()
+    old = await cast.instance.until_held(4)
+    await cast.shard.finish(old[:2], cast.instance.worker)
+    cast.instance.let_go(old)
+    batch = await cast.trainer.next_batch(0)
+    await cast.shard.operate(*(cast.shard.push(assign, cast.instance.worker) for assign in old[2:]))
+    await cast.trainer.publish(1, batch.batch)
+    newer = await cast.instance.until_held(2)
+    await cast.shard.finish(newer[:2], cast.instance.worker)
+    said = f"step 1 is pinned by group {old[3].group} and 1 more: version 0, in "
+    assert (await world.status())["why"] == f"{said}stages"
+    report = StageLoads(shard=0, loads=[load("reward", 2, 0, old[2].group, old[3].group)])
+    await cast.shard.client.ask(report, Done)
+    values = await world.status()
+    assert values["why"] == f"{said}the stage reward"
+    assert [group["stages"] for group in values["pinned"]["groups"]] == [["reward"]] * 2
