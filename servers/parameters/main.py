@@ -1,8 +1,12 @@
 """The process of the parameter server."""
 
+import fcntl
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import Attach, Attached
@@ -21,7 +25,28 @@ NAME = "parameters"
 def serve(config: Config, run_dir: Path) -> int:
     """Hold the weights of the run in ``run_dir`` until a signal; returns the exit code."""
     raise_file_limit()
-    return run(lambda stop: serve_until(stop, config, run_dir, transport=server_sockets(config)), NAME, run_dir)
+
+    async def main(stop: Stop) -> None:
+        with owned(run_dir / NAME):
+            await serve_until(stop, config, run_dir, transport=server_sockets(config))
+
+    return run(main, NAME, run_dir)
+
+
+@contextmanager
+def owned(folder: Path) -> Generator[None]:
+    """The folder is this process's. Before anything in it is touched: what looks left behind may be what a live server
+    is writing. ``ConfigError`` when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError("run directory", str(folder.parent), f"{folder} is in use by another process") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: Transport = SOCKETS) -> None:

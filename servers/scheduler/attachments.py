@@ -24,6 +24,13 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.registry import ROLES, Process, Registry
 from staleflow.servers.scheduler.rejects import Rejects
 
+LOOKING = ("monitor", "admin")
+"""Roles of which nothing has to be known once they are gone."""
+MOST_TEXT_BYTES = 1_024
+"""Of what a process says when it attaches, names aside: it is stored."""
+MOST_WHY_CHARS = 200
+"""Of what it says when it leaves: it is traced."""
+
 
 class Attachments:
     """Keeps registry, instances, ledger and trace in step about who is there."""
@@ -59,13 +66,15 @@ class Attachments:
         known = self._registry.get(body.worker)
         if known is None or known.attach != body or not known.alive:
             self._take_in(body)
+            self._registry.came_with(body.worker, call.key)
         self._answers.hold(call, self._attached())
 
     def _take_in(self, body: Attach) -> None:
         older = self._registry.attach(body)
         if older is not None:
             self._leave(older, f"replaced by {body.worker}")
-        self._interpreter.with_commit(lambda txn: registry.save(txn, body))
+        if body.role not in LOOKING:
+            self._interpreter.with_commit(lambda txn: registry.save(txn, body))
         self._arrive(body, "")
 
     def _arrive(self, body: Attach, why: str) -> None:
@@ -82,17 +91,34 @@ class Attachments:
             return Code.DENIED, f'role is "{body.role}"; it must be one of {", ".join(ROLES)}'
         if not body.name or len(body.name.encode()) > 200:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
+        if len((body.endpoint + body.prompts_sha + body.stage).encode()) > MOST_TEXT_BYTES:
+            return Code.MALFORMED, f"what {body.name} says of itself is longer than {MOST_TEXT_BYTES} bytes"
+        if (no := self._name_objection(call, body)) is not None:
+            return no
         if body.config_sha and body.config_sha != self._identity.config_sha:
             return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
-        older = self._registry.named(body.name)
-        if older is not None and older.heard and older.attach.supervised and not body.supervised:
+        if body.role == "trajectories":
+            return self._shard_objection(body)
+        return self._stage_objection(body) if body.role == "stage" else None
+
+    def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
+        """Names belong to somebody: to one process, one role, one key while its owner is there, or the supervisor."""
+        known = self._registry.get(body.worker)
+        if known is not None and known.name != body.name:
+            return Code.CONFLICT, f"{body.worker} is attached as {known.name}; a process has one name"
+        owner = self._registry.named(body.name)
+        if owner is None:
+            return None
+        if owner.role != body.role:
+            return Code.DENIED, f"{body.name} is the name of a process of role {owner.role}"
+        if owner.alive and owner.key not in ("", call.key):
+            return Code.BUSY, f"{body.name} is there, with another key"
+        if owner.heard and owner.attach.supervised and not body.supervised:
             return (
                 Code.CONFLICT,
                 f"{body.name} belongs to the supervisor of this run, which looks after it: another name",
             )
-        if body.role == "trajectories":
-            return self._shard_objection(body)
-        return self._stage_objection(body) if body.role == "stage" else None
+        return None
 
     def _stage_objection(self, body: Attach) -> tuple[Code, str] | None:
         stage, known = body.stage or REWARD, stages(self._config)
@@ -134,7 +160,7 @@ class Attachments:
         process = self._registry.remove(body.worker)
         if process is not None:
             self._interpreter.with_commit(lambda txn: registry.forget(txn, process.name))
-            self._leave(process, body.why or "goodbye")
+            self._leave(process, body.why[:MOST_WHY_CHARS] or "goodbye")
         self._answers.hold(call, Done())
 
     def _leave(self, process: Process, why: str) -> None:
@@ -145,10 +171,11 @@ class Attachments:
             self._instances.remove(process.worker)
             self._interpreter.apply(events.Detach(worker=process.worker, why=ReleaseWhy.ABORTED))
 
-    def heard(self, worker: str, now: int) -> Process | None:
-        """A message of that process came; one that was silent is back."""
+    def heard(self, worker: str, now: int, key: str = "") -> Process | None:
+        """A message of that process came, with that key; one that was silent is back."""
         process = self._registry.get(worker)
         if process is not None:
+            process.key = key or process.key
             process.seen_ms = now
             if not process.alive:
                 process.alive = process.heard = True
@@ -170,3 +197,5 @@ class Attachments:
             trace = self._interpreter.trace
             trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
             self._instances.remove(WorkerId(worker))
+            if process.role in LOOKING:
+                self._registry.remove(process.worker)

@@ -21,6 +21,9 @@ from staleflow.servers.scheduler.moves import Moves
 
 LeasesOf = Callable[[WorkerId], Mapping[LeaseId, GroupView]]
 
+MOST_ABORTS = 4_096
+"""Leases that one instance is told to abort at once; what else it should not have it is told after it has listened."""
+
 
 class Instances:
     """All rollout instances that are alive, and what the ledger's effects mean to them."""
@@ -158,6 +161,8 @@ class Instances:
         held = dict.fromkeys(report.held)
         acked = instance.commands.acked
         for lease in held:
+            if len(instance.aborting) >= MOST_ABORTS:
+                break
             if lease not in instance.leases and lease not in instance.pushed and not instance.aborts(lease):
                 instance.aborting[lease] = self._order(instance, Abort(lease=lease))
         missing = [lease for lease, (_, number) in instance.leases.items() if number <= acked and lease not in held]

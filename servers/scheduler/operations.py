@@ -8,6 +8,7 @@ from typing import assert_never
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Code, Refused, Released, ReleaseWhy
 from staleflow.protocols.consistency.errors import TransitionError
+from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import (
     Op,
@@ -21,6 +22,7 @@ from staleflow.protocols.wire.messages import (
     Results,
 )
 from staleflow.runtime.endpoint import Call
+from staleflow.runtime.roles import Role
 from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
@@ -55,10 +57,14 @@ class GroupOperations:
         self._metrics = metrics
 
     def operations(self, call: Call, body: Operations) -> None:
-        results = [self._one(call.peer, op) for op in body.ops]
+        results = [self._one(call, op) for op in body.ops]
         self._answers.hold(call, Results(results=results))
 
-    def _one(self, peer: str, op: Op) -> Result:
+    def _one(self, call: Call, op: Op) -> Result:
+        peer = call.peer
+        if call.role == Role.ROLLOUT and isinstance(op, RegisterRelease | RegisterYield) and not self._holds(peer, op):
+            detail = f"{peer} does not hold lease {op.lease} of group {op.group}"
+            return self._no(peer, op, Code.STALE_LEASE, detail)
         if isinstance(op, RegisterYield):
             return self._yields.one(op)
         if isinstance(op, RegisterPush) and self._interpreter.full:
@@ -84,6 +90,14 @@ class GroupOperations:
             if op.why is ReleaseWhy.ABORTED:
                 self._put_off(op.group)
         return _DONE
+
+    def _holds(self, worker: str, op: RegisterRelease | RegisterYield) -> bool:
+        """Whether the group is still with that worker: what was pushed is no longer its own to give up. What the ledger
+        answers anyway (released or retired before) is left to it."""
+        held = self._interpreter.machine.group(op.group)
+        if held is None or held.lease != op.lease or held.state is State.RELEASED:
+            return True
+        return held.worker == worker and held.state is State.LEASED
 
     def _no(self, peer: str, op: Op, code: Code, detail: str) -> Result:
         """What the ledger does not say no to: it was not asked, or raised."""

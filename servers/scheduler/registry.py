@@ -20,7 +20,7 @@ ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "
 class Process:
     """One attached process."""
 
-    __slots__ = ("alive", "attach", "heard", "seen_ms")
+    __slots__ = ("alive", "attach", "heard", "key", "seen_ms")
 
     def __init__(self, attach: Attach, now_ms: int, *, alive: bool) -> None:
         self.attach = attach
@@ -28,6 +28,8 @@ class Process:
         self.heard = alive
         """By this process of the scheduler; silent since, or not."""
         self.seen_ms = now_ms
+        self.key = ""
+        """That it came with; empty without keys, and after a restart until it is heard."""
 
     @property
     def worker(self) -> WorkerId:
@@ -95,6 +97,10 @@ class Registry:
     def named(self, name: str) -> Process | None:
         """The process of that name, alive or silent."""
         return self._names.get(name)
+
+    def came_with(self, worker: WorkerId, key: str) -> None:
+        """The key of a process, as its connection says."""
+        self._workers[worker].key = key
 
     def was_replaced(self, worker: str) -> bool:
         """Whether a newer process took the name of this one."""

@@ -196,7 +196,7 @@ class Service:
         body = call.body
         kind = type(body)
         now_ns = self._clock.now_ns()
-        self._attachments.heard(call.peer, now_ns // 1_000_000)
+        self._attachments.heard(call.peer, now_ns // 1_000_000, call.key)
         if kind is messages.GetStatus:
             call.reply(messages.Status(values=self._status.values(set(self.peers()))))
             return

@@ -7,6 +7,8 @@ which fixes them as the beginning of the batch, until there are as many as it as
 
 from collections.abc import Callable
 
+import msgspec
+
 from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, Delivered, Effect, Member, Refused, Sealed
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
@@ -28,6 +30,16 @@ from staleflow.runtime.endpoint import Call
 from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.rejects import Rejects
+
+REMEMBERED_JOINS = 64
+_JOINS = b"joins"
+
+
+class JoinedBy(msgspec.Struct, frozen=True, array_like=True):
+    """The request that began a trainer term."""
+
+    id: int
+    term: TrainerTerm
 
 
 class Waiting:
@@ -55,6 +67,10 @@ class Training:
         self._sealed = False
         self._end = steps
         interpreter.listen(Sealed, self._on_sealed)
+        with interpreter.store.read() as txn:
+            raw = txn.get("meta", _JOINS)
+        self._joins = {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, JoinedBy])
+        """By connection."""
 
     def end(self) -> int:
         """The step before which the run is over: that of the configuration, unless the trainer asks for later ones."""
@@ -71,14 +87,30 @@ class Training:
         return any(waiting.body.step == step for waiting in self._waiting)
 
     def join(self, call: Call, body: Join) -> None:
+        machine = self._interpreter.machine
+        known = self._joins.get(call.route)
+        if known is not None and call.id <= known.id and known.term <= machine.trainer_term:
+            moved_on = known.term < machine.trainer_term or body.version < machine.version
+            if call.id < known.id or moved_on:  # an echo: its sender had the answer, or was fenced, long ago
+                self._fenced(call, known.term)
+                return
         event = events.Join(trainer=body.trainer, lineage=body.lineage, version=body.version)
         told = self._interpreter.apply(event)
         if self._refuse(call, told):
             return
         machine = self._interpreter.machine
+        self._remember(call, machine.trainer_term)
         joined = Joined(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
         self._answers.hold(call, joined)
         self._sealed = True
+
+    def _remember(self, call: Call, term: TrainerTerm) -> None:
+        """Whose join began which term: what comes of that request again, however late, begins no other."""
+        self._joins.pop(call.route, None)
+        self._joins[call.route] = JoinedBy(call.id, term)
+        while len(self._joins) > REMEMBERED_JOINS:
+            del self._joins[next(iter(self._joins))]
+        self._interpreter.with_commit(lambda txn: txn.put("meta", _JOINS, msgspec.msgpack.encode(self._joins)))
 
     def next_batch(self, call: Call, body: NextBatch | NextGroups) -> None:
         """Answered by ``deliver``, or when it has waited its time."""
@@ -184,6 +216,11 @@ class Training:
         if body.batch is None and body.version != 0:
             self._answers.refuse(call, Code.BAD_VERSION, f"version {body.version} needs the batch it was trained on")
             return
+        lineage = self._interpreter.machine.lineage_of(body.version)
+        if self.is_current(body.trainer_term) and body.lineage != lineage:
+            detail = f"version {body.version} belongs to lineage {lineage}, not to {body.lineage}"
+            self._answers.refuse(call, Code.BAD_VERSION, detail)
+            return
         if body.batch is None:
             event: events.Event = events.Publish(trainer_term=body.trainer_term, sha=body.sha, nbytes=body.nbytes)
         else:
@@ -204,10 +241,13 @@ class Training:
 
     def current(self, call: Call, term: TrainerTerm) -> bool:
         """Whether ``term`` is that of the trainer in charge; otherwise the call is refused."""
-        if term == self._interpreter.machine.trainer_term:
+        if self.is_current(term):
             return True
         self._fenced(call, term)
         return False
+
+    def is_current(self, term: TrainerTerm) -> bool:
+        return term == self._interpreter.machine.trainer_term
 
     def _fenced(self, call: Call, term: TrainerTerm) -> None:
         now = self._interpreter.machine.trainer_term

@@ -18,6 +18,9 @@ from staleflow.servers.trajectories.records import Key
 MOST_BYTES = 256 << 20
 """Of all samples kept: those of some hundred groups of eight long ones."""
 
+OVERHEAD_BYTES = 4 << 10
+"""Of one group's samples, however short they are: what describes them, and what finds them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Partial:
@@ -29,7 +32,8 @@ class Partial:
 
     @property
     def nbytes(self) -> int:
-        return sum(map(len, self.frames))
+        named = sum(len(spec.name) for spec in self.header.frames)
+        return OVERHEAD_BYTES + named + sum(map(len, self.frames))
 
 
 class Partials:

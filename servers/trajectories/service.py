@@ -13,6 +13,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -64,6 +66,10 @@ FETCH_AT_ONCE = 32
 """Groups that are read and checked before the loop has its turn again."""
 MOST_PARTIAL_BYTES = 64 << 20
 """Of one answer; the groups whose samples would pass it are begun anew."""
+MOST_ROW_BYTES = 192 << 20
+"""Of one answer, partials among them."""
+MOST_ROWS = 16_384
+"""Groups of one question: its answer has their prompts, however few bytes it is."""
 RETAIN_EVERY_S = 2.0
 RETAIN_SHARE = 1 / 64
 """Of the map: so much may be pushed before it is asked again what may go."""
@@ -184,6 +190,8 @@ class TrajectoryService:
 
     def _rows(self, call: Call, body: GetRows) -> None:
         """Prompt rows, and what other instances wrote of the groups; never more than a message takes."""
+        if len(body.groups) > MOST_ROWS:
+            raise ProtocolError(Code.OVERSIZE, f"{len(body.groups)} groups are asked for; at most {MOST_ROWS} at once")
         if body.partials and len(body.partials) != len(body.groups):
             raise ProtocolError(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.partials)} leases")
         partials: list[PartialFrames | None] = []
@@ -196,7 +204,12 @@ class TrajectoryService:
                 frames += found.frames
             else:
                 partials.append(None)
-        call.reply(Rows(rows=[self.row(group) for group in body.groups], partials=partials), frames)
+        rows: list[dict[str, Any]] = []
+        for group in body.groups:
+            rows.append(self.row(group))
+            if (nbytes := nbytes + len(msgspec.msgpack.encode(rows[-1]))) > MOST_ROW_BYTES:
+                raise ProtocolError(Code.OVERSIZE, f"the rows of {len(body.groups)} groups do not fit a message")
+        call.reply(Rows(rows=rows, partials=partials), frames)
 
     # Pushes and stage results ----------------------------------------------------------------------------------------
 
@@ -262,6 +275,8 @@ class TrajectoryService:
             call.refuse(no.code, no.detail)
 
     async def _fetch(self, call: Call, body: FetchGroups) -> None:
+        if len(body.groups) > MOST_ROWS or len(set(body.groups)) < len(body.groups):
+            raise Refused(Code.OVERSIZE, f"{len(body.groups)} groups; at most {MOST_ROWS} at once, each of them once")
         if len(body.groups) != len(body.shas):
             raise Refused(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.shas)} shas")
         wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]

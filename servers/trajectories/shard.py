@@ -92,6 +92,11 @@ class Shard:
         """Take a payload in; ``then`` is told once it is durable and registered, or why it is not."""
         key, sha = pushed.key, pushed.record.sha
         held, incoming = self.holdings.find(key), self._incoming.get(key)
+        first = held.record if held is not None else incoming.pushed.record if incoming is not None else pushed.record
+        if first.worker != pushed.record.worker and (held is None or held.phase is Phase.REGISTERING):
+            detail = f"group {key.group}, lease {key.lease}, comes from {first.worker}, too"
+            then(Result(code=Code.BUSY, detail=detail))
+            return
         known = held.record.sha if held is not None else incoming.pushed.record.sha if incoming is not None else sha
         if known != sha:
             then(Result(code=Code.CONFLICT, detail=f"group {key.group}, lease {key.lease}, has other bytes: {known}"))

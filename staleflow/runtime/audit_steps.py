@@ -71,7 +71,8 @@ def rollback(books: Books, e: ev.Rollback) -> Batch | None:
     for number in [number for number, batch in books.batches.items() if batch.step >= target]:
         batch = books.batches.pop(number)
         for id in batch.members:
-            group = books.groups[id]
+            if (group := books.groups.get(id)) is None:  # told already, when it was sealed: nobody ever leased it
+                continue
             books.role(group, spare=False)
             books.move(group, State.OCCUPIED)
     return replay
@@ -165,7 +166,8 @@ def unseal(books: Books, e: ev.Unseal) -> None:
         return
     for number in [number for number, other in books.batches.items() if other.step >= batch.step]:
         for id in books.batches.pop(number).members:
-            books.move(books.groups[id], State.OCCUPIED)
+            if (group := books.groups.get(id)) is not None:
+                books.move(group, State.OCCUPIED)
     books.step = batch.step
 
 

@@ -97,6 +97,21 @@ class Call:
         return self._from.name
 
     @property
+    def key(self) -> str:
+        """Role and name of the key that the peer came with; empty without keys."""
+        return b"/".join(self._from.key).decode("utf-8", "backslashreplace")
+
+    @property
+    def role(self) -> str:
+        """Of the peer's key; empty without keys."""
+        return self._from.key[0].decode() if self._from.key else ""
+
+    @property
+    def route(self) -> str:
+        """The connection it came by, the same for every echo of it; its ids never go back."""
+        return self._from.route.decode("utf-8", "backslashreplace")
+
+    @property
     def done(self) -> bool:
         """Nobody waits any more: answered, or the peer is gone."""
         return self.answered or self._from.gone

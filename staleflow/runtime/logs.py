@@ -9,11 +9,22 @@ from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
 
+_PLAIN = {
+    **{code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))},
+    **{code: f"\\u{code:04x}" for code in (0x2028, 0x2029, 0x202A, 0x202B, 0x202D, 0x202E)},
+}
+"""How control characters are written."""
+
 
 class _Formatter(logging.Formatter):
     converter = time.gmtime  # type: ignore[assignment]
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, and nothing that a terminal obeys: messages hold what peers said. Tracebacks keep theirs."""
+        record.message = record.message.translate(_PLAIN)
+        return super().formatMessage(record)
 
 
 @contextmanager

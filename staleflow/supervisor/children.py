@@ -111,12 +111,12 @@ class Child:
             SUPERVISED: "1",
         }
 
-    def plan_restart(self, at_least_s: float = 0.0) -> bool:
+    def plan_restart(self) -> bool:
         """After its death: when to start again. False: it died too often."""
         delay_s = self._policy.after(time.monotonic() - self._started_at)
         if delay_s is None:
             return False
-        self.restart_at = time.monotonic() + max(delay_s, at_least_s)
+        self.restart_at = time.monotonic() + delay_s
         return True
 
     def restart_if_due(self) -> bool:

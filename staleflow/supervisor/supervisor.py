@@ -170,12 +170,13 @@ class Supervisor:
     def _died(self, child: Child) -> None:
         code = child.exit_code
         child.sweep()
-        self._watch.ask_now()
+        if child.role.kind is not Kind.SCHEDULER:  # nobody would answer
+            self._watch.ask_now()
         if self._watch.newest.get("finished"):
             return  # it ended because the run did
         if code == 2:
             raise Failure(_last_words(f"{child.name} refuses its configuration", child, lines=1))
-        if not child.plan_restart(at_least_s=3.0 if code == 0 else 0.0):
+        if not child.plan_restart():
             raise Failure(_last_words(f"{child.name} died again and again, last with {_code(code)}", child))
         if code != 0:
             self._view.say(f"{child.name} died with {_code(code)}; it is started again")

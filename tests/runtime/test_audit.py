@@ -198,3 +198,14 @@ def test_an_empty_trace_has_nothing_to_check(tmp_path: Path) -> None:
     report = audit(path)
     assert report.ok
     assert len(report.unchecked) == len(FileRule) + len(Rule)
+
+
+@pytest.mark.parametrize("seed", [seed for seed in SEEDS if seed % 3 == 0])
+def test_a_group_that_nobody_leased_is_a_violation_and_no_crash(tmp_path: Path, seed: int) -> None:
+    """Whatever comes of it later: a rollback, say, or the end of its batch."""
+    lines = [json.loads(line) for line in history(tmp_path, seed).read_bytes().splitlines()]
+    reserves = [place for place, line in enumerate(lines) if line["ev"] == "reserve"]
+    path = tmp_path / "forged.jsonl"
+    for place in reserves[:: max(len(reserves) // 12, 1)]:
+        path.write_bytes(chained([*lines[:place], *lines[place + 1 :]]))
+        assert audit(path).violations

@@ -11,7 +11,7 @@ from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import worker_id
 from staleflow.runtime.errors import Refused
-from staleflow.servers.trajectories.partials import Partials
+from staleflow.servers.trajectories.partials import OVERHEAD_BYTES, Partial, Partials
 from staleflow.servers.trajectories.records import Key
 from tests.servers.running import WEIGHTS, Run, payload
 
@@ -26,7 +26,7 @@ def key(group: int, lease: int) -> Key:
     return Key(GroupId(group), LeaseId(lease))
 
 
-NBYTES = sum(frame.nbytes for frame in samples()[1])
+NBYTES = Partial(key(0, 0), samples()[0], [bytes(frame) for frame in samples()[1]]).nbytes
 
 
 def test_what_a_lease_left_is_found_under_that_lease_alone_and_as_often_as_it_is_asked_for() -> None:
@@ -66,7 +66,7 @@ def test_without_room_the_oldest_go_and_what_never_fits_is_refused() -> None:
         partials.put(key(group, 5 + group), *samples())
     assert [group for group in (1, 2, 3) if partials.find(key(group, 5 + group))] == [1, 3]
     with pytest.raises(Refused, match="bytes of samples; at most"):
-        partials.put(key(4, 9), *samples(tokens=50))
+        partials.put(key(4, 9), *samples(tokens=5_000))
     assert len(partials) == 2
 
 
@@ -78,6 +78,14 @@ def test_what_is_no_group_is_refused() -> None:
     broken = [lengths if spec.name == "lengths" else frame for spec, frame in zip(header.frames, frames, strict=True)]
     with pytest.raises(ProtocolError):
         Partials().put(key(1, 5), header, broken)
+
+
+def test_what_many_small_ones_take_is_bounded_too() -> None:
+    """A hundred bytes of samples cost kilobytes to keep."""
+    partials = Partials(most_bytes=1 << 20)
+    for group in range(1_000):
+        partials.put(key(group, 5), *samples())
+    assert 0 < len(partials) <= (1 << 20) // OVERHEAD_BYTES
 
 
 async def test_they_come_with_the_rows_and_go_with_the_process(run: Run) -> None:
