@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from staleflow.configs.schema import Config, Prompts, Reward
+from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Op, PushItem, Result
@@ -41,7 +43,8 @@ def test_the_holder_of_a_lease_waits_for_the_scheduler_and_then_pushes(tmp_path:
     map_bytes = 8 << 20
     store = lmdb_store.Store(tmp_path, tables=TABLES, map_bytes=map_bytes, durability="process")
     scheduler: Any = Scheduler()
-    shard = Shard(TrajectoryStore(store, map_bytes=map_bytes), scheduler, shard=0, stages=["reward"], keep=none)
+    stages = graph(Config(prompts=Prompts(), reward=Reward(run="")))
+    shard = Shard(TrajectoryStore(store, map_bytes=map_bytes), scheduler, shard=0, stages=stages, keep=none)
     told: dict[str, list[Code | None]] = {"evil": [], "holder": []}
 
     def push(worker: str, seed: int) -> None:
