@@ -84,7 +84,7 @@ class GroupOperations:
             self._metrics.pushed(op.samples)
             self._interpreter.deck.lengths.observe(op.group, op.samples, truncated=op.truncated)
         if isinstance(op, RegisterPush) and op.occupies:
-            return self._one(peer, RegisterOccupy(group=op.group, lease=op.lease, reward_mean=0.0, reward_std=0.0))
+            return self._one(call, RegisterOccupy(group=op.group, lease=op.lease, reward_mean=0.0, reward_std=0.0))
         if isinstance(op, RegisterRelease) and told and isinstance(released := told[0], Released):
             self._setbacks.released(peer, op, released)
             if op.why is ReleaseWhy.ABORTED:

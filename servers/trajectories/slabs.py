@@ -1,8 +1,8 @@
 """Slabs: files that workers on this host write their payload into, and whoever is on this host maps.
 
 - A slab belongs to one worker process, or to the shard itself for what comes in frames, and only that one writes into
-  it. What a worker still writes that was given up
-  on, stopped or fenced lands in slabs of its own, where nothing refers to it.
+  it. What a worker still writes that was given up on, stopped or fenced lands in slabs of its own, where nothing refers
+  to it.
 - It is given anew, to the same worker, only when no live record lies in it and the worker writes there no more. So no
   byte that a record refers to is ever written again.
 - Its blocks are reserved when it is made: a full disk is a refusal here, not a SIGBUS in who writes.
