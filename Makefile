@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: help run test test-backends test-vllm format lint type unit bench proof soak faults fuzz flat docs clean
+.PHONY: help run test test-backends test-long test-vllm format lint type unit bench proof soak faults fuzz flat docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ unit: .venv/.installed ## unit, property, simulation, process and wheel tests
 
 test-backends: .venv/.installed ## long: every trainer backend on one rank and two, against plain torch
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/clients/trainer/test_backends.py
+
+test-long: .venv/.installed ## long: every test that make test leaves out
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 -m long tests
 
 # vLLM's CPU build pins packages of its own, so it has an environment of its own. It also brings torchvision, torchaudio
 # and torchcodec, as CUDA builds, which break the import of models beside a torch for CPUs.

@@ -49,7 +49,9 @@ def test_a_killed_rollout_worker_costs_no_group(run_dir: Path) -> None:
     assert run.summary()["restarts"] == {"rollout-0": 1}
 
 
-@pytest.mark.parametrize("server", ["scheduler", "trajectories", "parameters"])
+@pytest.mark.parametrize(
+    "server", ["scheduler", *(pytest.param(name, marks=pytest.mark.long) for name in ("trajectories", "parameters"))]
+)
 def test_a_killed_server_comes_back_and_the_run_ends_normally(run_dir: Path, server: str) -> None:
     with Run(run_dir, "simulated.toml", *LONGER) as run:
         run.wait_for("consume", 5, END_S)

@@ -30,6 +30,7 @@ def log_of(run_dir: Path, name: str) -> str:
     return (run_dir / "logs" / f"{name}.log").read_text()
 
 
+@pytest.mark.long
 def test_a_run_with_divergence_survives_the_death_of_a_reference_worker(run_dir: Path) -> None:
     overrides = ("trainer.algorithm.kl_coef=0.05", "reference.workers=2")
     with Run(run_dir, "smoke.toml", *SMALL, *overrides) as run:

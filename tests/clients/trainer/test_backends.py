@@ -43,14 +43,14 @@ EVERY = [
 ]
 TWO_RANKS = [
     case("ddp", 2, 2, short=False),
-    case("fsdp", 2, 2, short=True),
+    case("fsdp", 2, 2, short=False),
     case("deepspeed", 2, 2, short=False),
     case("deepspeed", 3, 2, short=False),
 ]
 EVALUATED = [
     case("ddp", 2, 2, short=False),
     case("fsdp", 2, 1, short=False),
-    case("fsdp", 2, 2, short=True),
+    case("fsdp", 2, 2, short=False),
     case("deepspeed", 3, 1, short=False),
     case("deepspeed", 3, 2, short=False),
 ]
