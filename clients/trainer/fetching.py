@@ -7,15 +7,15 @@ asked for bytes that it has checked itself, and so finds out what is damaged.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from staleflow.clients.mapped import MappedSlabs, Unreadable, checked
 from staleflow.clients.trainer.batches import FetchedGroup
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import FetchGroups, GroupFrames, Groups, MemberRef
-from staleflow.protocols.wire.tensors import arrays
+from staleflow.protocols.wire.messages import FetchGroups, Groups, MemberRef
+from staleflow.protocols.wire.tensors import Array, arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.host import boot_id
@@ -95,7 +95,7 @@ def unpacked(
     reply: Groups, frames: Sequence[memoryview], mapped: Sequence[memoryview | None], shas: Sequence[str]
 ) -> Iterator[FetchedGroup]:
     """The groups of an answer, checked; ``ProtocolError`` when frames and headers disagree, ``Unreadable`` when what
-    came packed is not what its sha256 says."""
+    came packed is not what its sha256 says, or no group."""
     start = 0
     for item, data, sha in zip(reply.groups, mapped, shas, strict=True):
         end = start + len(item.frames)
@@ -105,9 +105,15 @@ def unpacked(
             end += 1
         if data is not None:
             named |= checked(data, sha)
-        yield _group(item, GroupPayload.from_arrays(named))
+        yield FetchedGroup(group=GroupId(item.group), row=item.row, payload=_payload(named, packed=data is not None))
         start = end
 
 
-def _group(item: GroupFrames, payload: GroupPayload) -> FetchedGroup:
-    return FetchedGroup(group=GroupId(item.group), row=item.row, payload=payload)
+def _payload(named: Mapping[str, Array], *, packed: bool) -> GroupPayload:
+    """The group; of what came ``packed`` the shard has not looked at the bytes that its sha256 is of."""
+    try:
+        return GroupPayload.from_arrays(named)
+    except ProtocolError as error:
+        if packed:
+            raise Unreadable(error.detail) from error
+        raise

@@ -43,7 +43,7 @@ def owned(folder: Path) -> Generator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError("run directory", str(folder.parent), f"{folder} is in use by another process") from None
+            raise ConfigError("folder", str(folder), "in use by another process") from None
         yield
     finally:
         os.close(descriptor)

@@ -14,6 +14,7 @@ from staleflow.runtime.host import raise_file_limit
 from staleflow.runtime.security import server_sockets
 from staleflow.runtime.transport import SOCKETS, Transport
 from staleflow.servers.attached import Tasks, serve_attached
+from staleflow.servers.parameters.main import owned
 from staleflow.servers.parameters.relay import RelayService
 from staleflow.servers.parameters.relay_sources import Upstream
 from staleflow.servers.parameters.versions import Versions
@@ -30,9 +31,15 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str, bind: str, 
     sockets = server_sockets(config)
 
     async def main(stop: Stop) -> None:
-        await serve_until(stop, config, run_dir, name, scheduler, bind, mb_per_s, transport=sockets)
+        with owned(folder_of(run_dir, name)):
+            await serve_until(stop, config, run_dir, name, scheduler, bind, mb_per_s, transport=sockets)
 
     return run(main, name, run_dir)
+
+
+def folder_of(run_dir: Path, name: str) -> Path:
+    """Where a relay keeps what it gives: never what is another process's, whatever it is called."""
+    return run_dir / "relays" / name
 
 
 async def serve_until(
@@ -49,7 +56,7 @@ async def serve_until(
     """Serve until stopped. ``mb_per_s`` bounds what is asked for, in 10^6 bytes a second; 0 does not."""
     worker, parameters = worker_id(name), config.parameters
     to_scheduler = Client(scheduler, worker=worker, transport=transport)
-    versions = Versions(run_dir / name, durability="process")
+    versions = Versions(folder_of(run_dir, name), durability="process")
     for key in list(versions.stored):
         versions.delete(key)  # of a relay that was here before, perhaps in another run
     upstream = Upstream(worker, bytes_per_s=mb_per_s * 1e6, deltas=parameters.delta != "off", transport=transport)

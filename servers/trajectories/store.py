@@ -17,6 +17,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, unpack
+from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.store import (
     FULL_SHARE,
     Read,
@@ -211,10 +212,18 @@ class TrajectoryStore:
 
 
 def unpacked(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
-    """The arrays of a payload; ``CorruptRecord`` unless they are what was pushed."""
+    """The arrays of a payload; ``CorruptRecord`` unless they are what was pushed, and a group.
+
+    A worker may write into its slab between the look at a push and its sha256.
+    """
     if hashlib.sha256(blob).hexdigest() != record.sha:
         raise CorruptRecord(key, "the payload")
-    return unpack(blob)
+    try:
+        found = unpack(blob)
+        GroupPayload.from_arrays(found)
+    except ProtocolError as error:
+        raise CorruptRecord(key, "the payload") from error
+    return found
 
 
 def _columns(txn: Read, key: Key, done: Container[str], stages: Iterable[str]) -> dict[str, Array]:

@@ -58,6 +58,8 @@ def command(
 
     watched = lifeline.hold()
     name = name or _made_up(stage if role == "stage" else role)
+    if name in (".", "..") or Path(name).name != name:
+        raise ConfigError("--name", name, "files are named after it: no slashes, and neither . nor ..")
     if run_dir is not None:
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler

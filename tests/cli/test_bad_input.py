@@ -99,6 +99,11 @@ def test_daemons_and_workers_are_refused_alike(cli: Cli) -> None:
     refused(cli("attach", "rollout", "--connect", "nonsense"), "nonsense")
 
 
+@pytest.mark.parametrize("name", ["../parameters", "a/b", ".."])
+def test_a_name_that_is_a_path(cli: Cli, short_dir: Path, name: str) -> None:
+    refused(cli("attach", "relay", "--name", name, "--run-dir", "r"), f'--name is "{name}"', [])
+
+
 def test_a_stage_that_the_run_does_not_have(cli: Cli, short_dir: Path) -> None:
     from staleflow.configs.load import load, write_resolved
 

@@ -329,6 +329,15 @@ async def test_a_relay_with_another_configuration_is_refused(grown: Grown, short
         await serve_until(stop, other.config, other.run_dir, "relay-0", grown.run.where.scheduler)
 
 
+async def test_a_relay_named_as_the_server_is_refused_and_touches_nothing_of_it(grown: Grown) -> None:
+    (grown.run.run_dir / "relays").mkdir()
+    before = sorted(path.name for path in (grown.run.run_dir / "parameters").iterdir())
+    assert [name for name in before if name.endswith(".bin")]
+    with pytest.raises(ConfigError, match="it refuses parameters: parameters is the name of a process of role"):
+        await serve_until(Stop(), grown.run.config, grown.run.run_dir, "parameters", grown.run.where.scheduler)
+    assert sorted(path.name for path in (grown.run.run_dir / "parameters").iterdir()) == before
+
+
 async def test_a_relay_that_calls_other_weights_by_that_name_is_not_believed(
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:

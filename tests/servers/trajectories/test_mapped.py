@@ -26,6 +26,7 @@ from staleflow.protocols.wire.messages import (
     PushItem,
     Result,
 )
+from staleflow.protocols.wire.tensors import Array, unpack
 from staleflow.runtime.client import worker_id
 from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
@@ -128,6 +129,31 @@ async def test_a_byte_that_changed_in_a_slab_is_never_served(run: Run) -> None:
     slabbed.close()
 
 
+async def test_a_worker_that_writes_between_the_look_and_the_sha256_harms_only_its_own_group(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sha256 is right, and what it is of is no group."""
+    trainer, _, slabbed, assigns = await begun(run, 3)
+    torn: list[bool] = []
+
+    def looked(data: memoryview) -> dict[str, Array]:
+        found = unpack(bytes(data))
+        if not torn:
+            torn.append(True)
+            (slab,) = slabs_of(run)
+            with slab.open("r+b") as file:
+                file.write(bytes(4))
+        return found
+
+    monkeypatch.setattr("staleflow.servers.trajectories.records.unpack", looked)
+    await slabbed.push(*assigns)
+    await judged(run, 2)
+    batch = await trainer.next_batch(0)
+    assert assigns[0].group not in [member.group for member in batch.members]
+    assert same(await fetcher(run, trainer).members(batch.members), batch.members)
+    slabbed.close()
+
+
 async def test_a_killed_shard_has_what_it_acknowledged_and_takes_frames_for_slabs_it_no_longer_has(
     make_run: Callable[..., Run],
 ) -> None:
@@ -149,9 +175,7 @@ async def test_a_killed_shard_has_what_it_acknowledged_and_takes_frames_for_slab
     for slab in lost:
         slab.unlink()
     run.process("trajectories", 0)
-    await slabbed.push(
-        rest[0]
-    )  # names a slab that nobody has: sent in frames, for which the shard has a slab of its own
+    await slabbed.push(rest[0])  # names a slab that nobody has: sent in frames, which go into one of the shard's own
     assert len(slabs_of(run)) == 1
     assert not {*slabs_of(run)} & {*lost}
     slabbed.close()
