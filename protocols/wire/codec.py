@@ -80,6 +80,14 @@ def decode_request(data: Data) -> tuple[int, Request]:
     return envelope.id, envelope.body
 
 
+def id_of(data: Data) -> int:
+    """The id in a header that is not read otherwise; 0 where there is none."""
+    try:
+        return _prefixes.decode(data).id
+    except _UNREADABLE:
+        return 0
+
+
 def decode_reply(data: Data) -> tuple[int, Reply]:
     """Id and body. ``VersionError`` (a ``ProtocolError``) if the peer speaks another version."""
     try:

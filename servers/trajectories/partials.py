@@ -48,7 +48,7 @@ class Partials:
         return len(self._kept)
 
     def put(self, key: Key, header: PartialFrames, frames: Sequence[memoryview]) -> None:
-        """Keep samples. ``ProtocolError`` when they are none, ``Refused`` when they never fit."""
+        """Keep samples. ``ProtocolError`` when they are none, ``Refused`` when they never fit or the lease left others."""
         GroupPayload.from_arrays(arrays(header.frames, frames))
         partial = Partial(key, header, [bytes(frame) for frame in frames])
         if partial.nbytes > self._most_bytes:
@@ -56,6 +56,8 @@ class Partials:
         known = self._kept.get(key.group)
         if known is not None and known.key.lease > key.lease:
             raise Refused(Code.STALE_LEASE, f"lease {known.key.lease} of group {key.group} has left, too")
+        if known is not None and known.key == key and known.frames != partial.frames:
+            raise Refused(Code.CONFLICT, f"lease {key.lease} of group {key.group} has left other samples")
         self._drop(key.group)
         self._kept[key.group] = partial
         self._nbytes += partial.nbytes

@@ -247,12 +247,12 @@ class TrajectoryService:
         self._stage_calls.finished(body)
         answers = Answers(call, len(body.results))
         for index, (result, frames) in enumerate(zip(body.results, parts, strict=True)):
-            self._finish_one(body.stage, result, frames, partial(answers.put, index))
+            self._finish_one(body, result, frames, partial(answers.put, index))
 
-    def _finish_one(self, stage: str, result: StageResult, frames: list[memoryview], then: Then) -> None:
-        key = Key(result.group, result.lease)
+    def _finish_one(self, body: FinishStage, result: StageResult, frames: list[memoryview], then: Then) -> None:
+        key, stage, worker = Key(result.group, result.lease), body.stage, body.worker
         if result.error:
-            then(self._shard.fail(key, stage, result.ticket, result.error))
+            then(self._shard.fail(key, stage, result.ticket, worker, result.error))
             return
         held = self._shard.holdings.find(key)
         tokens = 0 if held is None else held.record.tokens
@@ -261,10 +261,10 @@ class TrajectoryService:
             makes = self._shard.stages[stage].makes
             columns = made_columns(stage, named, makes=makes, samples=self._group_size, tokens=tokens)
         except ProtocolError as error:
-            failed = self._shard.fail(key, stage, result.ticket, error.detail)
+            failed = self._shard.fail(key, stage, result.ticket, worker, error.detail)
             then(failed if failed.code is not None else Result(code=error.code, detail=error.detail))
             return
-        self._shard.finish(Columns(key, stage, columns), result.ticket, then)
+        self._shard.finish(Columns(key, stage, columns), result.ticket, worker, then)
 
     # Fetching --------------------------------------------------------------------------------------------------------
 

@@ -186,20 +186,20 @@ class Shard:
                 self.queues[stage].add(held.key)
                 self.on_queued(stage)
 
-    def finish(self, columns: Columns, ticket: int, then: Then) -> None:
+    def finish(self, columns: Columns, ticket: int, worker: str, then: Then) -> None:
         """A stage is done with a group; ``then`` is told once its columns are durable, or that the ticket is over."""
         key, stage = columns.key, columns.stage
         held = self.holdings.find(key)
         if held is not None and held.done.get(stage) == ticket:
             then(Result())
-        elif held is None or not self.queues[stage].finish(key, ticket):
+        elif held is None or not self.queues[stage].finish(key, ticket, worker):
             then(_ticket_is_over(key))
         else:
             self._finished.append((columns, ticket, then))
 
-    def fail(self, key: Key, stage: str, ticket: int, why: str) -> Result:
+    def fail(self, key: Key, stage: str, ticket: int, worker: str, why: str) -> Result:
         """A stage gave a group up."""
-        if self.holdings.find(key) is None or not self.queues[stage].finish(key, ticket):
+        if self.holdings.find(key) is None or not self.queues[stage].finish(key, ticket, worker):
             return _ticket_is_over(key)
         self.give_up([key], f"{stage}: {why}")
         return Result()

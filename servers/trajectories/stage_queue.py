@@ -76,10 +76,10 @@ class StageQueue:
                 del self._taken[ticket.key]
                 self._waiting.appendleft(ticket.key)
 
-    def finish(self, key: Key, number: int) -> bool:
-        """True if this ticket counts; the group has left the queue then."""
+    def finish(self, key: Key, number: int, worker: str) -> bool:
+        """True if this ticket counts and is that worker's; the group has left the queue then."""
         ticket = self._taken.get(key)
-        if ticket is None or ticket.number != number:
+        if ticket is None or ticket.number != number or ticket.worker != worker:
             return False
         self.forget(key)
         return True

@@ -157,6 +157,8 @@ class Client:
     def _check_size(self, parts: list[Data]) -> None:
         size = nbytes_of(parts)
         limits = self._limits
+        if len(parts[0]) > limits.max_header_bytes:
+            raise Refused(Code.OVERSIZE, f"a header of {len(parts[0])} bytes; at most {limits.max_header_bytes}")
         if size > limits.max_message_bytes or len(parts) - 1 > limits.max_frames:
             had = f"{size} bytes in {len(parts) - 1} frames"
             raise Refused(Code.OVERSIZE, f"{had}; at most {limits.max_message_bytes} in {limits.max_frames}")

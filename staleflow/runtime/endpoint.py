@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.codec import Data, ProtocolError, decode_request, encode_reply
+from staleflow.protocols.wire.codec import Data, ProtocolError, decode_request, encode_reply, id_of
 from staleflow.protocols.wire.messages import Ping, Pong, Refusal, Reply, Request
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.roles import Role, objection
@@ -80,15 +80,17 @@ class Call:
 
     __slots__ = ("_from", "_to", "answered", "body", "frames", "id", "nbytes")
 
-    def __init__(self, to: Answering, peer: Peer, id: int, body: Request, frames: list[memoryview]) -> None:
+    def __init__(
+        self, to: Answering, peer: Peer, id: int, body: Request, frames: list[memoryview], header_bytes: int = 0
+    ) -> None:
         self._to = to
         self._from = peer
         self.id = id
         self.body = body
         self.frames = frames
         """Raw frames: views of the transport's memory, valid as long as they are kept."""
-        self.nbytes = sum(frame.nbytes for frame in frames) if frames else 0
-        """Of the frames."""
+        self.nbytes = header_bytes + sum(frame.nbytes for frame in frames) if frames else header_bytes
+        """Of the whole message."""
         self.answered = False
 
     @property
@@ -155,7 +157,7 @@ class Endpoint:
         self._keys: dict[str, list[bytes]] = {}
         """Of those who are there, by name."""
         self._held_bytes = 0
-        """Of the frames of all pending calls."""
+        """Of all pending calls."""
         self._closed = asyncio.Event()
         self._now_s: Callable[[], float] = lambda: 0.0  # that of the loop, once there is one
         self._link, self.address = transport.bind(bind, limits=limits, on_message=self._receive, on_drained=on_drained)
@@ -188,13 +190,17 @@ class Endpoint:
     def _receive(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
         route, header = head[:2]
         key = head[2:] or _NO_KEYS
+        limits = self._limits
+        if len(header) > limits.max_header_bytes:
+            had = f"a header of {len(header)} bytes; at most {limits.max_header_bytes} are read"
+            self._reject(route, id_of(header), Code.OVERSIZE, had)
+            return
         try:
             id, body = decode_request(header)
         except ProtocolError as error:
             self._reject(route, error.id, error.code, error.detail)
             return
         if oversize:
-            limits = self._limits
             allowed = f"{limits.max_message_bytes} bytes in {limits.max_frames} frames"
             self._reject(route, id, Code.OVERSIZE, f"a message has at most {allowed}")
             return
@@ -212,11 +218,11 @@ class Endpoint:
         if id in pending:
             self.counts.repeated += 1
             return
-        if len(pending) >= self._limits.max_pending:
+        if len(pending) >= limits.max_pending:
             self._busy(route, id, f"{len(pending)} calls of this peer wait for their answers")
             return
-        call = Call(self, peer, id, body, frames)
-        if self._held_bytes + call.nbytes > self._limits.max_held_bytes:
+        call = Call(self, peer, id, body, frames, len(header))
+        if self._held_bytes + call.nbytes > limits.max_held_bytes:
             self._busy(route, id, f"calls that wait hold {self._held_bytes} bytes")
             return
         pending[id] = call

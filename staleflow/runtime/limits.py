@@ -9,6 +9,9 @@ class TransportLimits:
 
     max_message_bytes: int = 256 << 20
     """All frames of a message together."""
+    max_header_bytes: int = 16 << 20
+    """The header of a request, which may take many times its size once it is read. Manifests of models with tens of
+    thousands of tensors have some megabytes."""
     max_frames: int = 16_384
     """Raw frames of a message, beside its header."""
     max_pending: int = 4_096

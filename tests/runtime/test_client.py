@@ -185,6 +185,12 @@ async def test_an_oversize_request_does_not_leave(network: "Network", ipc: str) 
         assert caught.value.code is Code.OVERSIZE
 
 
+async def test_a_request_with_a_header_beyond_its_limit_does_not_leave(network: "Network", ipc: str) -> None:
+    client = network.client(ipc, limits=replace(network.limits, max_header_bytes=10))
+    with pytest.raises(Refused, match="a header of .* bytes; at most 10"):
+        await client.call(GetStatus())
+
+
 async def test_an_oversize_answer_is_refused(network: "Network", ipc: str) -> None:
     network.endpoint(ipc, lambda call: call.reply(Done(), [b"x"] * 3))
     with pytest.raises(Refused, match="oversize"):

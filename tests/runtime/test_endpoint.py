@@ -229,6 +229,16 @@ async def test_an_oversize_message_is_refused_with_its_id(network: "Network", ip
     assert (endpoint.counts.oversize, endpoint.counts.calls) == (1, 0)
 
 
+async def test_a_header_beyond_its_limit_is_refused_unread_with_its_id(network: "Network", ipc: str) -> None:
+    endpoint = network.endpoint(ipc, echo, limits=replace(network.limits, max_header_bytes=1_000))
+    nobody = msgspec.msgpack.encode([PROTOCOL, 7, ["no such verb", [0] * 1_000]])
+    id, reply = await network.dealer(ipc).ask(nobody)
+    assert id == 7
+    detail = f"a header of {len(nobody)} bytes; at most 1000 are read"
+    assert reply == Refusal(code=Code.OVERSIZE, detail=detail)
+    assert (endpoint.counts.oversize, endpoint.counts.malformed, endpoint.counts.calls) == (1, 0, 0)
+
+
 async def test_a_frame_beyond_the_limit_ends_only_its_own_connection(network: "Network", ipc: str) -> None:
     network.endpoint(ipc, echo, limits=replace(network.limits, max_message_bytes=10_000))
     client = network.client(ipc)

@@ -51,6 +51,17 @@ def test_the_newest_lease_of_a_group_is_kept() -> None:
     assert len(partials) == 1
 
 
+def test_of_two_that_say_that_a_lease_left_them_the_first_counts() -> None:
+    partials = Partials()
+    header, frames = samples()
+    partials.put(key(1, 5), header, frames)
+    with pytest.raises(Refused, match="conflict: lease 5 of group 1 has left other samples"):
+        partials.put(key(1, 5), *samples(seed=1))
+    found = partials.find(key(1, 5))
+    assert found is not None
+    assert found.frames == [bytes(frame) for frame in frames]
+
+
 def test_a_push_of_a_later_lease_lets_it_go_and_one_of_its_own_lease_does_not() -> None:
     partials = Partials()
     partials.put(key(1, 5), *samples())

@@ -258,7 +258,7 @@ async def test_results_of_two_stages_in_one_commit_of_which_one_ends_the_group_r
     for name, column in (("reward", "stage/reward/reward"), ("left", "stage/left/score")):
         (ticket,) = shard.queues[name].take("w", 1, now_s=0.0, seconds_each=1.0)
         equal = {column: np.asarray([0.5, 0.5], np.float32)}
-        shard.finish(Columns(ticket.key, name, equal), ticket.number, told.append)
+        shard.finish(Columns(ticket.key, name, equal), ticket.number, "w", told.append)
     shard.commit()
     await registrar.idle()
     working.cancel()

@@ -25,9 +25,16 @@ def test_only_the_newest_ticket_finishes_a_group() -> None:
     (old,) = queue.take("w", 1, now_s=0, seconds_each=1)
     assert queue.lose("w") == []
     (new,) = queue.take("x", 1, now_s=0, seconds_each=1)
-    assert not queue.finish(A, old.number)
-    assert queue.finish(A, new.number)
-    assert not queue.finish(A, new.number)
+    assert not queue.finish(A, old.number, "w")
+    assert queue.finish(A, new.number, "x")
+    assert not queue.finish(A, new.number, "x")
+
+
+def test_only_the_worker_that_has_a_ticket_finishes_its_group() -> None:
+    queue = queue_of(A)
+    (ticket,) = queue.take("w", 1, now_s=0, seconds_each=1)
+    assert not queue.finish(A, ticket.number, "x")
+    assert queue.finish(A, ticket.number, "w")
 
 
 def test_a_ticket_expires_after_the_time_of_all_that_was_taken_with_it() -> None:
@@ -61,5 +68,5 @@ def test_a_forgotten_group_is_neither_handed_out_nor_finished() -> None:
     (ticket,) = queue.take("w", 1, now_s=0, seconds_each=1)
     queue.forget(A)
     queue.forget(B)
-    assert not queue.finish(A, ticket.number)
+    assert not queue.finish(A, ticket.number, "w")
     assert queue.take("w", 1, now_s=0, seconds_each=1) == []
