@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: help run test test-backends test-long test-vllm format lint type unit bench proof soak faults fuzz flat docs clean
+.PHONY: help run test test-backends test-long test-vllm format lint type unit bench proof soak faults fuzz flat reference docs release image clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -13,7 +13,7 @@ help: ## show this list
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "staleflow needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V)" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,docs,dev]'
 	touch $@
 
 run: .venv/.installed ## train the quickstart: make run [CONFIG=configs/...toml]
@@ -74,9 +74,31 @@ fuzz: .venv/.installed ## long: ten million malformed messages
 flat: .venv/.installed ## long: a million trajectories through one server, whose memory, files and disk must stay flat
 	nice -n 19 $(BIN)/python -m bench.flat --trajectories 1000000
 
-docs: .venv/.installed ## docs/ as a site in site/
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+reference: .venv/.installed ## pages and pictures of docs/ that are made from the code
+	$(BIN)/python -m staleflow.reference docs
+
+docs: .venv/.installed reference ## docs/ as a site in site/
 	$(BIN)/zensical build --strict
+
+release: .venv/.installed ## dist/: wheel and sdist, tried where nothing else is installed; what they need, as a lock and as an SBOM
+	rm -rf dist build/release
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build/release && bin/staleflow run $$(bin/python -c 'import staleflow.configs as c; print(c.__path__[0])')/simulated.toml \
+		--plain --run-dir run
+	build/release/bin/python -m pip freeze --exclude staleflow > dist/staleflow.lock
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file dist/staleflow.cdx.json build/release
+
+TAG ?= latest
+EXTRAS ?= train,parquet,ranker
+APT ?=
+PIP ?=
+BUILDER ?= $(shell command -v podman || command -v docker || echo buildah)
+image: ## a container image, staleflow:latest, for GPUs and CPUs; see Containerfile for others
+	$(BUILDER) build --file Containerfile --build-arg EXTRAS="$(EXTRAS)" --build-arg APT="$(APT)" --build-arg PIP="$(PIP)" \
+		--tag staleflow:$(TAG) .
 
 clean: ## remove what make made, but no run directory
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

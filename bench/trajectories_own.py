@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
@@ -40,12 +40,11 @@ from staleflow.configs.schema import (
     Trainer,
     Trajectories,
 )
-from staleflow.protocols.consistency.ids import LeaseId, Lineage, Step, Version
+from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
     Attached,
-    Batch,
     Commands,
     Done,
     InstanceStats,
@@ -62,13 +61,19 @@ from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
 from staleflow.protocols.wire.tensors import Array
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.host import reuse_memory
 
 GROUP = 8
 """Trajectories of a group."""
 TOKENS = TRAJECTORY_BYTES // 9
 """Of a trajectory: an id, a log-probability and a mask byte each."""
 CHECKPOINT_EVERY = 4
+STEP_S = 0.25
+"""Of a trainer that does train."""
+FIRST_STEPS = 2
+"""Not looked at: everything begins."""
 ROWS = 1_000
+REWARDS = np.linspace(0, 1, GROUP, dtype=np.float32)
 _PROCESS = """
 import sys
 from pathlib import Path
@@ -93,6 +98,8 @@ class Shape:
     """Of a batch."""
     max_staleness: int = 2
     producers: int = PRODUCERS
+    step_s: float = 0.0
+    """Of training; 0: batches are only taken."""
 
 
 def measured(shape: Shape, *, warm_up_s: float, seconds: float, folder: Path | None = None) -> Row:
@@ -110,6 +117,13 @@ def latency(shape: Shape, *, seconds: float, folder: Path | None = None) -> floa
     with _running(single, folder) as (taken, p50):
         watch(Row(what=shape.name), taken, warm_up_s=1.0, seconds=seconds)
         return 1000 * p50()
+
+
+def waiting(shape: Shape, *, seconds: float, folder: Path | None = None) -> float:
+    """Share of its time that a trainer waits for data which trains ``STEP_S`` a step while the next batch comes."""
+    with _running(replace(shape, step_s=STEP_S), folder) as (taken, share):
+        watch(Row(what=shape.name), taken, warm_up_s=2 * STEP_S, seconds=seconds)
+        return share()
 
 
 @contextmanager
@@ -181,6 +195,7 @@ def _free() -> str:
 
 def produce(run_dir: Path, number: int, shape: Shape) -> None:
     """Push what is leased, for ever."""
+    reuse_memory()
     uvloop.run(_produce(run_dir, number, shape))
 
 
@@ -204,6 +219,7 @@ async def _produce(run_dir: Path, number: int, shape: Shape) -> None:
     pushers = [Pusher(shard, me, settled, SlabWriter(shard, me) if shape.shared else None) for shard in shards]
     running = [asyncio.ensure_future(pusher.run()) for pusher in pushers]
     arrays, ack, version = _arrays(number), 0, Version(-1)
+    segments = _segments(version)
     while not any(task.done() for task in running):
         stats = InstanceStats(version=version)
         report = Report(worker=me, ack=ack, held=[*held], stats=stats, wait_ms=500)
@@ -216,7 +232,9 @@ async def _produce(run_dir: Path, number: int, shape: Shape) -> None:
                 version = command.version
             elif isinstance(command, Assign):
                 held[command.lease] = command
-                pushers[command.shard].put(command, _payload(arrays, command.version))
+                if command.version != segments[0, 2]:
+                    segments = _segments(command.version)
+                pushers[command.shard].put(command, _payload(arrays, segments))
     for task in running:
         task.result()
 
@@ -232,13 +250,17 @@ def _arrays(seed: int) -> dict[str, Array]:
     }
 
 
-def _payload(arrays: dict[str, Array], version: Version) -> GroupPayload:
+def _segments(version: Version) -> Array:
+    return np.asarray([(sample, 0, version, TOKENS) for sample in range(GROUP)], np.int64)
+
+
+def _payload(arrays: dict[str, Array], segments: Array) -> GroupPayload:
     """A group as an engine's arrays; its prompt says when it was put."""
     now = time.monotonic_ns()
     return GroupPayload(
         prompt_ids=np.array([now >> 31, now & 0x7FFF_FFFF], np.int32),
-        segments=np.asarray([(sample, 0, version, TOKENS) for sample in range(GROUP)], np.int64),
-        stages={ENVIRONMENT_REWARD: np.linspace(0, 1, GROUP, dtype=np.float32)},
+        segments=segments,
+        stages={ENVIRONMENT_REWARD: REWARDS},
         **arrays,
     )
 
@@ -253,7 +275,8 @@ def _put_ns(payload: GroupPayload) -> int:
 
 def consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", number: "Synchronized[float]") -> None:
     """Take batches for ever. ``number``: seconds of laying one out; with batches of two groups, seconds from put to
-    here, p50."""
+    here, p50; with steps that take time, the share of it that is spent waiting."""
+    reuse_memory()
     uvloop.run(_consume(run_dir, shape, taken, number))
 
 
@@ -271,12 +294,12 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
     term = (await scheduler.ask(join, Joined, timeout_s=None)).trainer_term
     stream = BatchStream(scheduler, shards, term, mapped=shape.shared)
 
-    async def register(version: int, batch: Batch | None) -> None:
+    async def register(version: int, batch: BatchId | None) -> None:
         told = RegisterVersion(
             trainer_term=term,
             lineage=Lineage(0),
             version=Version(version),
-            batch=None if batch is None else batch.batch,
+            batch=batch,
             sha=f"{version:064d}",
             nbytes=8,
         )
@@ -286,6 +309,9 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
             await scheduler.ask(kept, Done, timeout_s=None)
 
     await register(0, None)
+    if shape.step_s:
+        await _train(stream, shape.step_s, taken, number, register)
+        return
     seconds: list[float] = []
     step, coming = 0, asyncio.ensure_future(stream.groups(Step(0)))
     while True:
@@ -301,4 +327,29 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
         taken.value += len(groups) * GROUP
         del groups
         step += 1
-        await register(step, batch)
+        await register(step, batch.batch)
+
+
+async def _train(
+    stream: BatchStream,
+    step_s: float,
+    taken: "Synchronized[int]",
+    share: "Synchronized[float]",
+    register: Callable[[int, BatchId | None], Awaitable[None]],
+) -> None:
+    """As the shipped trainer does: the next batch is fetched and laid out while this one is trained."""
+    feeding = asyncio.ensure_future(stream.feed(Step(0), 1 << 40))
+    waited_s, began, step = 0.0, 0.0, 0
+    while not feeding.done():
+        asked = time.perf_counter()
+        data = await stream.get()
+        now = time.perf_counter()
+        if step == FIRST_STEPS:
+            began = now
+        elif step > FIRST_STEPS:
+            waited_s += now - asked
+            share.value = waited_s / (now - began)
+        await asyncio.sleep(step_s)
+        taken.value += len(data.rewards)
+        step += 1
+        await register(step, data.batch)

@@ -12,6 +12,7 @@ The goal: whole versions at 0.65 of the raw limit or more. Exit 1 when that is m
 """
 
 import asyncio
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
@@ -171,12 +173,12 @@ class World:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._address = f"tcp://127.0.0.1:{port}"
+        self.address = f"tcp://127.0.0.1:{port}"
         self._processes: list[BaseProcess] = []
         self._start(serve, str(self._place), port, delta)
-        self._publisher = Publisher(self._address, worker=WorkerId("trainer.1"))
-        self._reader = Puller(self._address, worker=WorkerId("reader.1"), deltas=delta != "off")
-        self._asking = Client(self._address, worker=WorkerId("looking.1"))
+        self._publisher = Publisher(self.address, worker=WorkerId("trainer.1"))
+        self._reader = Puller(self.address, worker=WorkerId("reader.1"), deltas=delta != "off")
+        self._asking = Client(self.address, worker=WorkerId("looking.1"))
         self._relays = [(serve_relay, str(self._place), port, delta, at, mb_per_s) for at in range(num_relays)]
 
     def _start(self, *call: object) -> None:
@@ -260,6 +262,60 @@ async def measure(nbytes: int, rounds: int, num_relays: int, *, delta: str = "of
         world.close()
 
 
+def train(address: str, nbytes: int, pipe: "Connection[None, int]") -> None:
+    """A trainer that gives its newest version itself; publishes when it is told to."""
+
+    async def publish(publisher: Publisher, version: int) -> None:
+        await publisher.publish(
+            tensors(nbytes), trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(version), batch=None
+        )
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        publisher = runner.run(_publisher(address))
+        while (version := pipe.recv()) >= 0:
+            runner.run(publish(publisher, version))
+            pipe.send(None)
+        publisher.close()
+
+
+async def _publisher(address: str) -> Publisher:
+    return Publisher(address, worker=WorkerId("trainer.2"), direct="tcp://127.0.0.1:*")
+
+
+async def measure_direct(nbytes: int, rounds: int) -> float:
+    """As ``measure``, of versions that come from the trainer's own memory through gloo."""
+    world, found = World(0), list[float]()
+    here, there = SPAWN.Pipe()
+    trainer = SPAWN.Process(target=train, args=(world.address, nbytes, there), daemon=True)
+    trainer.start()
+    reader = Puller(world.address, worker=WorkerId("reader.2"), direct=True)
+    try:
+        for version in range(rounds + 1):
+            here.send(version)
+            await asyncio.to_thread(here.recv)
+            began = time.perf_counter()
+            pulled = await reader.pull(Lineage(0), Version(version))
+            found.append(time.perf_counter() - began)
+            assert pulled.direct
+            await pulled.close()
+        here.send(-1)
+        await asyncio.to_thread(trainer.join)
+        return statistics.median(found[1:])
+    finally:
+        reader.close()
+        trainer.kill()
+        world.close()
+
+
+def direct_row(nbytes: int, rounds: int, raw: float) -> None:
+    """Left out where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    seconds = asyncio.run(measure_direct(nbytes, rounds))
+    rate = nbytes / seconds
+    click.echo(f"| whole, from the trainer itself (gloo) | {seconds:.2f} | {rate / 1e9:.2f} | {rate / raw:.2f} |")
+
+
 @click.command(help=__doc__)
 @click.option("--mb", default=256, show_default=True, type=click.IntRange(min=16))
 @click.option("--mb-per-s", default=100.0, show_default=True, help="Of a link between hosts.")
@@ -278,6 +334,7 @@ def main(mb: int, mb_per_s: float, rounds: int) -> None:
         return rate / raw
 
     share = row("whole, from the parameter server", 0)
+    direct_row(nbytes, rounds, raw)
     row("whole, through one relay", 1)
     for depth in (1, 2, 3):
         row(f"whole, {depth} deep, links of {mb_per_s:.0f} MB/s", depth, mb_per_s=mb_per_s)

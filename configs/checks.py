@@ -8,6 +8,7 @@ from staleflow.configs import algorithm
 from staleflow.configs.coordination import check_coordination, check_spares
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
+from staleflow.configs.metrics import check_metrics
 from staleflow.configs.schema import Config
 from staleflow.configs.section import Section
 from staleflow.configs.stages import graph, stages
@@ -16,6 +17,7 @@ from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_EVERY_INTERFACE = ("0.0.0.0", "0", "::", "::0")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 
 
@@ -23,7 +25,7 @@ def consistent(config: Config) -> None:
     """``ConfigError`` for the first rule that ``config`` breaks."""
     for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
         rule(config)
-    for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _lengths):
+    for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
         rule(config)
 
 
@@ -196,6 +198,7 @@ def _security(config: Config) -> None:
 
 def _binds(config: Config) -> None:
     binds = [("scheduler.bind", config.scheduler.bind), ("parameters.bind", config.parameters.bind)]
+    binds += [("parameters.direct_bind", config.parameters.direct_bind)]
     binds += [("trajectories.bind", bind) for bind in config.trajectories.bind]
     wide = bool(config.security.keys) or config.security.insecure
     seen: dict[str, str] = {}
@@ -206,6 +209,31 @@ def _binds(config: Config) -> None:
         if bind in seen:
             raise ConfigError(key, bind, f"{seen[bind]} has it already; each server needs its own")
         seen[bind] = key
+
+
+def _metrics(config: Config) -> None:
+    check_metrics(config.metrics, insecure=config.security.insecure)
+
+
+def _direct(config: Config) -> None:
+    """Weights from the trainer itself: what cannot be is said before anything starts."""
+    parameters = config.parameters
+    if parameters.transport == "server":
+        if parameters.direct_bind:
+            allowed = 'it is for parameters.transport "direct"; leave it at ""'
+            raise ConfigError("parameters.direct_bind", parameters.direct_bind, allowed)
+        return
+    if config.security.keys:
+        allowed = 'with security.keys it must be "server": what engines get from the trainer itself is not encrypted'
+        raise ConfigError("parameters.transport", "direct", allowed)
+    for key, kind in (("rollout.engine", config.rollout.engine), ("trainer.backend", config.trainer.backend)):
+        if kind == "simulated":
+            allowed = f'with {key} "simulated" it must be "server": there are no weights to speak of, and no torch'
+            raise ConfigError("parameters.transport", "direct", allowed)
+    where = urlsplit(parameters.direct_bind)
+    if where.scheme == "ipc" or where.hostname in _EVERY_INTERFACE:
+        allowed = "engines are sent there: tcp://host:port, with the address of one interface"
+        raise ConfigError("parameters.direct_bind", parameters.direct_bind, allowed)
 
 
 def _address(key: str, bind: str, *, wide: bool) -> None:

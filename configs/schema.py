@@ -7,12 +7,15 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from staleflow.configs.launch import Launch
+from staleflow.configs.metrics import Metrics
 from staleflow.configs.section import NonNegative, Positive, PositiveFloat, Section, Share
 from staleflow.configs.simulation import Simulated, Simulation
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 
 Durability = Literal["process", "power"]
 DeltaKind = Literal["off", "raw", "compressed"]
+Preset = Literal["", "areal", "prime-rl", "slime", "staleflow", "verl"]
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -56,6 +59,7 @@ class Reward(Section, frozen=True, kw_only=True):
     run: str
     """``module:function`` or ``file.py:function``. May be empty where the environment returns the reward."""
     workers: Positive = 1
+    """Processes started by ``staleflow run``; more may attach."""
     timeout_s: PositiveFloat = 10.0
     """Of one call; a call that takes longer is killed and counts as failed."""
     retries: NonNegative = 2
@@ -121,6 +125,7 @@ class Reference(Section, frozen=True, kw_only=True):
     path: str = ""
     """Model directory, with the policy's tokens. Empty: the model that the run begins with."""
     workers: Positive = 1
+    """Processes started by ``staleflow run``, each with a copy of the model; more may attach."""
     batch: Positive = 16
     """Groups that a worker takes at once; its forward passes have ``trainer.micro_tokens`` padded tokens."""
     timeout_s: PositiveFloat = 60.0
@@ -189,6 +194,8 @@ class Rollout(Section, frozen=True, kw_only=True):
     """Instances that write trajectories."""
 
     engine: Literal["transformers", "vllm", "simulated"] = "transformers"
+    """What writes. ``transformers``: continuous batching on CPUs or one GPU. ``vllm``: vLLM, an extra. ``simulated``:
+    sleeps by the cost model of ``[rollout.simulated]`` and writes random tokens; needs neither model nor torch."""
     workers: Positive = 1
     """Processes started by ``staleflow run``; more may attach."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
@@ -198,7 +205,9 @@ class Rollout(Section, frozen=True, kw_only=True):
     max_inflight: Positive = 64
     """Samples that one instance decodes at once."""
     max_new_tokens: Positive = 64
+    """Longest completion in tokens; one that reaches it is cut off and trained as it is."""
     temperature: PositiveFloat = 1.0
+    """Of the sampling; log-probabilities are those of the distribution that was sampled from."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """In-flight samples when a new version comes. ``keep``: go on with the new weights (a new segment) over the KV
     cache of the old ones. ``recompute``: the same, read in anew by the new weights first. ``drain``: end first."""
@@ -274,17 +283,20 @@ class Algorithm(Section, frozen=True, kw_only=True):
     tis_cap: PositiveFloat = 2.0
     """Largest weight; lower loses more of what old data says, higher makes gradients noisier."""
     mask_low: Annotated[float, Meta(ge=0)] = 0.5
+    """Weights below it are 0. A narrow band up to ``mask_high`` learns from less, and from what is nearly its own."""
     mask_high: PositiveFloat = 5.0
-    """Weights outside of these two are 0; a narrow band learns from less and from what is nearly its own."""
+    """Weights above it are 0."""
     sequence_cap: PositiveFloat = 2.0
     """Products above it are 0. Products of long trajectories spread widely: expect many."""
     gspo_low: PositiveFloat = 3e-4
+    """The length-normalised ratio of a trajectory is clipped below 1 - ``gspo_low``. Staleness moves it by far more
+    than one step's mini-batches do: widen both bounds with ``staleness.max_staleness``."""
     gspo_high: PositiveFloat = 4e-4
-    """The length-normalised ratio of a trajectory is clipped below 1 - low and above 1 + high. Staleness moves it by
-    far more than one step's mini-batches do: widen them with ``staleness.max_staleness``."""
+    """The same ratio is clipped above 1 + ``gspo_high``."""
     cispo_low: PositiveFloat = 1.0
+    """The weight is at least 1 - ``cispo_low``; 1 is no bound. A token keeps its gradient in any case."""
     cispo_high: PositiveFloat = 4.0
-    """The weight is clipped to 1 - low and 1 + high; low = 1 is no bound. A token keeps its gradient in any case."""
+    """The weight is at most 1 + ``cispo_high``."""
     aipo_cap: PositiveFloat = 4.0
     """Largest weight; 2 to 10 are usual."""
     m2_threshold: PositiveFloat = 0.04
@@ -337,8 +349,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     micro_tokens: Positive = 16_384
     """Padded tokens of one forward and backward pass; the gradients of a step's passes add up."""
     lr: PositiveFloat = 1e-6
+    """AdamW's learning rate after the warm-up. The higher, the more a version of age costs."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of the first and second moment, each from 0 up to but not including 1."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """AdamW's, a step and unit of learning rate, off each weight matrix."""
     warmup_steps: NonNegative = 0
     """Steps of linear learning-rate warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -351,6 +366,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Steps between checkpoints; consumed payload is kept that long. One comes early when a trajectory server's map is
     half full."""
     keep_checkpoints: Positive = 2
+    """Newest checkpoints kept; older ones are deleted once a newer one is whole."""
     eval_every: NonNegative = 0
     """Steps between evaluations on the held-out prompts; 0: at the start and at the end only."""
     eval_prompts: NonNegative = 256
@@ -358,6 +374,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     threads: Positive = 1
     """Torch threads."""
     simulated_step_s: Annotated[float, Meta(ge=0)] = 0.1
+    """Seconds of a train step with ``backend = "simulated"`` and in ``staleflow simulate``."""
     algorithm: Algorithm = field(default_factory=Algorithm)
 
 
@@ -378,9 +395,11 @@ class Trajectories(Section, frozen=True, kw_only=True):
     """The processes that hold payload."""
 
     shards: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Trajectory servers; a group lives at one of them, chosen by its number. More where one process cannot keep up."""
     bind: list[str] = field(default_factory=list[str])
     """One address a shard; empty: sockets in the run directory."""
     durability: Durability = "process"
+    """What an acknowledged push survives: ``kill -9``, or a power failure too (synced before the answer)."""
     map_mb: Positive = 4096
     """Payload that each shard holds, in its LMDB map and in slabs together; pushes are refused at 90 %."""
     mapped: bool = True
@@ -392,7 +411,16 @@ class Parameters(Section, frozen=True, kw_only=True):
     """The process that holds weights."""
 
     bind: str = ""
+    """``tcp://host:port`` or ``ipc://path``; empty: a socket in the run directory."""
+    transport: Literal["server", "direct"] = "server"
+    """How engines get a new version. `server`: from this process, through a file that both see, or in chunks. `direct`:
+    from the trainer's rank 0 itself, through a process group of torch.distributed (NCCL between GPUs, else gloo), while
+    that is the newest version; then, and whenever it fails, as with `server`. Costs the trainer a version more in main
+    memory, and has no keys. What a version is, and whether its bytes are right, this process says either way."""
+    direct_bind: str = ""
+    """`direct`: ``tcp://host:port`` where the trainer meets engines of other hosts; empty: a free port of loopback."""
     durability: Durability = "process"
+    """What a published version survives: ``kill -9``, or a power failure too (synced before it counts)."""
     keep_versions: Positive = 2
     """Newest versions kept even if nobody uses them."""
     budget_mb: NonNegative = 0
@@ -412,8 +440,8 @@ class Security(Section, frozen=True, kw_only=True):
 
     keys: str = ""
     """Folder made by ``staleflow keygen``: every TCP connection is encrypted, and each key may do what its role may.
-    A process takes its role's file there, or the one that the environment's STALEFLOW_KEY names. Empty: no keys, and
-    servers bind to loopback only."""
+    A process takes its role's file there, or in the folder that the environment's STALEFLOW_KEY names (it may name the
+    file, too). Empty: no keys, and servers bind to loopback only."""
     insecure: bool = False
     """Let servers bind beyond loopback without keys: whoever reaches them can read, change and end the run."""
 
@@ -422,6 +450,11 @@ class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
     name: str = "run"
+    """Of run directories (``runs/NAME-TIMESTAMP``) and of everything that shows the run: letters, digits, ``.``, ``_``,
+    ``-``."""
+    preset: Preset = ""
+    """Rule of a system that people know, for every key that neither the file nor an override sets. Named by an
+    override it comes before the file. ``configs/presets`` has them."""
     seed: NonNegative = 0
     """Of the prompt order, the model's build, sampling and the trainer."""
     model: Model = field(default_factory=Model)
@@ -440,4 +473,6 @@ class Config(Section, frozen=True, kw_only=True):
     trajectories: Trajectories = field(default_factory=Trajectories)
     parameters: Parameters = field(default_factory=Parameters)
     security: Security = field(default_factory=Security)
+    metrics: Metrics = field(default_factory=Metrics)
+    launch: Launch = field(default_factory=Launch)
     simulation: Simulation = field(default_factory=Simulation)

@@ -8,7 +8,8 @@ from staleflow.configs.section import NonNegative, NonNegativeFloat, Positive, P
 
 
 class Simulated(Section, frozen=True, kw_only=True):
-    """The engine without a model: time by the cost model ``T(n, kv)`` of DESIGN section 4, random tokens."""
+    """The engine without a model: a step of ``n`` samples takes ``k1 * kv + max(k2, k3 * n) + k4`` seconds, tokens are
+    random."""
 
     lengths: Literal["lognormal", "power_law", "bimodal", "uniform", "trace"] = "lognormal"
     """Distribution of a trajectory's tokens; whatever it is, at most ``rollout.max_new_tokens``."""
@@ -47,6 +48,7 @@ class Fleet(Section, frozen=True, kw_only=True):
     """Some engines alike."""
 
     count: Positive
+    """How many of them."""
     speed: PositiveFloat = 1.0
     """Times as fast as ``[rollout.simulated]`` says."""
     slots: NonNegative = 0
@@ -59,6 +61,7 @@ class Occurrence(Section, frozen=True, kw_only=True):
     """Something that happens to an engine."""
 
     at_s: NonNegativeFloat
+    """Seconds of virtual time after the start."""
     engine: NonNegative
     """Its number, from 0; one beyond the fleet's may only ``join``."""
     what: Literal["join", "leave", "crash", "hang", "return"]
@@ -100,3 +103,4 @@ class Simulation(Section, frozen=True, kw_only=True):
     fleet: list[Fleet] = field(default_factory=list[Fleet])
     """Engines of several kinds; empty: ``rollout.workers`` alike."""
     events: list[Occurrence] = field(default_factory=list[Occurrence])
+    """What happens to engines while it runs, in any order."""

@@ -13,7 +13,7 @@ def dumps(table: Mapping[str, Any]) -> str:
 def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
     for key, value in table.items():
         if not isinstance(value, dict):
-            yield f"{_key(key)} = {_value(value)}"
+            yield f"{_key(key)} = {value_text(value)}"
     for key, value in table.items():
         if isinstance(value, dict):
             inner = (*path, key)
@@ -27,17 +27,18 @@ def _key(key: str) -> str:
     return key if bare else _string(key)
 
 
-def _value(value: object) -> str:
+def value_text(value: object) -> str:
+    """One value as TOML writes it."""
     match value:
         case bool():
             return "true" if value else "false"
         case str():
             return _string(value)
         case list() | tuple():
-            return f"[{', '.join(_value(item) for item in cast(list[object], value))}]"
+            return f"[{', '.join(value_text(item) for item in cast(list[object], value))}]"
         case dict():
             pairs = cast(dict[str, object], value).items()
-            return f"{{{', '.join(f'{_key(key)} = {_value(item)}' for key, item in pairs)}}}"
+            return f"{{{', '.join(f'{_key(key)} = {value_text(item)}' for key, item in pairs)}}}"
         case _:
             return repr(value)
 

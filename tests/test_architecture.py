@@ -18,11 +18,15 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("staleflow.sim",),
     ("staleflow.supervisor",),
     ("staleflow.monitor",),
+    ("staleflow.report",),
+    ("staleflow.api",),
+    ("staleflow.launch",),
     ("staleflow.cli",),
+    ("staleflow.reference",),
 )
 """From the ground up. Packages of one floor do not import each other."""
 
-OUTSIDE = ("staleflow.quickstart", "staleflow.environments", "staleflow.stages")
+OUTSIDE = ("staleflow.quickstart", "staleflow.environments", "staleflow.stages", "staleflow.starter")
 """User code that is shipped: reached by import path from a configuration, imported by nobody."""
 
 PURE = frozenset(

@@ -46,6 +46,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_once_and_nothing_generic(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
+    pages = {f"staleflow/report/pages/{path.name}" for path in (ROOT / "staleflow" / "report" / "pages").iterdir()}
+    assert len(pages) > 4
+    assert pages <= set(names)
     assert {name.split("/")[0] for name in names} == {
         "staleflow",
         next(n for n in names if "dist-info" in n).split("/")[0],
@@ -55,6 +58,7 @@ def test_the_wheel_holds_every_module_once_and_nothing_generic(wheel: Path) -> N
             p.relative_to(ROOT).as_posix() for p in (ROOT / room).rglob("*") if p.suffix in {".py", ".toml"}
         )
         assert sorted(n.removeprefix("staleflow/") for n in names if n.startswith(f"staleflow/{room}/")) == tracked
+    assert {"staleflow/starter/config.toml", "staleflow/starter/reward.py"} <= set(names)  # of staleflow init
 
 
 @pytest.mark.xdist_group("wheel")

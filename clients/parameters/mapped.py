@@ -1,6 +1,6 @@
 """The server's file of a version, where it is within reach: a publisher writes into it, a reader maps it.
 
-Each byte is read once on its way in: a piece is small enough to stay in the core's cache between digest and copy.
+Each byte is read once on its way in: a piece is small enough to stay in the cache between digest and copy.
 """
 
 import mmap
@@ -22,7 +22,8 @@ from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.host import boot_id
 from staleflow.runtime.shared_file import hold
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 2 << 20
+"""Fits the share of the last-level cache that a core has; smaller ones cost more in Python than they save."""
 KEPT = 4
 """Files that stay mapped: those of two versions in use, one that is written, and a spare one."""
 WRITERS = 4

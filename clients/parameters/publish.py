@@ -1,6 +1,7 @@
 """The trainer's side: a version goes to the parameter server, and is durable and registered at the end."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from staleflow.clients.parameters import chunks, mapped
 from staleflow.clients.parameters.tensors import NamedTensors, described, in_memory, layout
@@ -19,6 +20,9 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.transport import SOCKETS, Transport
 
+if TYPE_CHECKING:
+    from staleflow.clients.parameters.direct_source import DirectSource
+
 TRIES = 5
 """Uploads of one version: a server that started again has forgotten the one under way."""
 
@@ -26,8 +30,12 @@ TRIES = 5
 class Publisher:
     """The trainer's connection to the parameter server."""
 
-    def __init__(self, address: str, *, worker: WorkerId, transport: Transport = SOCKETS) -> None:
+    def __init__(self, address: str, *, worker: WorkerId, transport: Transport = SOCKETS, direct: str = "") -> None:
+        """``direct``: ``tcp://host:port`` (0: any), where readers get the newest version from this process itself
+        (imports torch); it is copied for them then, once a version. Empty: nowhere."""
         self._client = Client(address, worker=worker, transport=transport)
+        self._direct = direct
+        self._source: DirectSource | None = None
         self._places: Manifest | None = None
         """Of the weights that came last: to ask gathered ones for their shapes takes as long as for their bytes."""
 
@@ -46,6 +54,8 @@ class Publisher:
         once, and once more for each upload that has to be made again; the first ones of this connection twice, since
         every version is expected to have their names, dtypes and shapes. ``ValueError`` when it has others.
         """
+        if (source := self._opened_source()) is not None:
+            weights = await asyncio.to_thread(source.hold, weights, lineage, version)
         if self._places is None or in_memory(weights):
             self._places = await asyncio.to_thread(layout, weights)
         places = self._places
@@ -54,7 +64,7 @@ class Publisher:
         )
         for attempt in range(1, TRIES + 1):
             try:
-                return await _upload(self._client, begin, places, weights)
+                return await _upload(self._client, begin, places, weights, "" if source is None else source.endpoint)
             except ValueError:
                 self._places = None
                 raise
@@ -69,7 +79,17 @@ class Publisher:
 
     def close(self) -> None:
         """Close the connection. May be called again."""
+        if self._source is not None:
+            self._source.close()
         self._client.close()
+
+    def _opened_source(self) -> "DirectSource | None":
+        """What gives versions to readers itself, if anything does; opened when there is a first one."""
+        if self._direct and self._source is None:
+            from staleflow.clients.parameters.direct_source import DirectSource
+
+            self._source = DirectSource(self._direct)
+        return self._source
 
 
 async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
@@ -80,11 +100,14 @@ async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
     )
 
 
-async def _upload(client: Client, begin: BeginPublish, places: Manifest, weights: NamedTensors) -> Registered:
+async def _upload(
+    client: Client, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str
+) -> Registered:
     to = await client.ask(begin, PublishTo, timeout_s=None)
     digests = await asyncio.to_thread(mapped.write_file, to, places, weights)
     in_place = digests is not None
     if digests is None:
         digests = await chunks.send(client, to.upload, places, weights)
-    commit = CommitPublish(upload=to.upload, manifest=described(places, digests), in_place=in_place)
+    manifest = described(places, digests)
+    commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
     return await client.ask(commit, Registered, timeout_s=None)

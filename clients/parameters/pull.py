@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +22,9 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.transport import SOCKETS, Transport
 from staleflow.runtime.weights import while_alive
+
+if TYPE_CHECKING:
+    from staleflow.clients.parameters.direct_reader import DirectReader
 
 __all__ = ["CorruptWeights", "PulledVersion", "Puller"]
 
@@ -41,7 +44,8 @@ class PulledVersion:
         data: memoryview,
         let_go: Callable[[], Coroutine[Any, Any, None]],
         *,
-        mapped: bool,
+        mapped: bool = False,
+        direct: bool = False,
     ) -> None:
         self._let_go = let_go
         self.asked = asked
@@ -53,6 +57,15 @@ class PulledVersion:
         self.nbytes = manifest.nbytes
         self.mapped = mapped
         """True when the bytes are the server's file itself."""
+        self.direct = direct
+        """True when they came from the trainer itself."""
+
+    @property
+    def way(self) -> str:
+        """How the bytes came, in words."""
+        if self.mapped:
+            return "mapped"
+        return "from the trainer" if self.direct else "over the network"
 
     def tensors(self) -> dict[str, Tensor]:
         """By name; the bytes are read-only views, nothing is copied."""
@@ -89,13 +102,23 @@ class PulledVersion:
 class Puller:
     """A reader's connection to the parameter server."""
 
-    def __init__(self, address: str, *, worker: WorkerId, transport: Transport = SOCKETS, deltas: bool = True) -> None:
-        """``deltas``: whether a version may come as what changed since the one before, where the link is slow."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        worker: WorkerId,
+        transport: Transport = SOCKETS,
+        deltas: bool = True,
+        direct: bool = False,
+    ) -> None:
+        """``deltas``: whether a version may come as what changed since the one before, where the link is slow.
+        ``direct``: whether it is asked of the trainer first, where that gives it (imports torch)."""
         self._client = Client(address, worker=worker, transport=transport)
         self._worker = worker
         self._maps = mapped.Maps()
         self._remote = Remote(deltas=deltas)
         self._relays = Relays(self._client, worker=worker, transport=transport)
+        self._direct = _direct_reader(worker) if direct else None
 
     async def pull(self, lineage: Lineage, version: Version) -> PulledVersion:
         """A verified version, pinned for this worker. Waits for a server that is away.
@@ -116,10 +139,22 @@ class Puller:
         asked = GetManifest(worker=self._worker, lineage=lineage, version=version)
         found = await self._client.ask(asked, ManifestOf, timeout_s=None)
         check(found.manifest)
+        if (given := await self._given(asked, found)) is not None:
+            return given
         file = await asyncio.to_thread(self._maps.map, found)
         if file is None:
             return await self._brought(asked, found.manifest)
         return PulledVersion(asked, found.manifest, file, lambda: unpin(self._client, asked), mapped=True)
+
+    async def _given(self, asked: GetManifest, found: ManifestOf) -> PulledVersion | None:
+        """By the trainer itself; None when it does not, and the bytes are to be had as always."""
+        if self._direct is None or not found.direct:
+            return None
+        data = await asyncio.to_thread(self._direct.take, found.direct, asked, found.manifest)
+        if isinstance(data, str):
+            log.warning("version %d does not come from the trainer: %s", asked.version, data)
+            return None
+        return PulledVersion(asked, found.manifest, data, lambda: unpin(self._client, asked), direct=True)
 
     async def _doubt(self, asked: GetManifest) -> None:
         """Have the server look at every byte: what it finds damaged can be published again."""
@@ -155,10 +190,16 @@ class Puller:
                 await unpin(self._client, brought.asked)
 
         data = memoryview(brought.buffer).toreadonly()
-        return PulledVersion(brought.asked, brought.manifest, data, let_go, mapped=False)
+        return PulledVersion(brought.asked, brought.manifest, data, let_go)
 
     def close(self) -> None:
         """Close the connections; the servers free what is still pinned. May be called again."""
         self._maps.close()
         self._relays.close()
         self._client.close()
+
+
+def _direct_reader(worker: WorkerId) -> "DirectReader":
+    from staleflow.clients.parameters.direct_reader import DirectReader
+
+    return DirectReader(worker)

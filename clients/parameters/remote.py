@@ -52,7 +52,7 @@ class Remote:
         """The version that was asked for and is pinned. ``Refused``, ``Unavailable`` or ``ProtocolError`` from its
         server; ``CorruptWeights``."""
         base, self._base = self._base, None
-        if base is not None and not _is_free(base.buffer):  # somebody kept an array of it
+        if base is not None and not is_free(base.buffer):  # somebody kept an array of it
             base = replace(base, buffer=bytearray(base.buffer))
         source = Source(client=client, pace=Pace())
         try:
@@ -79,7 +79,7 @@ class Remote:
     def _take(self, nbytes: int) -> bytearray:
         """Memory for a version: what held the last one, since fresh pages cost several times what written ones do."""
         spare, self._spare = self._spare, bytearray()
-        return spare if len(spare) == nbytes and _is_free(spare) else bytearray(nbytes)
+        return spare if len(spare) == nbytes and is_free(spare) else bytearray(nbytes)
 
     async def _by_delta(self, source: Source, asked: GetManifest, manifest: Manifest, base: Brought) -> bool:
         """True when the base's buffer holds the version now; otherwise it holds nothing of use."""
@@ -103,7 +103,7 @@ class Remote:
         self._ways.whole_took(manifest.nbytes, asyncio.get_running_loop().time() - began)
 
 
-def _is_free(buffer: bytearray) -> bool:
+def is_free(buffer: bytearray) -> bool:
     """Whether nobody has a view of these bytes: only then may they be written over."""
     try:
         buffer.append(0)  # Python refuses to move what others look at

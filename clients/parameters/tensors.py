@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from staleflow.protocols.wire.manifest import NBYTES, lay_out
 from staleflow.protocols.wire.messages import Manifest, TensorEntry
@@ -53,6 +54,18 @@ def layout(weights: NamedTensors) -> Manifest:
     """Where each tensor goes; no byte is looked at, and no digest is known."""
     tensors = (tensor_of(name, array) for name, array in weights.items())
     return lay_out((tensor.name, tensor.dtype, tensor.shape, "") for tensor in tensors)
+
+
+def placed(places: Manifest, weights: NamedTensors, into: NDArray[np.uint8]) -> dict[str, Array]:
+    """Copies of the weights, each in its place in ``into``. ``ValueError`` when they are not those of the layout."""
+    copies: dict[str, Array] = {}
+    for entry, (name, array) in zip(places.tensors, weights.items(), strict=True):
+        if (found := (name, array.shape, array.nbytes)) != (entry.name, entry.shape, entry.nbytes):
+            raise ValueError(f"{found} came where {(entry.name, entry.shape, entry.nbytes)} was announced")
+        dtype = array.dtype.newbyteorder("<")
+        copies[name] = np.ndarray(array.shape, dtype, into.data, entry.offset)
+        np.copyto(copies[name], array)
+    return copies
 
 
 def described(places: Manifest, digests: Iterable[str]) -> Manifest:

@@ -251,4 +251,4 @@ def trajectories(group: GroupPayload) -> list[Trajectory]:
 
 def truncated(group: GroupPayload) -> bool:
     """Whether an interrupt cut any of its samples."""
-    return bool((group.finish == Finish.INTERRUPTED).any())
+    return Finish.INTERRUPTED in group.finish.tolist()

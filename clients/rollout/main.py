@@ -69,7 +69,8 @@ async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
         log.info("attached to run %s as %s, %s engine, %d groups", found.run, me, config.rollout.engine, hello.capacity)
         shards = [Client(address, worker=me, transport=sockets) for address in found.shards]
         deltas = config.parameters.delta != "off"
-        puller = Puller(found.parameters, worker=me, transport=sockets, deltas=deltas)
+        direct = config.parameters.transport == "direct"
+        puller = Puller(found.parameters, worker=me, transport=sockets, deltas=deltas, direct=direct)
         closing += [*shards, puller]
         worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments)
         why = "failed"

@@ -58,15 +58,15 @@ class Pulls:
                 await self._pull(*self._wanted)
 
     async def _pull(self, lineage: Lineage, version: Version) -> None:
-        sha, ok = "", False
+        sha, ok, way = "", False, ""
         try:
             async with await self._puller.pull(lineage, version) as pulled:
-                sha = pulled.sha
+                sha, way = pulled.sha, pulled.way
                 await self._engine.load(pulled.arrays(), lineage, version)
             ok = True
             self.loaded = (lineage, version)
             self._on_loaded()
-            log.info("version %d of lineage %d is loaded", version, lineage)
+            log.info("version %d of lineage %d is loaded, %s", version, lineage, way)
         except (Refused, ProtocolError, CorruptWeights, LoadError) as error:
             log.error("version %d of lineage %d is not loaded: %s", version, lineage, error)
             if self._wanted == (lineage, version):

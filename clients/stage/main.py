@@ -17,7 +17,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import batch_of, graph, stages
-from staleflow.protocols.wire.messages import Attach, Detach, Done
+from staleflow.protocols.wire.messages import Attach, Detach, Done, GetStatus, Status
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 from staleflow.runtime import daemon
 from staleflow.runtime.client import Client, worker_id
@@ -28,6 +28,10 @@ from staleflow.runtime.security import client_sockets
 log = logging.getLogger(__name__)
 
 FAREWELL_S = 1.0
+LOOK_EVERY_S = 2.0
+"""Whether the run is over."""
+GONE_S = 60.0
+"""A scheduler not heard of for so long has ended with its run."""
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str, stage: str = REWARD) -> int:
@@ -72,12 +76,31 @@ async def _work(config: Config, run_dir: Path, name: str, address: str, stage: s
             attached = True
             shards += [Client(endpoint, worker=worker, transport=sockets) for endpoint in answer.shards]
             working = StageWorker(worker=worker, name=stage, stage=opened, max_groups=batch_of(config, stage))
-            await working.serve(shards)
+            await while_it_lasts(scheduler, asyncio.create_task(working.serve(shards)))
     finally:
         if attached:
             await _say_goodbye(scheduler, Detach(worker=worker, why="asked to end"))
         for client in (scheduler, *shards):
             client.close()
+
+
+async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> None:
+    """Ends ``serving`` with the run; raises what ended it before."""
+    try:
+        while not serving.done():
+            try:
+                status = (await scheduler.ask(GetStatus(), Status, timeout_s=GONE_S)).values
+            except Unavailable:
+                log.info("leaves: nothing is heard of the scheduler for %d s", GONE_S)
+                return
+            if status.get("finished"):
+                log.info("leaves: the run is over")
+                return
+            await asyncio.wait((serving,), timeout=LOOK_EVERY_S)
+        await serving
+    finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
 
 
 async def _say_goodbye(scheduler: Client, detach: Detach) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step
+from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import Batch
 from staleflow.protocols.wire.stages import REWARD_COLUMN, is_per_token, short_name
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -94,16 +94,8 @@ class FetchedGroup:
 
 def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
     """The batch as columns; ``groups`` in the order of the members. The token bound's mask is applied."""
-    fetched = list(groups)
-    size = sum(item.payload.num_samples for item in fetched)
-    longest = max(
-        (len(item.payload.prompt_ids) + int(item.payload.lengths.max(initial=0)) for item in fetched), default=0
-    )
-    columns = _Columns(size, longest)
-    for item in fetched:
-        columns.add(item)
-    fresh = columns.token_versions >= batch.mask_below
-    masked = int((columns.loss_mask & ~fresh).sum())
+    columns = _Columns(list(groups))
+    masked = columns.mask(batch.mask_below)
     return TrainBatch(
         step=batch.step,
         batch=batch.batch,
@@ -112,7 +104,7 @@ def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
         attempt=batch.attempt,
         input_ids=columns.input_ids,
         attention_mask=columns.attention_mask,
-        loss_mask=columns.loss_mask & fresh,
+        loss_mask=columns.loss_mask,
         behavior_logprobs=columns.behavior_logprobs,
         token_versions=columns.token_versions,
         rewards=columns.rewards,
@@ -126,45 +118,59 @@ def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
 
 
 class _Columns:
-    """The arrays of a batch while it fills."""
+    """The arrays of a batch. A ragged column of a group goes to its rows in one assignment, by the mask of their
+    completions: one copy of every value, and none of them touched by Python."""
 
-    def __init__(self, size: int, longest: int) -> None:
-        self.input_ids = np.zeros((size, longest), np.int64)
-        self.attention_mask = np.zeros((size, longest), np.int64)
-        self.loss_mask = np.zeros((size, longest), np.bool_)
-        self.behavior_logprobs = np.zeros((size, longest), np.float32)
-        self.token_versions = np.full((size, longest), NO_VERSION, np.int64)
-        self.rewards = np.zeros(size, np.float32)
-        self.group_ids = np.zeros(size, np.int64)
-        self.completion_lengths = np.zeros(size, np.int64)
+    def __init__(self, fetched: list[FetchedGroup]) -> None:
+        samples = [item.payload.num_samples for item in fetched]
+        prompts = np.repeat([len(item.payload.prompt_ids) for item in fetched], samples)[:, None]
+        lengths = [item.payload.lengths for item in fetched]
+        self.completion_lengths = np.concatenate(lengths, dtype=np.int64) if fetched else np.zeros(0, np.int64)
+        ends = prompts + self.completion_lengths[:, None]
+        place = np.arange(int(ends.max(initial=0)), dtype=np.int32)
+        written = place < ends.astype(np.int32)
+        shape = written.shape
+        self._completions: NDArray[np.bool_] = written & (place >= prompts.astype(np.int32))
+        self.attention_mask = written.astype(np.int64)
+        self.input_ids = np.zeros(shape, np.int64)
+        self.loss_mask = self._completions.copy()
+        self.behavior_logprobs = np.zeros(shape, np.float32)
+        self.token_versions = np.full(shape, NO_VERSION, np.int64)
+        self.rewards = np.zeros(len(ends), np.float32)
+        self.group_ids = np.repeat(np.asarray([item.group for item in fetched], np.int64), samples)
         self.rows: list[dict[str, Any]] = []
         self.token_stages: dict[str, NDArray[np.float32]] = {}
         self.sample_stages: dict[str, NDArray[np.float32]] = {}
+        for item in fetched:
+            self._add(item)
 
-    def add(self, item: FetchedGroup) -> None:
+    def _add(self, item: FetchedGroup) -> None:
         payload, first = item.payload, len(self.rows)
-        prompt, versions = len(payload.prompt_ids), payload.token_versions()
-        stages = [(self._token_stage(name), made) for name, made in payload.stages.items() if is_per_token(name)]
-        token = 0
-        for sample, length in enumerate(payload.lengths.tolist()):
-            here, there = (first + sample, slice(prompt, prompt + length)), slice(token, token + length)
-            self.input_ids[first + sample, :prompt] = payload.prompt_ids
-            self.input_ids[here] = payload.token_ids[there]
-            self.attention_mask[first + sample, : prompt + length] = 1
-            self.loss_mask[here] = payload.loss_mask[there] != 0
-            self.behavior_logprobs[here] = payload.logprobs[there]
-            self.token_versions[here] = np.where(payload.loss_mask[there] != 0, versions[there], NO_VERSION)
-            for column, made in stages:
-                column[here] = made[there]
-            token += length
-        samples = slice(first, first + payload.num_samples)
-        self.completion_lengths[samples] = payload.lengths
-        self.group_ids[samples] = item.group
-        self.rewards[samples] = payload.stages[REWARD_COLUMN]
+        rows = slice(first, first + payload.num_samples)
+        completions = self._completions[rows]
+        self.input_ids[rows, : len(payload.prompt_ids)] = payload.prompt_ids
+        self.input_ids[rows][completions] = payload.token_ids
+        self.behavior_logprobs[rows][completions] = payload.logprobs
+        versions = payload.token_versions()
+        if not payload.all_sampled():
+            self.loss_mask[rows][completions] = payload.loss_mask
+            versions = np.where(payload.loss_mask, versions, NO_VERSION)
+        self.token_versions[rows][completions] = versions
+        self.rewards[rows] = payload.stages[REWARD_COLUMN]
         for name, made in payload.stages.items():
-            if not is_per_token(name):
-                self._sample_stage(name)[samples] = made
+            if is_per_token(name):
+                self._token_stage(name)[rows][completions] = made
+            else:
+                self._sample_stage(name)[rows] = made
         self.rows.extend([item.row] * payload.num_samples)
+
+    def mask(self, below: Version) -> int:
+        """Take tokens of versions under ``below`` out of the loss mask; how many there were."""
+        if below <= NO_VERSION:
+            return 0
+        stale = self.loss_mask & (self.token_versions < below)
+        self.loss_mask ^= stale
+        return int(np.count_nonzero(stale))
 
     def _token_stage(self, name: str) -> NDArray[np.float32]:
         short = short_name(name)

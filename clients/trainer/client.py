@@ -85,8 +85,10 @@ class TrainerClient:
         rank: int = 0,
         world: int = 1,
         transport: Transport | None = None,
+        direct: str = "",
     ) -> None:
-        """``transport``: with the trainer's key. Without one, the environment's STALEFLOW_KEY names it, if any."""
+        """``transport``: with the trainer's key. Without one, the environment's STALEFLOW_KEY names it, if any.
+        ``direct``: ``tcp://host:port`` (0: any) where engines get the newest version from this process itself."""
         self.worker = worker_id(name)
         self._place = (rank, world)
         self.same: Callable[[TrainBatch], bool] = _always
@@ -100,6 +102,7 @@ class TrainerClient:
         self._scheduler = Client(scheduler, worker=self.worker, transport=self._transport)
         self._shards: list[Client] = []
         self._publisher: Publisher | None = None
+        self._direct = direct
         self._joined: Joined | None = None
         self.version = Version(0)
         """Of the weights that the trainer holds, as far as the run knows."""
@@ -127,7 +130,9 @@ class TrainerClient:
         attached = self._wait(attach(self._scheduler, request, parameters=True))
         self.run = attached.run
         self._shards = [Client(endpoint, worker=self.worker, transport=self._transport) for endpoint in attached.shards]
-        self._publisher = Publisher(attached.parameters, worker=self.worker, transport=self._transport)
+        self._publisher = Publisher(
+            attached.parameters, worker=self.worker, transport=self._transport, direct=self._direct
+        )
         return attached
 
     def join(self, lineage: Lineage, version: Version) -> Joined:

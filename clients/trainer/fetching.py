@@ -14,6 +14,7 @@ from staleflow.clients.trainer.batches import FetchedGroup
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.columns import parted
 from staleflow.protocols.wire.messages import FetchGroups, Groups, MemberRef
 from staleflow.protocols.wire.tensors import Array, arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -96,8 +97,9 @@ def unpacked(
 ) -> Iterator[FetchedGroup]:
     """The groups of an answer, checked; ``ProtocolError`` when frames and headers disagree, ``Unreadable`` when what
     came packed is not what its sha256 says, or no group."""
-    start = 0
-    for item, data, sha in zip(reply.groups, mapped, shas, strict=True):
+    made = parted(reply.columns, frames, len(reply.groups))
+    start = len(reply.columns)
+    for item, data, sha, columns in zip(reply.groups, mapped, shas, made, strict=True):
         end = start + len(item.frames)
         named = arrays(item.frames, frames[start:end])
         if item.packed:
@@ -105,7 +107,9 @@ def unpacked(
             end += 1
         if data is not None:
             named |= checked(data, sha)
-        yield FetchedGroup(group=GroupId(item.group), row=item.row, payload=_payload(named, packed=data is not None))
+        payload = _payload(named, packed=data is not None)
+        payload.add(columns)
+        yield FetchedGroup(group=GroupId(item.group), row=item.row, payload=payload)
         start = end
 
 

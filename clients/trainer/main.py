@@ -57,6 +57,7 @@ async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: 
         rank=where.rank,
         world=where.world,
         transport=client_sockets(config.security, Role.TRAINER),
+        direct=direct_bind(config),
     )
 
     async def pass_on() -> None:
@@ -70,6 +71,12 @@ async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: 
     finally:
         passing.cancel()
         await asyncio.to_thread(client.close)
+
+
+def direct_bind(config: Config) -> str:
+    """Where engines get versions from this process itself; empty: nowhere."""
+    parameters = config.parameters
+    return (parameters.direct_bind or "tcp://127.0.0.1:*") if parameters.transport == "direct" else ""
 
 
 def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threading.Event) -> None:

@@ -36,7 +36,8 @@ ALIGNMENT: Final = 64
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HEAD: Final = struct.Struct("<4sI")
 _MAGIC: Final = b"sfa1"
-_ZEROS: Final = bytes(ALIGNMENT)
+_PADDING: Final = [bytes(size) for size in range(ALIGNMENT)]
+_NO_BYTES: Final = memoryview(b"")
 _specs_decoder: Final = msgspec.msgpack.Decoder(list[TensorSpec])
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError, TypeError)
 
@@ -58,12 +59,14 @@ def specs_and_frames(named: Mapping[str, Array]) -> tuple[list[TensorSpec], list
     specs: list[TensorSpec] = []
     frames: list[memoryview] = []
     for name, given in named.items():
-        little = given.dtype.newbyteorder("<")
-        if (dtype := _NAMES.get(little)) is None:
-            raise ValueError(f"array {name!r} is {given.dtype}; it must be one of {', '.join(DTYPES)}")
-        array = np.ascontiguousarray(given, dtype=little).reshape(given.shape)
+        array = given
+        if (dtype := _NAMES.get(given.dtype)) is None or not given.flags.c_contiguous:
+            little = given.dtype.newbyteorder("<")
+            if (dtype := _NAMES.get(little)) is None:
+                raise ValueError(f"array {name!r} is {given.dtype}; it must be one of {', '.join(DTYPES)}")
+            array = np.ascontiguousarray(given, dtype=little)
         specs.append(TensorSpec(name=name, dtype=dtype, shape=given.shape))
-        frames.append(array.reshape(-1).view(np.uint8).data)
+        frames.append(array.data.cast("B") if array.size else _NO_BYTES)
     return specs, frames
 
 
@@ -73,12 +76,12 @@ def arrays(specs: Sequence[TensorSpec], frames: Sequence[Data]) -> dict[str, Arr
         raise _malformed(f"{len(specs)} arrays are announced, {len(frames)} frames came")
     found: dict[str, Array] = {}
     for spec, frame in zip(specs, frames, strict=True):
-        size = memoryview(frame).nbytes
-        if (wanted := nbytes_of(spec)) != size:
+        view = memoryview(frame).toreadonly()
+        if (wanted := nbytes_of(spec)) != (size := view.nbytes):
             raise _malformed(f"array {spec.name!r}: {spec.dtype}{list(spec.shape)} takes {wanted} bytes, {size} came")
         if spec.name in found:
             raise _malformed(f"array {spec.name!r} comes twice")
-        found[spec.name] = _view(spec, frame)
+        found[spec.name] = _view(spec, view)
     return found
 
 
@@ -95,14 +98,14 @@ def pieces(named: Mapping[str, Array]) -> list[bytes | memoryview]:
     offset = _HEAD.size + len(described)
     for frame in frames:
         padding = -offset % ALIGNMENT
-        parts += [_ZEROS[:padding], frame]
+        parts += (_PADDING[padding], frame)
         offset += padding + frame.nbytes
     return parts
 
 
 def unpack(data: Data) -> dict[str, Array]:
     """Read-only views into a blob. ``ProtocolError`` for bytes that ``pack`` cannot have written."""
-    view = memoryview(data).cast("B")
+    view = memoryview(data).cast("B").toreadonly()
     if view.nbytes < _HEAD.size:
         raise _malformed(f"a blob of {view.nbytes} bytes has no head")
     magic, length = _HEAD.unpack_from(view)
@@ -114,7 +117,7 @@ def unpack(data: Data) -> dict[str, Array]:
     for spec in specs:
         start = offset + -offset % ALIGNMENT
         end = start + nbytes_of(spec)
-        if end > total or bytes(view[offset:start]) != _ZEROS[: start - offset]:
+        if end > total or view[offset:start] != _PADDING[start - offset]:
             raise _malformed(f"array {spec.name!r}: bytes {start} to {end} are not in a blob of {total}")
         if spec.name in found:
             raise _malformed(f"array {spec.name!r} comes twice")
@@ -132,13 +135,14 @@ def _read_specs(data: memoryview) -> list[TensorSpec]:
         raise _malformed(f"the specs of the blob are damaged: {error}") from None
 
 
-def _view(spec: TensorSpec, frame: Data) -> Array:
+def _view(spec: TensorSpec, frame: memoryview) -> Array:
+    """Of a frame that is read-only, and of as many bytes as the spec says."""
     dtype = DTYPES[spec.dtype]
-    array: Array = np.frombuffer(frame, dtype) if len(frame) else np.empty(0, dtype)
-    if len(spec.shape) != 1 or array.size == 0:
-        array = array.reshape(spec.shape)
-    if array.flags.writeable:
-        array.flags.writeable = False
+    if frame.nbytes:
+        array: Array = np.frombuffer(frame, dtype)
+        return array if len(spec.shape) == 1 else array.reshape(spec.shape)
+    array = np.empty(0, dtype).reshape(spec.shape)
+    array.flags.writeable = False
     return array
 
 

@@ -16,7 +16,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.stages import LOGPROB_TOLERANCE, STAGE, Kind, column_of
+from staleflow.protocols.wire.stages import LOGPROB_TOLERANCE, STAGE, Column, Kind, column_of
 from staleflow.protocols.wire.tensors import Array
 
 
@@ -38,6 +38,13 @@ _COLUMNS: Final[dict[str, "tuple[np.dtype[Any], int]"]] = {
     "finish": (np.dtype("uint8"), 1),
 }
 """Name -> dtype and number of dimensions."""
+
+_FLOAT: Final = np.dtype("float32")
+_LAST_FINISH: Final = max(Finish)
+_MOST_ROWS: Final = 65_536
+"""Samples of a group, and segments of all its samples: they are looked at one by one."""
+_least, _most = np.minimum.reduce, np.maximum.reduce
+# The methods of arrays do the same by way of Python, which takes longer than a group of a few thousand tokens.
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -86,6 +93,15 @@ class GroupPayload:
         payload.check()
         return payload
 
+    def add(self, made: Mapping[str, Array]) -> None:
+        """Take in what stages made of it, values checked. ``ProtocolError`` for a column of another length."""
+        for name, column in made.items():
+            kind = _column(name).kind
+            wanted = self.num_tokens if kind is Kind.TOKEN else self.num_samples
+            if len(column) != wanted:
+                raise _malformed(f"{name} holds {len(column)} values; it must hold {wanted}, one a {kind}")
+        self.stages |= made
+
     def check(self) -> None:
         """``ProtocolError`` unless this is a group: types, sizes, ranges, and segments that add up to the tokens."""
         for name, (dtype, ndim) in _COLUMNS.items():
@@ -117,35 +133,40 @@ class GroupPayload:
         """int64 [n]: tokens of each sample that the policy wrote."""
         return self._sampled(self.lengths)
 
+    def all_sampled(self) -> bool:
+        """Whether no environment wrote any of its tokens."""
+        return bool(np.minimum.reduce(self.loss_mask, initial=1))
+
     def _sampled(self, tokens: Array) -> Array:
         """int64: sampled tokens in each stretch of so many tokens, one stretch after the other from the first on."""
-        if int(self.loss_mask.min(initial=1)):  # no environment wrote any
+        if self.all_sampled():
             return tokens.astype(np.int64)
         before = np.concatenate(([0], np.cumsum(self.loss_mask, dtype=np.int64)))
         return np.diff(before[np.cumsum(tokens)], prepend=0)
 
     def _check_sizes(self) -> None:
-        samples, tokens = self.num_samples, int(self.lengths.sum(dtype=np.int64))
-        if not samples:
-            raise _malformed("lengths is empty; a group has at least one sample")
-        if int(self.lengths.min()) < 0:
-            raise _malformed(f"lengths holds {int(self.lengths.min())}; a completion has no fewer than 0 tokens")
+        if not 0 < len(self.lengths) <= _MOST_ROWS:
+            raise _malformed(f"lengths holds {len(self.lengths)} values; a group has 1 to {_MOST_ROWS} samples")
+        lengths: list[int] = self.lengths.tolist()
+        samples, tokens = len(lengths), sum(lengths)
+        if (least := min(lengths)) < 0:
+            raise _malformed(f"lengths holds {least}; a completion has no fewer than 0 tokens")
         for name, wanted in (("token_ids", tokens), ("logprobs", tokens), ("loss_mask", tokens), ("finish", samples)):
             if (size := len(getattr(self, name))) != wanted:
                 raise _malformed(f"{name} holds {size} values; the lengths of {samples} samples ask for {wanted}")
 
     def _check_values(self) -> None:
         for name in ("prompt_ids", "token_ids"):
-            if (ids := getattr(self, name)).size and int(ids.min()) < 0:
-                raise _malformed(f"{name} holds {int(ids.min())}; a token id is at least 0")
-        if self.logprobs.size and not float(self.logprobs.min()) > -np.inf:  # NaN or -inf
+            if (least := int(_least(getattr(self, name), initial=0))) < 0:
+                raise _malformed(f"{name} holds {least}; a token id is at least 0")
+        if not float(_least(self.logprobs, initial=0)) > -np.inf:  # NaN or -inf
             raise _malformed("logprobs holds a value that is not finite")
-        if self.logprobs.size and float(self.logprobs.max()) > LOGPROB_TOLERANCE:
-            raise _malformed(f"logprobs holds {float(self.logprobs.max())}; a log-probability is at most 0")
-        if self.loss_mask.size and int(self.loss_mask.max()) > 1:
-            raise _malformed(f"loss_mask holds {int(self.loss_mask.max())}; it is 0 or 1")
-        if int(self.finish.max()) > max(Finish):
-            raise _malformed(f"finish holds {int(self.finish.max())}; it is one of {[int(value) for value in Finish]}")
+        if (most := float(_most(self.logprobs, initial=-np.inf))) > LOGPROB_TOLERANCE:
+            raise _malformed(f"logprobs holds {most}; a log-probability is at most 0")
+        if (most := int(_most(self.loss_mask, initial=0))) > 1:
+            raise _malformed(f"loss_mask holds {most}; it is 0 or 1")
+        if (most := int(_most(self.finish, initial=0))) > _LAST_FINISH:
+            raise _malformed(f"finish holds {most}; it is one of {[int(value) for value in Finish]}")
 
 
 def made_columns(
@@ -169,17 +190,28 @@ def made_columns(
 
 def check_column(name: str, array: Array, *, samples: int, tokens: int) -> None:
     """``ProtocolError`` unless this may be the column ``name`` of a group of so many samples and completion tokens."""
-    if len(parts := name.split("/")) != 3 or parts[0] != "stage" or not all(parts):
-        raise _malformed(f"{name!r} is no column; its name must be stage/<stage>/<column>")
-    column = column_of(name)
+    column = _column(name)
     wanted = tokens if column.kind is Kind.TOKEN else samples
-    if array.dtype != np.dtype("float32") or array.shape != (wanted,):
+    if array.dtype != _FLOAT or array.shape != (wanted,):
         detail = f"{name} is {array.dtype}{list(array.shape)}; it must be float32[{wanted}], one value a {column.kind}"
         raise _malformed(detail)
-    if not np.isfinite(array).all():
+    check_values(name, array)
+
+
+def check_values(name: str, array: Array) -> None:
+    """``ProtocolError`` unless these may be values of the column ``name``, of one group or of many."""
+    column, most = column_of(name), float(_most(array, initial=-math.inf))
+    if not (float(_least(array, initial=0)) > -math.inf and most < math.inf):  # NaN is neither
         raise _malformed(f"{name} holds a value that is not finite")
-    if float(array.max(initial=-math.inf)) > column.most:
-        raise _malformed(f"{name} holds {float(array.max())}; a log-probability is at most 0")
+    if most > column.most:
+        raise _malformed(f"{name} holds {most}; a log-probability is at most 0")
+
+
+def _column(name: str) -> Column:
+    """What a column of this name holds. ``ProtocolError`` if it is none."""
+    if len(parts := name.split("/")) != 3 or parts[0] != "stage" or not all(parts):
+        raise _malformed(f"{name!r} is no column; its name must be stage/<stage>/<column>")
+    return column_of(name)
 
 
 def shard_of(group: GroupId, shards: int) -> int:
@@ -199,26 +231,25 @@ def _check_type(name: str, array: Array, dtype: "np.dtype[Any]", ndim: int) -> N
 def _check_segments(segments: Array, lengths: Array) -> None:
     if segments.shape[1] != 4:
         raise _malformed(f"segments has {segments.shape[1]} columns; a row is sample, lineage, version, tokens")
-    samples, tokens = segments[:, 0], segments[:, 3]
-    if segments.size and (int(segments.min()) < 0 or int(tokens.min()) < 1 or int(samples.max()) >= len(lengths)):
-        raise _malformed("segments names a sample that is not there, or holds a negative number or an empty segment")
-    if int(tokens.max(initial=0)) > int(lengths.max()):
-        raise _malformed(f"segments holds one of {int(tokens.max())} tokens; the longest sample has {lengths.max()}")
-    first, second = segments[:-1], segments[1:]
-    forward = (second[:, 0] > first[:, 0]) | (
-        (second[:, 0] == first[:, 0])
-        & ((second[:, 1] > first[:, 1]) | ((second[:, 1] == first[:, 1]) & (second[:, 2] >= first[:, 2])))
-    )
-    if not forward.all():
-        row = int(np.argmin(forward)) + 1
-        raise _malformed(f"segments goes back in row {row}: sample, lineage and version must ascend")
-    written = np.zeros(len(lengths), dtype=np.int64)
-    np.add.at(written, samples, tokens)
-    if (wrong := np.flatnonzero(written != lengths)).size:
-        sample = int(wrong[0])
-        raise _malformed(
-            f"the segments of sample {sample} add up to {written[sample]} tokens, it has {lengths[sample]}"
-        )
+    if len(segments) > _MOST_ROWS:
+        raise _malformed(f"segments has {len(segments)} rows; a group has at most {_MOST_ROWS}")
+    wanted: list[int] = lengths.tolist()
+    longest, written, last = max(wanted), [0] * len(wanted), (0, 0, 0)
+    rows: list[list[int]] = segments.tolist()
+    for row, (sample, lineage, version, tokens) in enumerate(rows):
+        if not 0 <= sample < len(wanted) or lineage < 0 or version < 0 or tokens < 1:
+            raise _malformed(
+                f"segments names a sample that is not there, or holds a negative number or an empty segment: row {row}"
+            )
+        if tokens > longest:
+            raise _malformed(f"segments holds one of {tokens} tokens; the longest sample has {longest}")
+        if (here := (sample, lineage, version)) < last:
+            raise _malformed(f"segments goes back in row {row}: sample, lineage and version must ascend")
+        written[sample] += tokens
+        last = here
+    if written != wanted:
+        sample = next(sample for sample, tokens in enumerate(wanted) if written[sample] != tokens)
+        raise _malformed(f"the segments of sample {sample} add up to {written[sample]} tokens, it has {wanted[sample]}")
 
 
 def _malformed(detail: str) -> ProtocolError:

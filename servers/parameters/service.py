@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import DeltaKind
@@ -56,6 +56,14 @@ BUSY_MS = 200
 COLLECT_EVERY_S = 2.0
 
 
+class Direct(NamedTuple):
+    """The version that a trainer gives to readers itself."""
+
+    key: VersionKey
+    endpoint: str
+    peer: str
+
+
 class ParameterService:
     """Answers every call of the parameter server; lives on one loop."""
 
@@ -77,6 +85,7 @@ class ParameterService:
         self._uploads = Uploads(versions)
         self._deltas = Deltas(versions, delta)
         self._tree = Tree()
+        self._direct: Direct | None = None
         self.run = ""
         """Id of the run, once the scheduler has said it."""
         self._beginning = asyncio.Lock()
@@ -108,6 +117,8 @@ class ParameterService:
         self._catalog.pins.forget(peer)
         self._uploads.forget_peer(peer)
         self._tree.leave(peer)
+        if self._direct is not None and self._direct.peer == peer:
+            self._direct = None
 
     def _dispatch(self, call: Call) -> None:
         match call.body:
@@ -129,7 +140,7 @@ class ParameterService:
             case PublishChunk() as ask:
                 self._write(call, ask)
             case CommitPublish() as ask:
-                self._later(call, self._commit(ask))
+                self._later(call, self._commit(call.peer, ask))
             case JoinRelays() as ask:
                 call.reply(self._join(call.peer, ask))
             case FindSources() as ask:
@@ -185,19 +196,24 @@ class ParameterService:
         self._versions.write(upload.staged, ask.offset, call.frames[0])
         call.reply(Done())
 
-    async def _commit(self, ask: CommitPublish) -> Registered:
+    async def _commit(self, peer: str, ask: CommitPublish) -> Registered:
         """The outcome of an upload, however often it is asked for."""
         check(ask.manifest)
+        if ask.direct:
+            _check_endpoint(ask.direct)
         upload = self._uploads.find(ask.upload)
         about = upload.commit(ask.manifest)
+        if ask.direct:  # before the scheduler sends anybody here
+            self._direct = Direct(about.key, ask.direct, peer)
         if upload.committing is None:
             publishing = self._publish(upload, about, in_place=ask.in_place)
             upload.committing = self._tasks.start(_settled(publishing))
-        outcome = await asyncio.shield(upload.committing)
+        committing = upload.committing
+        outcome = await asyncio.shield(committing)
         self._uploads.forget_finished()
         if isinstance(outcome, Refused):
-            if outcome.code is Code.BUSY:
-                upload.committing = None
+            if outcome.code is Code.BUSY and upload.committing is committing:
+                self._uploads.reopen(upload)
             raise outcome
         return outcome
 
@@ -219,7 +235,9 @@ class ParameterService:
 
     async def _manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestOf:
         await self._catalog.verified(ask.worker, key, stored, doubted=ask.doubted)
-        return ManifestOf(manifest=stored.about.manifest, path=str(stored.path.resolve()), host=boot_id())
+        direct = self._direct.endpoint if self._direct is not None and self._direct.key == key else ""
+        path = str(stored.path.resolve())
+        return ManifestOf(manifest=stored.about.manifest, path=path, host=boot_id(), direct=direct)
 
     def _later_chunk(self, call: Call, ask: GetChunk) -> None:
         """One piece, at most ``chunk_bytes`` of what was asked."""
@@ -263,10 +281,7 @@ class ParameterService:
             raise Refused(Code.BUSY, "the parameter server is starting, or draining")
         if ask.run != self.run:
             raise Refused(Code.CONFLICT, f'it is of run "{ask.run}"; this is run "{self.run}"')
-        try:
-            check_connect(ask.endpoint)
-        except ConfigError as error:
-            raise Refused(Code.MALFORMED, str(error)) from error
+        _check_endpoint(ask.endpoint)
         return Sources(endpoints=self._tree.join(peer, ask.endpoint, ask.host))
 
     async def work(self) -> None:
@@ -286,6 +301,14 @@ async def _settled(publishing: Coroutine[Any, Any, Registered]) -> Registered | 
         return await publishing
     except Refused as no:
         return no
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """``Refused`` unless others can be sent there."""
+    try:
+        check_connect(endpoint)
+    except ConfigError as error:
+        raise Refused(Code.MALFORMED, str(error)) from error
 
 
 def _refuse(call: Call, no: Refused) -> None:

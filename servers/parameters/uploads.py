@@ -29,6 +29,8 @@ class Upload:
     about: About | None = None
     """What it turned out to be, once it is committed."""
     committing: "asyncio.Task[Registered] | None" = None
+    left: bool = False
+    """Its publisher is gone."""
 
     def commit(self, manifest: Manifest) -> About:
         """What is in it. ``Refused`` if that is not what was announced, or not what was committed before."""
@@ -97,10 +99,18 @@ class Uploads:
             raise Refused(Code.FENCED, f"trainer term {term} is over; the present one is {self._term}")
 
     def forget_peer(self, peer: str) -> None:
-        """A publisher is gone: what it had not committed goes too."""
+        """A publisher is gone: what it had not committed goes too, and what cannot be committed now."""
         for upload in list(self._uploads.values()):
-            if upload.peer == peer and upload.committing is None:
-                self._forget(upload)
+            if upload.peer == peer:
+                upload.left = True
+                if upload.committing is None:
+                    self._forget(upload)
+
+    def reopen(self, upload: Upload) -> None:
+        """It could not be committed yet: its publisher will ask again, unless it is gone."""
+        upload.committing = None
+        if upload.left:
+            self._forget(upload)
 
     def forget_finished(self) -> None:
         """Keep the newest answers only."""

@@ -45,6 +45,11 @@ class Cycle:
         """Another cycle should follow soon."""
         self._not_before_ns = 0
 
+    @property
+    def resting(self) -> bool:
+        """The last decision took long enough that the next one has to wait yet."""
+        return self._interpreter.clock.now_ns() < self._not_before_ns
+
     def heard(self, worker: WorkerId, stats: InstanceStats) -> None:
         """An instance says how it is; what its steps cost is learned from it."""
         if self._snapshots.costs is not None:

@@ -19,15 +19,18 @@ PULL_RETRY_MS = 1_000
 class CommandQueue:
     """Commands ``first, first + 1, ...`` that are not acknowledged."""
 
-    __slots__ = ("acked", "pending", "sent")
+    __slots__ = ("acked", "last", "pending", "sent")
 
     def __init__(self) -> None:
         self.acked = 0
         self.sent = 0
         self.pending: list[Command] = []
+        self.last: Command | None = None
+        """Given last, for those who look on."""
 
     def add(self, command: Command) -> int:
         """Queue a command; its number."""
+        self.last = command
         self.pending.append(command)
         return self.acked + len(self.pending)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses
+from staleflow.configs.metrics import read_token
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import PROTOCOL
 from staleflow.runtime import lmdb_store
@@ -15,6 +16,7 @@ from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.endpoint import Endpoint
 from staleflow.runtime.host import raise_file_limit
+from staleflow.runtime.scrape import ScrapeServer
 from staleflow.runtime.security import server_sockets
 from staleflow.runtime.store import Store, StoreCorrupt, StoreFull, StoreInUse
 from staleflow.runtime.trace import Trace, TraceError
@@ -137,6 +139,7 @@ async def serve_until(
     transport: Transport = SOCKETS,
 ) -> None:
     """Serve until stopped, or until this incarnation of the run is closed and its trace ended."""
+    token = read_token(config.metrics.token)
     service, interpreter = open_service(config, run_dir, store, clock)
     endpoint = Endpoint(
         addresses(config, run_dir).scheduler,
@@ -152,10 +155,14 @@ async def serve_until(
     service.peers = lambda: endpoint.peers
     service.later = lambda: asyncio.get_running_loop().call_later(LATER_S, service.wake)
     log.info("scheduler serves at %s", endpoint.address)
+    scraped = _scraped(config, service, token)
     serving = asyncio.create_task(endpoint.serve())
     ticking = asyncio.create_task(_tick(service))
     ended = asyncio.create_task(stop.wait())
     try:
+        if scraped is not None:
+            await scraped.start()
+            log.info("metrics are read at %s", scraped.url)
         await asyncio.wait((serving, ticking, ended), return_when=asyncio.FIRST_COMPLETED)
         for task in (serving, ticking):
             if task.done():
@@ -166,8 +173,19 @@ async def serve_until(
         ticking.cancel()
         ended.cancel()
         endpoint.close()
+        if scraped is not None:
+            await scraped.close()
         interpreter.trace.close()
         await asyncio.gather(serving, ticking, ended, return_exceptions=True)
+
+
+def _scraped(config: Config, service: Service, token: str) -> ScrapeServer | None:
+    """Where Prometheus reads; None where nobody asked for it."""
+    bind = config.metrics.bind
+    if not bind:
+        return None
+    wide = bool(token) or config.security.insecure
+    return ScrapeServer(bind, service.exposition.text, token=token, wide=wide)
 
 
 async def _tick(service: Service) -> None:

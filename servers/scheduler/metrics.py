@@ -38,14 +38,22 @@ class Metrics:
         self._tokens = 0
         self._samples = 0
         self._busy: dict[str, tuple[float, int]] = {}
+        self._pulls_s: list[float] = []
+        """Of this step."""
         self.last = _last_line(path)
         """The line written last."""
+        self.newest: Line = dict(self.last)
+        """The newest value of every key."""
 
     # --- what happens ----------------------------------------------------------------------------------------
 
     def pushed(self, samples: list[int]) -> None:
         """A group was pushed; tokens of each sample."""
         self._totals.counts.samples_pushed += len(samples)
+
+    def pulled(self, seconds: float) -> None:
+        """An instance has weights so long after it was told to load them."""
+        self._pulls_s.append(seconds)
 
     def on_sealed(self, effect: Sealed) -> None:
         self._batches[effect.batch] = effect
@@ -61,7 +69,7 @@ class Metrics:
         sealed = self._batches.pop(effect.batch, None)
         if sealed is not None:
             samples = len(sealed.members) * self._group_size
-            self._totals.consumed(effect, sealed.tokens, sealed.masked_tokens, samples)
+            self._totals.consumed(effect, sealed, samples)
 
     # --- the line --------------------------------------------------------------------------------------------
 
@@ -82,9 +90,11 @@ class Metrics:
             line.update(in_flight(machine, self._limits))
             line.update(self._rollout(list(instances), now_ns))
             line.update(self._rates(now_ns))
+            line.update(self._pulls())
             line.update(self._lengths.quality())
         line.update(values)
         self.last = line
+        self.newest.update(line)
         try:
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
@@ -118,6 +128,11 @@ class Metrics:
             "rollout/waiting": sum(instance.stats.waiting for instance in instances),
             "rollout/idle_ratio": max(0.0, 1.0 - busy / share) if share else 0.0,
         }
+
+    def _pulls(self) -> Line:
+        """Nothing when no instance has loaded anything since the step before."""
+        taken, self._pulls_s = self._pulls_s, []
+        return {"time/pull": sum(taken) / len(taken)} if taken else {}
 
     def _rates(self, now_ns: int) -> Line:
         counts = self._totals.counts

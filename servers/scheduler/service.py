@@ -26,6 +26,7 @@ from staleflow.servers.scheduler.attachments import Attachments
 from staleflow.servers.scheduler.cycle import Cycle
 from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.describing import Describing
+from staleflow.servers.scheduler.exposition import Exposition
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
@@ -89,6 +90,8 @@ class Service:
             self._deadlock,
             self.phase,
             self._loads,
+            lambda: self._training.asked(),
+            str(run_dir.resolve()),
         )
         self._attachments = Attachments(
             config,
@@ -102,6 +105,17 @@ class Service:
         )
         steps = config.trainer.steps
         self._training = Training(interpreter, self._answers, self._rejects, self._status.why, steps)
+        self.exposition = Exposition(
+            config,
+            identity,
+            interpreter,
+            self._registry,
+            self._instances,
+            self._metrics,
+            self._loads,
+            self.phase,
+        )
+        self.exposition.trainer_waits = self._training.asked
         self._describing = Describing(interpreter.deck, self._registry)
         yields = Yields(interpreter, self._instances)
         self._operations = GroupOperations(
@@ -255,6 +269,9 @@ class Service:
 
     def wake(self) -> None:
         """The rest of the coordination cycle is over: see what it left undone."""
+        if self._cycle.resting:
+            self.later()
+            return
         self._later = False
         self.flush()
 
@@ -325,7 +342,10 @@ class Service:
         self._interpreter.totals.counts.tokens_generated += max(generated, 0)
         self._interpreter.apply(events.Renew(worker=worker))
         self._cycle.heard(worker, body.stats)
-        self._instances.report(instance, call, body, self._clock.now_ms())
+        ordered, since_ms, now = instance.pull, instance.pull_ms, self._clock.now_ms()
+        self._instances.report(instance, call, body, now)
+        if ordered is not None and instance.pull is None:
+            self._metrics.pulled((now - since_ms) / 1000)
 
     def _pulled(self, call: Call, body: messages.Pulled) -> None:
         self._interpreter.trace.add(

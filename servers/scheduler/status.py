@@ -1,15 +1,20 @@
 """What ``GetStatus`` answers: one plain dictionary, the same keys always."""
 
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph
-from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.consistency.limits import Bound
+from staleflow.protocols.wire import messages
+from staleflow.protocols.wire.messages import Command
 from staleflow.runtime.security import security_word
 from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.identity import Identity
+from staleflow.servers.scheduler.instance import Instance
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
@@ -18,8 +23,10 @@ from staleflow.servers.scheduler.registry import Process, Registry
 from staleflow.servers.scheduler.stage_loads import Loads
 from staleflow.servers.scheduler.why import Why
 
-MAX_PINS = 16
-"""Pinning groups that are named."""
+MANY_PEERS = 64
+"""Beyond so many processes an answer is used again for a while: building one takes time that the ledger needs."""
+FRESH_MS = 1_000
+"""So long."""
 
 
 class StatusView:
@@ -36,7 +43,10 @@ class StatusView:
         deadlock: Deadlock,
         phase: Phase,
         loads: Loads,
+        asked: Callable[[], bool],
+        run_dir: str,
     ) -> None:
+        """``asked``: the trainer waits for the batch that it would train now."""
         self._config = config
         self._identity = identity
         self._interpreter = interpreter
@@ -44,22 +54,35 @@ class StatusView:
         self._instances = instances
         self._metrics = metrics
         self._phase = phase
-        self._why = Why(config, interpreter, registry, instances, deadlock, phase, loads)
+        self._why = Why(config, interpreter, registry, instances, deadlock, phase, loads, asked)
         self._loads = loads
         self._stages = graph(config)
         self._started_ms = interpreter.clock.now_ms()
+        self._run_dir = run_dir
+        self._newest: tuple[int, dict[str, Any]] = (-FRESH_MS, {})
 
     def why(self) -> str:
         """What anything waits for, in one sentence."""
         return self._why.sentence()
 
     def values(self, present: set[str]) -> dict[str, Any]:
-        """``present``: peers that the transport hears at the moment."""
+        """``present``: peers that the transport hears at the moment. With many peers, as of the last second."""
         now = self._interpreter.clock.now_ms()
+        made_ms, newest = self._newest
+        if len(present) > MANY_PEERS and now - made_ms < FRESH_MS:
+            return newest
+        values = self._values(now, present)
+        self._newest = now, values
+        return values
+
+    def _values(self, now: int, present: set[str]) -> dict[str, Any]:
         return {
             **self._run(now),
             **self._ledger(),
             "why": self.why(),
+            "trainer_waits": self._why.trainer_waits(),
+            "staleness": self._staleness(),
+            "recent": self._interpreter.trace.recent.lines(),
             "instances": self._instance_rows(now, present),
             "workers": [self._worker_row(process, now, present) for process in self._registry.processes()],
             "stages": self._stage_rows(),
@@ -83,6 +106,8 @@ class StatusView:
         staleness = self._config.staleness
         return {
             "run": self._identity.run,
+            "run_dir": self._run_dir,
+            "parameters": self._registry.parameters(),
             "incarnation": self._identity.incarnation,
             "uptime_s": (now - self._started_ms) / 1000,
             "lineage": machine.lineage,
@@ -92,7 +117,10 @@ class StatusView:
             "trainer_term": machine.trainer_term,
             "max_staleness": staleness.max_staleness,
             "bound": staleness.bound.value,
+            "on_overdue": staleness.on_overdue.value,
             "batch_size": self._config.trainer.batch_size,
+            "group_size": self._config.rollout.group_size,
+            "max_inflight": self._config.rollout.max_inflight,
             "security": security_word(self._config),
         }
 
@@ -107,17 +135,20 @@ class StatusView:
             {"deadline": deadline, "leased": leased, "pushed": pushed, "occupied": occupied}
             for deadline, leased, pushed, occupied in machine.window()
         ]
-        pins = machine.pins()
-        pinned = {"step": machine.next_step, "groups": [self._pin(group) for group in pins[:MAX_PINS]]}
+        pinned = {"step": machine.next_step, "groups": [asdict(pin) for pin in self._why.pins()]}
         return {"ledger": machine.state_counts(), "window": rows, "pinned": pinned}
 
-    def _pin(self, group: GroupId) -> dict[str, Any]:
-        held = self._interpreter.machine.group(group)
+    def _staleness(self) -> dict[str, list[tuple[int, int]]]:
+        """(versions behind, groups), ascending. Under the token bound no deadline tells the version of a live group."""
+        machine, bound = self._interpreter.machine, self._interpreter.limits
+        live: list[tuple[int, int, int]] = []
+        if bound.bound is Bound.TRAJECTORY:
+            for deadline, leased, pushed, occupied in reversed(machine.window()):
+                live.append((machine.version - (deadline - bound.max_staleness), leased, pushed + occupied))
         return {
-            "group": group,
-            "worker": "" if held is None else held.worker,
-            "version": -1 if held is None else held.version,
-            "stages": self._loads.of_group(group),
+            "in_flight": [(age, leased) for age, leased, _ in live],
+            "in_queue": [(age, queued) for age, _, queued in live],
+            "consumed": sorted(self._interpreter.totals.counts.staleness.items()),
         }
 
     def _instance_rows(self, now: int, present: set[str]) -> list[dict[str, Any]]:
@@ -125,6 +156,7 @@ class StatusView:
         for instance in self._instances:
             process = self._registry.get(instance.worker)
             stats = instance.stats
+            loading = instance.pull
             rows.append(
                 {
                     "worker": instance.worker,
@@ -133,8 +165,11 @@ class StatusView:
                     "running": stats.running,
                     "waiting": stats.waiting,
                     "kv_used": stats.kv_used,
+                    "slots": stats.slots or self._config.rollout.max_inflight,
                     "tokens_per_s": stats.tokens_per_s,
                     "held": len(instance.leases),
+                    "loading": None if loading is None else loading[1],
+                    "last_command": _command(instance, instance.commands.last),
                     "last_seen_s": 0.0 if process is None else _seen_s(process, now, present),
                 }
             )
@@ -163,6 +198,21 @@ class StatusView:
             "pid": process.attach.pid,
             "last_seen_s": _seen_s(process, now, present),
         }
+
+
+def _command(instance: Instance, command: Command | None) -> str:
+    """In a few words: what, and about which group or version."""
+    match command:
+        case None:
+            return ""
+        case messages.Assign():
+            return f"assign {command.group}"
+        case messages.Pull():
+            return f"pull v{command.version}"
+        case _:
+            known = instance.leases.get(command.lease)
+            about = f"lease {command.lease}" if known is None else str(known[0])
+            return f"{type(command).__name__.lower()} {about}"
 
 
 def _seen_s(process: Process, now: int, present: set[str]) -> float:

@@ -34,6 +34,8 @@ class Counts(msgspec.Struct, kw_only=True):
     """As the engines count them, those thrown away included."""
     moves: int = 0
     """Groups that went on at another instance."""
+    staleness: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """Groups trained, by their staleness."""
     samples_pushed: int = 0
     samples_trained: int = 0
     violations: int = 0
@@ -75,11 +77,16 @@ class Totals:
         """``oldest``: no group of the batch may be of an older version."""
         self.counts.violations += sum(member.version < oldest for member in effect.members)
 
-    def consumed(self, _: Consumed, tokens: int, masked: int, samples: int) -> None:
-        self.counts.steps += 1
-        self.counts.tokens_trained += tokens
-        self.counts.tokens_masked += masked
-        self.counts.samples_trained += samples
+    def consumed(self, effect: Consumed, sealed: Sealed, samples: int) -> None:
+        """``sealed``: its batch, of ``samples`` trajectories."""
+        counts = self.counts
+        counts.steps += 1
+        for member in sealed.members:
+            age = effect.step - member.version
+            counts.staleness[age] = counts.staleness.get(age, 0) + 1
+        counts.tokens_trained += sealed.tokens
+        counts.tokens_masked += sealed.masked_tokens
+        counts.samples_trained += samples
 
     def rejected(self, code: str) -> None:
         _add(self.counts.rejects, code)

@@ -1,21 +1,31 @@
-"""One plain sentence that says what the run waits for, for ``status`` and for a trainer that waits too long."""
+"""One plain sentence that says what the run waits for, for ``status`` and for a trainer that waits too long.
+
+With it a word for what the trainer's waiting time goes to, which adds up where sentences do not.
+"""
 
 from collections import Counter
+from collections.abc import Callable
 
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
+from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.scheduler.deadlock import Deadlock
+from staleflow.servers.scheduler.durations import Durations
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Registry
+from staleflow.servers.scheduler.sentences import Pin, pinned, starved
 from staleflow.servers.scheduler.stage_loads import Loads
+
+MOST_PINS = 16
+"""Pinning groups that are looked at; a sentence counts the others."""
 
 
 class Why:
-    """Looks at the same state as everybody else; keeps none."""
+    """Looks at the same state as everybody else; keeps nothing but how long groups take."""
 
     def __init__(
         self,
@@ -26,7 +36,9 @@ class Why:
         deadlock: Deadlock,
         phase: Phase,
         loads: Loads,
+        asked: Callable[[], bool],
     ) -> None:
+        """``asked``: the trainer waits for the batch that it would train now."""
         self._config = config
         self._interpreter = interpreter
         self._registry = registry
@@ -34,10 +46,36 @@ class Why:
         self._deadlock = deadlock
         self._phase = phase
         self._loads = loads
+        self._asked = asked
+        self._leased, self._staged = Durations(), Durations()
+        for effect, listener in (
+            (effects.Reserved, self._on_reserved),
+            (effects.Pushed, self._on_pushed),
+            (effects.Occupied, self._on_occupied),
+            (effects.Released, self._on_released),
+        ):
+            interpreter.listen(effect, listener)
 
     def sentence(self) -> str:
         """What anything waits for now."""
         return self._over() or self._missing() or self._step() or "nothing waits"
+
+    def trainer_waits(self) -> str:
+        """What the trainer waits for now: workers, older groups, stages or engines; empty while it does not wait."""
+        machine = self._interpreter.machine
+        if self._over() or machine.next_step > machine.version or not self._asked():
+            return ""
+        if self._missing():
+            return "workers"
+        if not machine.starved():
+            return "older groups"
+        counts = machine.state_counts()
+        need = self._config.trainer.batch_size - counts["occupied"]
+        return "stages" if counts["pushed"] >= need else "engines"
+
+    def pins(self) -> list[Pin]:
+        """The first groups that pin the next step, as far as they are named."""
+        return [pin for group in self._interpreter.machine.pins()[:MOST_PINS] if (pin := self._pin(group)) is not None]
 
     def _over(self) -> str:
         phase = self._phase
@@ -80,15 +118,12 @@ class Why:
             last = step > machine.version
             return f"the trainer works on step {machine.version}, the last" if last else "every step is trained"
         training = f"the trainer works on step {machine.version}; " if step > machine.version else ""
-        pins = machine.pins()
-        if pins:
-            return training + self._pinned(step, pins[0], len(pins))
-        counts = machine.state_counts()
-        ready, need = counts["occupied"], self._config.trainer.batch_size
-        parts = f"{counts['leased']} are generated, {counts['pushed']} are in stages"
-        streamed = f" ({counts['claimed']} with the trainer)" if counts["claimed"] else ""
-        waits = f"step {step} waits for groups: {min(ready, need)} of {need} are ready{streamed}, {parts}"
-        return training + waits + self._hint(counts)
+        if count := len(machine.pins()):
+            return training + pinned(step, self.pins(), count, self._config.staleness.on_overdue.value)
+        counts, need = machine.state_counts(), self._config.trainer.batch_size
+        hint = self._hint(counts)
+        left_s = None if hint else self._staged.until_s(need - counts["occupied"])
+        return training + starved(step, need, counts, left_s) + hint
 
     def _hint(self, counts: dict[str, int]) -> str:
         """What keeps groups from coming, where that is plain."""
@@ -113,17 +148,38 @@ class Why:
         workers = f"{served[stage]} worker{'s' if served[stage] != 1 else ''}"
         return f"; {loads[stage].waiting} wait for the stage {stage} ({workers}, {loads[stage].taken} in work)"
 
-    def _pinned(self, step: int, group: GroupId, others: int) -> str:
-        held = self._interpreter.machine.group(group)
-        more = f" and {others - 1} more" if others > 1 else ""
-        if held is None:
-            return f"step {step} is pinned by group {group}{more}"
-        where = f"at {held.worker}" if held.state is State.LEASED else self._in_stages(group)
-        if held.state is State.LEASED and self._instances.get(held.worker) is None:
-            where += f", which is silent: its lease ends within {self._config.scheduler.lease_s:g} s"
-        return f"step {step} is pinned by group {group}{more}: version {held.version}, {where}"
+    # --- groups that pin ---------------------------------------------------------------------------------------
 
-    def _in_stages(self, group: GroupId) -> str:
-        """Where a pushed group is, as far as its trajectory server has said."""
-        found = self._loads.of_group(group)
-        return f"in the stage{'s' if len(found) > 1 else ''} {' and '.join(found)}" if found else "in stages"
+    def _pin(self, group: GroupId) -> Pin | None:
+        held = self._interpreter.machine.group(group)
+        if held is None:
+            return None
+        now = self._interpreter.clock.now_ms()
+        generated = held.state is State.LEASED
+        took = self._leased if generated else self._staged
+        silent = generated and self._instances.get(held.worker) is None
+        process = self._registry.get(held.worker)
+        return Pin(
+            group=group,
+            version=held.version,
+            worker=(held.worker if process is None else process.name) if generated else "",
+            stages=() if generated else self._loads.of_group(group),
+            so_far_s=took.so_far_s(group, now),
+            left_s=took.left_s(group, now),
+            lost_within_s=self._config.scheduler.lease_s if silent else None,
+        )
+
+    def _on_reserved(self, effect: effects.Reserved) -> None:
+        self._leased.begin(effect.group, self._interpreter.clock.now_ms())
+
+    def _on_pushed(self, effect: effects.Pushed) -> None:
+        now = self._interpreter.clock.now_ms()
+        self._leased.end(effect.group, now)
+        self._staged.begin(effect.group, now)
+
+    def _on_occupied(self, effect: effects.Occupied) -> None:
+        self._staged.end(effect.group, self._interpreter.clock.now_ms())
+
+    def _on_released(self, effect: effects.Released) -> None:
+        self._leased.forget((effect.group,))
+        self._staged.forget((effect.group,))

@@ -48,7 +48,7 @@ class Partials:
         return len(self._kept)
 
     def put(self, key: Key, header: PartialFrames, frames: Sequence[memoryview]) -> None:
-        """Keep samples. ``ProtocolError`` when they are none, ``Refused`` when they never fit or the lease left others."""
+        """Keep samples. ``ProtocolError`` when they are none, ``Refused`` when they never fit, or it left others."""
         GroupPayload.from_arrays(arrays(header.frames, frames))
         partial = Partial(key, header, [bytes(frame) for frame in frames])
         if partial.nbytes > self._most_bytes:

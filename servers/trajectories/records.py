@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.events import Segment
@@ -39,12 +40,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens of each sample."""
     tokens: int
     """Of all completions, an environment's among them: so long is a column of one value a token."""
-    rewarded: bool = False
-    """Its environment returned the rewards: no worker makes them."""
+    rewards: bytes = b""
+    """What its environment returned, float32, one a sample: no worker makes them. Empty: it returned none."""
     slab: str = ""
     """The slab that the payload lies in; empty: the store has it."""
     offset: int = 0
     """Of its first byte there."""
+
+    @property
+    def reward(self) -> Array | None:
+        """The column of the reward stage, float32 [n], if the environment made it."""
+        return np.frombuffer(self.rewards, np.float32) if self.rewards else None
 
 
 class Pushed(NamedTuple):
@@ -54,8 +60,6 @@ class Pushed(NamedTuple):
     record: Record
     parts: Sequence[Data]
     """The packed payload, one part behind the other; none when it lies in a slab already."""
-    rewards: Array | None = None
-    """float32, one a sample: what the environment returned, if it did."""
 
     @property
     def blob(self) -> bytes:
@@ -95,11 +99,11 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: 
         segments=payload.segment_summary(),
         samples=payload.sampled_lengths().tolist(),
         tokens=payload.num_tokens,
-        rewarded=rewards is not None,
+        rewards=b"" if rewards is None else rewards.tobytes(),
         slab="" if place is None else place.slab,
         offset=0 if place is None else place.offset,
     )
-    return Pushed(Key(item.group, item.lease), record, parts if place is None else (), rewards)
+    return Pushed(Key(item.group, item.lease), record, parts if place is None else ())
 
 
 def _in_slab(item: PushItem, place: Place, written: Written | None) -> memoryview:

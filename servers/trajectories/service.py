@@ -18,6 +18,7 @@ import msgspec
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.columns import joined
 from staleflow.protocols.wire.messages import (
     Done,
     FetchGroups,
@@ -280,34 +281,41 @@ class TrajectoryService:
         if len(body.groups) != len(body.shas):
             raise Refused(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.shas)} shas")
         wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
-        groups: list[GroupFrames] = []
-        frames: list[memoryview] = []
         maps = body.host == boot_id() and self._shard.slabs is not None
-        for start in range(0, len(wanted), FETCH_AT_ONCE):
-            for held, named in await self._read(wanted[start : start + FETCH_AT_ONCE], raw=maps or body.checks):
-                group, place = held.key.group, place_of(held) if maps else None
-                specs, more = specs_and_frames(named)
-                packed = place is None and (maps or body.checks)
-                frames += [*more, self._shard.stored(held)] if packed else more
-                groups.append(GroupFrames(group=group, row=self.row(group), frames=specs, place=place, packed=packed))
-        folder = self._shard.slabs.folder if maps and self._shard.slabs is not None else ""
-        call.reply(Groups(groups=groups, folder=folder), frames)
-
-    async def _read(self, wanted: Sequence[Held], *, raw: bool) -> list[tuple[Held, dict[str, Array]]]:
-        """Of each the stage columns and, unless it is taken ``raw``, the payload, checked in a thread. ``Refused`` if
-        one is corrupt."""
         try:
-            columns = self._shard.read_columns(wanted)
-            if raw:
-                for held in wanted:
-                    self._shard.stored(held)
-                return [*zip(wanted, columns, strict=True)]
-            blobs = [self._shard.read_payload(held) for held in wanted]
-            payloads = await asyncio.to_thread(_checked, wanted, blobs)
+            answer, frames = self._packed(wanted, maps=maps) if maps or body.checks else await self._looked_at(wanted)
         except CorruptRecord as corrupt:
             await self._shard.quarantine(corrupt)
             raise Refused(Code.STALE, f"{corrupt}; it is quarantined") from corrupt
-        return [(held, payload | made) for held, payload, made in zip(wanted, payloads, columns, strict=True)]
+        call.reply(answer, frames)
+
+    def _packed(self, wanted: Sequence[Held], *, maps: bool) -> tuple[Groups, list[memoryview]]:
+        """Every payload as it is stored, for a reader that checks it; ``maps``: only its place, where it has one."""
+        columns, frames = joined(self._shard.read_columns(wanted))
+        groups: list[GroupFrames] = []
+        for held in wanted:
+            data, place = self._shard.stored(held), place_of(held) if maps else None
+            if place is None:
+                frames.append(data)
+            group = held.key.group
+            groups.append(GroupFrames(group=group, row=self.row(group), frames=[], place=place, packed=place is None))
+        folder = self._shard.slabs.folder if maps and self._shard.slabs is not None else ""
+        return Groups(groups=groups, folder=folder, columns=columns), frames
+
+    async def _looked_at(self, wanted: Sequence[Held]) -> tuple[Groups, list[memoryview]]:
+        """All arrays of each, the payload checked in a thread."""
+        groups: list[GroupFrames] = []
+        frames: list[memoryview] = []
+        for start in range(0, len(wanted), FETCH_AT_ONCE):
+            some = wanted[start : start + FETCH_AT_ONCE]
+            columns = self._shard.read_columns(some)
+            blobs = [self._shard.read_payload(held) for held in some]
+            payloads = await asyncio.to_thread(_checked, some, blobs)
+            for held, payload, made in zip(some, payloads, columns, strict=True):
+                specs, more = specs_and_frames(payload | made)
+                frames += more
+                groups.append(GroupFrames(group=held.key.group, row=self.row(held.key.group), frames=specs))
+        return Groups(groups=groups), frames
 
     async def _wanted(self, group: GroupId, sha: str) -> Held:
         if (held := self._shard.holdings.find_sha(group, sha)) is None:

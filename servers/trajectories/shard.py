@@ -12,9 +12,10 @@ Owns the store and the stage queues. No sockets here: callers hand in callbacks 
 
 import asyncio
 import logging
+import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,8 @@ class Shard:
         for key, loaded in self._recovered:
             if loaded.record is not None:
                 done = {stage: -1 for stage in self.stages if stage in loaded.columns}
+                if loaded.record.rewards:
+                    done[REWARD] = -1
                 self.holdings.add(Held(key, loaded.record, done=done))  # a trainer may ask for it before it is taken up
             else:
                 self._damaged[key] = None
@@ -134,8 +137,8 @@ class Shard:
             self._damaged.pop(key, None)
         for one in incoming:
             held = Held(one.pushed.key, one.pushed.record, waiting=one.waiting)
-            if one.pushed.rewards is not None:
-                held.done[REWARD], held.verdict = -1, self._verdict({REWARD_COLUMN: one.pushed.rewards})
+            if (reward := held.record.reward) is not None:
+                held.done[REWARD], held.verdict = -1, self._verdict({REWARD_COLUMN: reward})
             self.holdings.add(held)
             self._register(held)
 
@@ -240,8 +243,9 @@ class Shard:
             then(Result(code=Code.BUSY, detail="the trajectory server's map is full"))
 
     def _verdict(self, columns: dict[str, Array]) -> Verdict:
-        rewards = columns[REWARD_COLUMN]
-        mean, std = float(rewards.mean(dtype="float64")), float(rewards.std(dtype="float64"))
+        rewards: list[float] = columns[REWARD_COLUMN].tolist()
+        mean = math.fsum(rewards) / len(rewards)
+        std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         return Verdict(mean=mean, std=std, keep=self._keep(columns))
 
     def _advance(self, held: Held) -> None:
@@ -278,9 +282,9 @@ class Shard:
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
-    def read_columns(self, wanted: Iterable[Held]) -> list[dict[str, Array]]:
+    def read_columns(self, wanted: Sequence[Held]) -> list[dict[str, Array]]:
         """Stage columns of each, those included that ``recover`` has still to find. ``CorruptRecord``."""
-        return self._store.columns(((held.key, held.done) for held in wanted), self.stages)
+        return self._store.columns([(held.key, held.record, held.done) for held in wanted], self.stages)
 
     @property
     def slabs(self) -> Slabs | None:
@@ -411,8 +415,10 @@ class Shard:
             if held is None:
                 continue
             if REWARD in held.done:
-                held.verdict = self._verdict(unpack(loaded.columns[REWARD]))
-            if len(held.done) == len(self.stages) and not held.record.rewarded:
+                reward = held.record.reward
+                made = unpack(loaded.columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
+                held.verdict = self._verdict(made)
+            if len(held.done) == len(self.stages) and not held.record.rewards:
                 waiting, held.waiting = held.waiting, []
                 _tell(waiting, Result())  # the stages had it, so its push was registered
                 self._advance(held)

@@ -14,7 +14,7 @@
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,11 +152,11 @@ class Slabs:
             raise ProtocolError(Code.MALFORMED, f"bytes {place.offset} to {end} are not in slab {slab.name}")
         return slab.data[place.offset : end]
 
-    def store(self, key: Key, parts: Sequence[Data], nbytes: int, room: int) -> Place | None:
+    def store(self, key: Key, parts: Sequence[Data], nbytes: int, room: Callable[[], int]) -> Place | None:
         """Write what came in frames; None when there is no room for another slab. ``key``'s record refers to it now."""
         own = self._maps.get(self._own_name)
         if (own is None or self._own_end + nbytes > len(own)) and (
-            nbytes > self._slab_bytes or not self._open_own(room)
+            nbytes > self._slab_bytes or not self._open_own(room())
         ):
             return None
         own = self._maps[self._own_name]

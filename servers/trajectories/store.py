@@ -91,8 +91,6 @@ class TrajectoryStore:
                     if not record.slab:
                         txn.put("payloads", raw, one.blob)
                     txn.put("records", raw, _signed(raw, msgspec.msgpack.encode(record)))
-                    if one.rewards is not None:
-                        _put_columns(txn, Columns(one.key, REWARD, {REWARD_COLUMN: one.rewards}))
         except BaseException as error:
             if self.slabs is not None:
                 self.slabs.free(one.key for one in pushes)
@@ -109,7 +107,7 @@ class TrajectoryStore:
         if record.slab:
             self.slabs.hold(one.key, record.slab)
             return record
-        place = self.slabs.store(one.key, one.parts, record.nbytes, self.slab_room())
+        place = self.slabs.store(one.key, one.parts, record.nbytes, self.slab_room)
         return record if place is None else msgspec.structs.replace(record, slab=place.slab, offset=place.offset)
 
     def slab_room(self) -> int:
@@ -196,10 +194,13 @@ class TrajectoryStore:
             raise CorruptRecord(key, "the payload (whose slab is missing)")
         return data
 
-    def columns(self, wanted: Iterable[tuple[Key, Container[str]]], stages: Collection[str]) -> list[dict[str, Array]]:
-        """What any of ``stages`` made of each of these groups, by full name; those that come with a group must have."""
+    def columns(
+        self, wanted: Iterable[tuple[Key, Record, Container[str]]], stages: Collection[str]
+    ) -> list[dict[str, Array]]:
+        """What any of ``stages`` made of each of these groups, by full name; those that come with a group must have.
+        Rewards of an environment are in the record."""
         with self._store.read() as txn:
-            return [_columns(txn, key, done, stages) for key, done in wanted]
+            return [_columns(txn, key, record, done, stages) for key, record, done in wanted]
 
     def used_share(self) -> float:
         """Share of the map in use, 0 to 1."""
@@ -226,9 +227,12 @@ def unpacked(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
     return found
 
 
-def _columns(txn: Read, key: Key, done: Container[str], stages: Iterable[str]) -> dict[str, Array]:
+def _columns(txn: Read, key: Key, record: Record, done: Container[str], stages: Iterable[str]) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for stage in stages:
+        if stage == REWARD and (reward := record.reward) is not None:
+            found[REWARD_COLUMN] = reward
+            continue
         raw = _raw(key) + stage.encode()
         if (value := txn.get("columns", raw)) is None:
             if stage in done:

@@ -51,10 +51,18 @@ def command(
     gives weights to the workers near it.
 
     --run-dir is enough on the machine of the run; --connect asks the scheduler for everything.
+
+    \b
+    Examples:
+      staleflow attach rollout --run-dir runs/mine
+      staleflow attach rollout --connect tcp://10.0.0.1:5551
+      staleflow attach stage --stage judge --run-dir runs/mine
+      staleflow attach train --run-dir runs/mine --nproc 8
     """
     from staleflow.configs.load import addresses
     from staleflow.configs.presence import check_packages
     from staleflow.supervisor import lifeline
+    from staleflow.supervisor.joining import joined
 
     watched = lifeline.hold()
     name = name or _made_up(stage if role == "stage" else role)
@@ -64,7 +72,7 @@ def command(
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
     elif connect is not None:
-        config, run_dir = _asked(connect, role, config_file, overrides)
+        config, run_dir = joined(connect, role, config_file, overrides)
         scheduler = connect
     else:
         raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")
@@ -118,29 +126,6 @@ def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: st
             from staleflow.clients.trainer import main as trainer
 
             return trainer.attach(config, run_dir, name, scheduler)
-
-
-def _asked(address: str, role: str, file: Path | None, overrides: tuple[str, ...]) -> tuple["Config", Path]:
-    """The run as its scheduler knows it; the run directory is the scheduler's where that is on this host."""
-    from staleflow.clients.admin import Admin
-    from staleflow.configs.load import from_json, load, write_resolved
-    from staleflow.runtime.roles import Role
-    from staleflow.runtime.security import client_sockets
-
-    key = {"train": Role.TRAINER, "relay": Role.SERVER}
-    sockets = client_sockets(None, key.get(role) or Role(role))
-    with Admin(address, transport=sockets) as admin:
-        attached = admin.run()
-    theirs = from_json(attached.config)
-    if file is not None and load(file, overrides) != theirs:
-        raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has another configuration')
-    if file is None and overrides:
-        raise ConfigError("override", overrides[0], f'run "{attached.run}" at {address} has its configuration already')
-    folder = Path(attached.run_dir)
-    if not (folder / "config.json").is_file():
-        folder = Path("runs") / f"attached-{attached.run}"
-        write_resolved(theirs, folder)
-    return theirs, folder
 
 
 def _made_up(role: str) -> str:

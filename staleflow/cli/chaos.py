@@ -43,6 +43,11 @@ def command(
     `staleflow status RUN_DIR`; prove with `staleflow trace check RUN_DIR`.
 
     Exit code 1 when the run was over before all was done.
+
+    \b
+    Examples:
+      staleflow chaos runs/mine --faults 20 --every 5
+      staleflow chaos runs/mine --kind kill --only trainer --faults 1
     """
     from staleflow.configs.load import read_run
     from staleflow.supervisor.chaos import Chaos, Kind, victims

@@ -10,16 +10,15 @@ WIDTH = 120
 """Characters a line where nobody looks at a terminal."""
 
 
-def gather(results: "Iterable[Result]", quiet: bool) -> "list[Result]":
-    """All of them; says on the way which one is simulated, unless ``quiet``."""
-    from rich.console import Console
+def gather(results: "Iterable[Result]", total: int, quiet: bool) -> "list[Result]":
+    """All of them; a bar on the way says how many of ``total`` are done, unless ``quiet``."""
+    from staleflow.cli.progress import bar
 
-    console = Console(stderr=True, quiet=quiet)
     done: list[Result] = []
-    with console.status("simulating ...") as status:
+    with bar("simulating", quiet=quiet) as tell:
         for result in results:
             done.append(result)
-            status.update(f"simulating ... {len(done)} done, last {result.name}: {result.steps_per_min:.3f} steps/min")
+            tell(len(done), total, f"last {result.name}: {result.steps_per_min:.3f} steps/min")
     return done
 
 

@@ -17,33 +17,63 @@ if TYPE_CHECKING:
 @click.option(
     "--run-dir", type=options.DIRECTORY, default=Path("runs"), metavar="DIR", help="Where its disk is measured."
 )
+@click.option("--measure", is_flag=True, help="Also run the service for ten seconds, and say what it sustains here.")
 @options.as_json
-def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, as_json: bool) -> int:
+def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, measure: bool, as_json: bool) -> int:
     """Look at Python, torch and its device, engines, disk, memory, limits and sockets; with --config at a run's needs.
 
+    Says what this machine can run, and what to install for the rest. With --measure every process of a run works for
+    ten seconds, with an engine and a trainer that have no model: trajectories a second from one to the other, and with
+    --config the steps a minute that this allows.
+
     Exit code 1 when something would keep a run from working.
+
+    \b
+    Examples:
+      staleflow doctor
+      staleflow doctor --measure --config configs/quickstart.toml
+      staleflow doctor --config configs/quickstart.toml rollout.engine=vllm
     """
+    from staleflow.cli.progress import bar
+    from staleflow.supervisor.abilities import abilities
     from staleflow.supervisor.checkup import examine
 
-    findings = examine(config_file, overrides, run_dir)
+    with bar("looking", quiet=as_json) as tell:
+        findings = examine(config_file, overrides, run_dir, tell)
+    if measure and not any(finding.state == "bad" for finding in findings):
+        findings += _measured(config_file, overrides, run_dir)
+    findings += abilities(findings)
     if as_json:
         import msgspec
 
         click.echo(msgspec.json.encode(findings).decode())
     else:
-        _print(findings)
+        show(findings)
     return 1 if any(finding.state == "bad" for finding in findings) else 0
 
 
-def _print(findings: "list[Finding]") -> None:
+def _measured(config_file: Path | None, overrides: tuple[str, ...], run_dir: Path) -> "list[Finding]":
+    from staleflow.cli.progress import bar
+    from staleflow.configs.load import load
+    from staleflow.supervisor.sustained import sustained
+
+    config = load(config_file, overrides) if config_file else None
+    place = next(path for path in (run_dir, *run_dir.resolve().parents) if path.is_dir())
+    with bar("a run without a model") as tell:
+        return list(sustained(config, place, lambda share: tell(share, 1.0, "")))
+
+
+def show(findings: "list[Finding]") -> None:
+    """Print the table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     colours = {"good": "green", "missing": "yellow", "bad": "bold red"}
     table = Table(box=box.ROUNDED)
     for column in ("what", "state", "found"):
         table.add_column(column, no_wrap=column != "found")
     for finding in findings:
-        table.add_row(finding.what, f"[{colours[finding.state]}]{finding.state}[/]", finding.found)
+        table.add_row(finding.what, Text(finding.state, style=colours[finding.state]), Text(finding.found))
     Console(highlight=False).print(table)

@@ -21,40 +21,22 @@ def command(folder: Path, add: str | None, name: str | None) -> int:
     A worker on another machine needs a copy of its role's file, and STALEFLOW_KEY that names it. With --add: one more
     key for DIR, to tell workers apart or to replace a key; a key is revoked by removing its line from allowed.toml.
     Running servers follow at once. Nothing is ever overwritten.
+
+    \b
+    Examples:
+      staleflow keygen keys
+      staleflow keygen keys --add rollout --name gpu-box-7
     """
     if add is not None:
         click.echo(_add(folder, add, name))
         return 0
     if name is not None:
         raise ConfigError("--name", name, "it needs --add")
-    for path in _make(folder):
+    from staleflow.runtime.key_folder import make_keys
+
+    for path in make_keys(folder):
         click.echo(path)
     return 0
-
-
-def _make(folder: Path) -> list[Path]:
-    from staleflow.runtime.allowed import Holder, write_allowed
-    from staleflow.runtime.keys import ALLOWED, new_pair, write_key
-    from staleflow.runtime.roles import Role
-
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        if not folder.is_dir() or any(folder.iterdir()):
-            allowed = "it is there already and left alone: choose a new folder, or --add a key to it"
-            raise ConfigError("DIR", str(folder), allowed) from None
-        folder.chmod(0o700)
-    server, secret = new_pair()
-    holders = {server: Holder(Role.SERVER, Role.SERVER.value)}
-    made = [folder / f"{Role.SERVER}.key"]
-    write_key(made[0], Role.SERVER, server, secret, server)
-    for role in map(Role, ROLES):
-        public, secret = new_pair()
-        holders[public] = Holder(role, role.value)
-        made.append(folder / f"{role}.key")
-        write_key(made[-1], role, public, secret, server)
-    write_allowed(folder / ALLOWED, holders)
-    return [*made, folder / ALLOWED]
 
 
 def _add(folder: Path, role: str, name: str | None) -> Path:

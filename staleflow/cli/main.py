@@ -1,5 +1,6 @@
 """The verbs, and what every error looks like: one line on stderr; exit 2 is the operator's mistake, 1 is a failure."""
 
+import difflib
 import importlib
 import os
 from collections.abc import Sequence
@@ -10,7 +11,14 @@ import staleflow
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.errors import Refused, Unavailable
 
-VERBS = ("run", "serve", "attach", "status", "trace", "simulate", "plan", "chaos", "keygen", "doctor")
+SECTIONS = {
+    "Begin": ("init", "run"),
+    "By hand, and on several machines": ("serve", "attach", "launch", "keygen"),
+    "Look": ("status", "top", "trace", "report"),
+    "Ahead of time": ("simulate", "plan"),
+    "Find out": ("doctor", "explain", "chaos", "completion"),
+}
+VERBS = tuple(verb for verbs in SECTIONS.values() for verb in verbs)
 """In the order of the help; each is ``staleflow.cli.<verb>.command``."""
 
 
@@ -19,6 +27,22 @@ class Verbs(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, verbs in SECTIONS.items():
+            commands = ((verb, self.get_command(ctx, verb)) for verb in verbs)
+            rows = [(verb, command.get_short_help_str(90)) for verb, command in commands if command is not None]
+            with formatter.section(title):
+                formatter.write_dl([(verb.ljust(max(map(len, VERBS))), says) for verb, says in rows])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in VERBS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], VERBS, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(VERBS)}"
+            ctx.fail(f"No such command '{args[0]}': {hint}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
@@ -32,14 +56,15 @@ class Verbs(click.Group):
 def cli() -> None:
     """Rollout engines, reward workers and a trainer under one staleness bound.
 
-    Start with: staleflow run configs/quickstart.toml
+    Start with: staleflow init my-task, or staleflow run configs/quickstart.toml
     """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     try:
-        result = cli.main(argv, prog_name="staleflow", standalone_mode=False)
+        colours = False if os.environ.get("NO_COLOR") else None  # None: as the terminal has them
+        result = cli.main(argv, prog_name="staleflow", standalone_mode=False, color=colours)
         return int(result or 0)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)

@@ -9,14 +9,49 @@ import click
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from staleflow.configs.schema import Config
+
+
+def complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Dotted keys of a configuration that begin so."""
+    from staleflow.configs.explain import keys
+
+    return [key for key in keys() if key.startswith(incomplete)]
+
+
+def complete_override(context: click.Context, parameter: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    """``key=``, or the values that the key may have; the words before are split at ``=`` by bash."""
+    from click.shell_completion import CompletionItem
+
+    from staleflow.configs.explain import choices
+
+    given = [str(word) for word in context.params.get(parameter.name or "") or ()]
+    apart = given[-2:][0] if given[-1:] == ["="] else given[-1] if given and not incomplete else ""
+    if values := choices(apart):
+        return [CompletionItem(value) for value in values if value.startswith(incomplete)]
+    key, equals, begun = incomplete.partition("=")
+    if equals:
+        return [CompletionItem(f"{key}={value}") for value in choices(key) if value.startswith(begun)]
+    return [CompletionItem(f"{found}=") for found in complete_key(context, parameter, incomplete)]
+
+
+def complete_run(context: click.Context, parameter: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    """A configuration file first, overrides after it."""
+    from click.shell_completion import CompletionItem
+
+    if context.params.get("config_file") is None and not context.params.get(parameter.name or ""):
+        return [CompletionItem(incomplete, type="file")]
+    return complete_override(context, parameter, incomplete)
+
 
 DIRECTORY = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path)
 
 config_file = click.option("--config", "config_file", type=FILE, metavar="FILE", help="Configuration, TOML.")
 run_dir = click.option("--run-dir", type=DIRECTORY, metavar="DIR", help="Run directory.")
-overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 INSECURE = ("security.insecure=true",)
 insecure = click.option("--insecure", is_flag=True, help="Bind beyond loopback without keys. Anybody may come in.")

@@ -10,8 +10,6 @@ from staleflow.cli import options
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from staleflow.configs.schema import Config
     from staleflow.sim.plan import Choice
 
@@ -20,14 +18,16 @@ NOT_PASTED = ("trainer.simulated_step_s",)
 """Overrides of a simulation that a real run has no use for."""
 
 
-@click.command("plan", short_help="Search the simulator for a bound, a policy and a split of devices.")
+@click.command("plan", short_help="Search the simulator for a bound, a policy, a split of devices.")
 @click.argument("source", type=options.FILE, metavar="CONFIG|RUN_DIR")
 @options.overrides
 @click.option("--etas", default="0,1,2,3,4", show_default=True, metavar="LIST", help="Values of max_staleness to try.")
 @click.option("--devices", type=click.IntRange(min=2), metavar="N", help="Also try splits of N devices.")
 @click.option("--graph", is_flag=True, help="Draw the stages of CONFIG instead, and search nothing.")
 @click.option("--mermaid", is_flag=True, help="As --graph, in the notation of mermaid.")
-@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, type=click.IntRange(min=1), metavar="J")
+@click.option(
+    "--jobs", default=os.cpu_count() or 1, show_default="one a processor", type=click.IntRange(min=1), metavar="J"
+)
 @options.as_json
 def command(
     source: Path,
@@ -44,17 +44,26 @@ def command(
     Printed is the Pareto front: nothing else that was tried is at once faster, fresher and less wasteful. Below it the
     lines to paste. Searched are max_staleness, the bound, the overdue policy, composition, admission, redundancy and,
     with --devices, engines against trainer ranks.
+
+    \b
+    Examples:
+      staleflow plan configs/skewed.toml --etas 0,1,2
+      staleflow plan runs/quickstart-20261121-053000 --devices 8
+      staleflow plan configs/stages.toml --graph
     """
     if graph or mermaid:
         return _draw(source, overrides, mermaid)
     import tempfile
 
+    from staleflow.cli.progress import bar
     from staleflow.sim.plan import front, plan
 
     wanted = _etas(etas)
     with tempfile.TemporaryDirectory(prefix="staleflow-plan-") as place:
         config = _config(source, overrides, Path(place))
-        found = front(_gather(plan(config, wanted, devices=devices, jobs=jobs), as_json))
+        with bar("simulating", quiet=as_json) as tell:
+            search = plan(config, wanted, devices=devices, jobs=jobs, told=lambda done, of: tell(done, of, ""))
+            found = front(list(search))
     if not found:
         raise click.ClickException(
             "nothing that was tried trains a step: see staleflow simulate for one choice's reason"
@@ -100,17 +109,6 @@ def _config(source: Path, overrides: tuple[str, ...], place: Path) -> "Config":
 
     run = read_run(source)
     return changed(run, (*measure(source / TRACE).overrides(place / LENGTHS), *overrides))
-
-
-def _gather(choices: "Iterator[Choice]", quiet: bool) -> "list[Choice]":
-    from rich.console import Console
-
-    done: list[Choice] = []
-    with Console(stderr=True, quiet=quiet).status("simulating ...") as status:
-        for one in choices:
-            done.append(one)
-            status.update(f"simulating ... {len(done)} choices at length")
-    return done
 
 
 def _show(found: "list[Choice]", config: "Config", devices: int | None) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("run")
-@click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...", shell_complete=options.complete_run)
 @options.config_file
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", help="Default: runs/NAME-TIMESTAMP.")
 @options.insecure
@@ -35,6 +35,13 @@ def command(
 
     Each role is a process of its own; Ctrl-C ends them all cleanly. KEY=VALUE changes a key of the configuration, for
     example staleness.max_staleness=0.
+
+    \b
+    Examples:
+      staleflow run configs/quickstart.toml
+      staleflow run configs/quickstart.toml staleness.max_staleness=0 trainer.steps=50
+      staleflow run configs/quickstart.toml preset=areal
+      staleflow run --run-dir runs/quickstart-20261121-053000 --resume
     """
     from staleflow.configs.presence import present
     from staleflow.supervisor import rundir
@@ -48,7 +55,7 @@ def command(
     check_free(config, folder)
     with rundir.claim(config, folder, resume=resume):
         hint = f"staleflow run --run-dir {folder} --resume"
-        return Supervisor(config, folder, _view(config, folder, plain, as_json), hint).run()
+        return Supervisor(config, folder, view_of(config, folder, plain, as_json), hint).run()
 
 
 def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None, resume: bool) -> "Config":
@@ -77,11 +84,18 @@ def _patience() -> Generator[None]:
         yield
 
 
-def _view(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
+def view_of(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
+    """For whoever looks on, with the configured writers behind it."""
+    from staleflow.report.writers import with_writers
+
+    return with_writers(_seen(config, folder, plain, as_json), config, folder)
+
+
+def _seen(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
     import sys
 
+    from staleflow.monitor.live import LiveView
     from staleflow.monitor.plain import PlainView
-    from staleflow.monitor.screen import LiveView
 
     if as_json:
         return PlainView(sys.stderr, config.name, summary_to=sys.stdout)

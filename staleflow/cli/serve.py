@@ -25,6 +25,12 @@ def command(
     """Run a server: the scheduler, one shard of trajectories, or the parameters.
 
     The first process of a run directory brings --config; the others find it there. SIGTERM or Ctrl-C drains.
+
+    \b
+    Examples:
+      staleflow serve scheduler --run-dir runs/mine --config configs/quickstart.toml
+      staleflow serve trajectories --run-dir runs/mine --shard 0
+      staleflow serve parameters --run-dir runs/mine
     """
     from staleflow.supervisor import lifeline
 

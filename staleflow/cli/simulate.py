@@ -39,6 +39,12 @@ def command(
     Engines follow [rollout.simulated] and [simulation], the trainer takes trainer.simulated_step_s. The trace is
     audited; exit code 1 when it violates a rule. With --compare each bound and overdue policy of this service, and the
     rules of other systems, have the same engines, prompts, lengths and trainer.
+
+    \b
+    Examples:
+      staleflow simulate configs/skewed.toml
+      staleflow simulate configs/skewed.toml staleness.bound=token --steps 100
+      staleflow simulate configs/skewed.toml --compare --peers areal,verl --plot skewed
     """
     from staleflow.configs.load import load
     from staleflow.sim.world import Stalled
@@ -79,11 +85,11 @@ def _simulated(config: "Config", steps: int | None, trace: Path | None) -> "Resu
 
 def _compared(config: "Config", peers: str | None, steps: int | None, quiet: bool) -> "list[Result]":
     from staleflow.cli.compare_table import gather
-    from staleflow.sim.compare import compare
+    from staleflow.sim.compare import OWN, compare
     from staleflow.sim.peers.presets import PEERS
 
     names = list(PEERS) if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
-    return gather(compare(config, names, steps=steps), quiet)
+    return gather(compare(config, names, steps=steps), len(OWN) + len(names), quiet)
 
 
 def _drawn(results: "list[Result]", config: "Config", stem: Path | None) -> list[Path]:

@@ -1,5 +1,6 @@
 """``staleflow status``: how a run is, once."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     """Print how the run in RUN_DIR is, or the one whose scheduler is at --connect.
 
     Exit code 1 when its scheduler does not answer; a run that has ended shows its summary.
+
+    \b
+    Examples:
+      staleflow status runs/mine
+      staleflow status runs/mine --why
+      staleflow status --connect tcp://10.0.0.7:5555 --json
     """
     from staleflow.clients.admin import Admin
     from staleflow.configs.load import addresses, read_run
@@ -52,29 +59,35 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
 def _show(values: dict[str, Any], run_dir: Path | None) -> None:
     from rich.console import Console
 
-    from staleflow.monitor.model import History, board
-    from staleflow.monitor.screen import render
+    from staleflow.monitor.history import History
+    from staleflow.monitor.look import Look
+    from staleflow.monitor.model import board
+    from staleflow.monitor.screen import dashboard
     from staleflow.supervisor.summary import lines_of
     from staleflow.supervisor.view import Snapshot
 
     elapsed_s = float(values.get("uptime_s") or 0.0)
     phase = "finished" if values.get("finished") else "running"
     lines = tuple(lines_of(run_dir / "metrics.jsonl")) if run_dir else ()
-    snapshot = Snapshot(phase=phase, elapsed_s=elapsed_s, status=values, lines=lines)
+    snapshot = Snapshot(phase=phase, elapsed_s=elapsed_s, status=values, lines=lines, unix_s=time.time())
     history = History()
     history.see(snapshot)
     console = Console(highlight=False)
-    console.print(render(board(str(values.get("run", "")), snapshot, history), str(run_dir or ""), console.width))
+    it = board(run_dir.name if run_dir else str(values.get("run", "")), snapshot, history)
+    height = 11 + min(max(len(it.ages), len(it.window), 3) + 4, 9) + max(len(it.roles), 3)
+    console.print(dashboard(it, Look(tab="processes"), console.width, height))
 
 
 def _why(values: dict[str, Any]) -> None:
+    """The sentence, and a line for each group that it speaks of."""
+    from staleflow.monitor.rows import pins
+    from staleflow.monitor.words import span
+
     click.echo(values.get("error") or values.get("why") or "nothing waits")
-    pinned: dict[str, Any] = values.get("pinned") or {}
-    groups: list[dict[str, Any]] = pinned.get("groups") or []
-    for group in groups:
-        said = f"step {pinned.get('step')}: group {group.get('group')} of version {group.get('version')}"
-        stages: list[str] = group.get("stages") or []
-        click.echo(f"  {said}, " + (f"in stage {' and '.join(stages)}" if stages else f"at {group.get('worker')}"))
+    for pin in pins(values):
+        so_far = "" if pin.so_far_s is None else f", for {span(pin.so_far_s)} so far"
+        left = "" if pin.left_s is None else f", about {span(pin.left_s)} left"
+        click.echo(f"  step {pin.step}: group {pin.group} of version {pin.version}, at {pin.where}{so_far}{left}")
 
 
 def _ended(run_dir: Path | None, address: str, as_json: bool) -> int:

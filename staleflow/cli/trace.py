@@ -11,13 +11,15 @@ from staleflow.cli import options
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
+    from staleflow.monitor.lanes import Lane
     from staleflow.runtime.audit import AuditReport
 
 MOST_VIOLATIONS = 20
 TRACE = "trace.jsonl"
+PICTURES = (".html", ".png", ".svg", ".pdf")
 
 
-@click.group("trace")
+@click.group("trace", short_help="Audit a trace, tell the story of a group, or draw it.")
 def command() -> None:
     """Audit a trace, tell the story of a group, or draw who was at work when."""
 
@@ -29,6 +31,11 @@ def check(trace: Path, as_json: bool) -> int:
     """Audit TRACE (a trace.jsonl or a run directory): order, hash chain, the bound, exactly-once, fencing.
 
     Prints what each rule had to check; exit code 1 when one is violated.
+
+    \b
+    Examples:
+      staleflow trace check runs/quickstart-20261121-053000
+      staleflow trace check trace.jsonl --json
     """
     from staleflow.runtime.audit import audit
 
@@ -49,45 +56,94 @@ def check(trace: Path, as_json: bool) -> int:
 @click.argument("group", type=int)
 @options.as_json
 def show(trace: Path, group: int, as_json: bool) -> int:
-    """Print every event of GROUP in TRACE, from its reservation to its end."""
-    from staleflow.runtime.trace import read_events
+    """Tell what became of GROUP in TRACE (a trace.jsonl or a run directory), from its first lease to its end.
 
-    found = [event for event in read_events(_file(trace)) if _is_about(event, group)]
+    \b
+    Examples:
+      staleflow trace show runs/mine 117
+      staleflow trace show runs/mine 117 --json      the lines of the trace as they are
+    """
+    from staleflow.monitor.story import events_about
+
+    found = events_about(_file(trace), group)
     if not found:
         raise ConfigError("group", group, f"{trace} never mentions it")
-    for event in found:
-        click.echo(json.dumps(event) if as_json else _line(event))
+    if as_json:
+        for event in found:
+            click.echo(json.dumps(event))
+    else:
+        _tell(found, group)
     return 0
 
 
 @command.command("plot")
 @click.argument("run_dir", type=options.DIRECTORY)
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="A .png, .svg or .pdf. Default: none.")
+@click.option(
+    "--out",
+    type=options.FILE,
+    multiple=True,
+    metavar="FILE",
+    help="An .html, .png, .svg or .pdf; as often as you like.",
+)
 @click.option(
     "--start", default=0.0, show_default=True, type=click.FloatRange(min=0), metavar="S", help="First second."
 )
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), metavar="S", help="How many. Default: all.")
 @options.as_json
-def plot(run_dir: Path, out: Path | None, start: float, seconds: float | None, as_json: bool) -> int:
-    """Draw a lane for each engine, stage worker and trainer of RUN_DIR; say how long stages worked at the same time."""
+def plot(run_dir: Path, out: tuple[Path, ...], start: float, seconds: float | None, as_json: bool) -> int:
+    """Draw a lane for each engine, stage worker and trainer of RUN_DIR, the age of what was trained and the trainer's
+    waits; say how long stages worked at the same time.
+
+    An .html file can be zoomed into and loads nothing from elsewhere; the others need the extra `plot`.
+
+    \b
+    Examples:
+      staleflow trace plot runs/mine --out lanes.html
+      staleflow trace plot runs/mine --out lanes.png --start 60 --seconds 30
+    """
     from staleflow.monitor.lanes import lanes, overlaps, stage_lines
     from staleflow.runtime.trace import read_events
 
-    shown = lanes(read_events(_file(run_dir)), stage_lines(run_dir))
+    for path in out:
+        if path.suffix not in PICTURES:
+            raise ConfigError("--out", str(path), f"it must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    trace = _file(run_dir)
+    shown = lanes(read_events(trace), stage_lines(run_dir))
     if not shown:
         raise ConfigError("trace", str(run_dir), "nobody has done anything in it yet")
-    if out is not None:
-        from staleflow.monitor.lanes_plot import plot as draw
-
-        end = max(lane.spans[-1].end_s for lane in shown) if seconds is None else start + seconds
-        draw(shown, out, window_s=(start, end))
+    end = max(span.end_s for lane in shown for span in lane.spans) if seconds is None else start + seconds
+    if out:
+        _draw(out, trace, shown, (start, end))
     together = overlaps(shown)
     if as_json:
         click.echo(json.dumps([{"stages": [one, other], "seconds": both} for one, other, both in together]))
         return 0
     for one, other, both in together:
         click.echo(f"{one} and {other} were at work at the same time for {both:.2f} s")
+    for path in out:
+        click.echo(path)
+    if not together and not out:
+        click.echo("there are no two stages that could work at the same time; --out FILE draws who was at work when")
     return 0
+
+
+def _draw(out: tuple[Path, ...], trace: Path, shown: "list[Lane]", window_s: tuple[float, float]) -> None:
+    from staleflow.report.reading import Reader
+    from staleflow.runtime.trace import read_events
+
+    if window_s[1] <= window_s[0]:
+        raise ConfigError("--start", window_s[0], f"nothing happened after second {window_s[1]:.1f}")
+    facts = Reader().read(read_events(trace))
+    for path in out:
+        if path.suffix == ".html":
+            from staleflow.report.page import timeline
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(timeline(trace, shown, facts, window_s), encoding="utf-8")
+        else:
+            from staleflow.report.picture import picture
+
+            picture(shown, facts, path, window_s=window_s)
 
 
 def _file(trace: Path) -> Path:
@@ -97,28 +153,21 @@ def _file(trace: Path) -> Path:
     return path
 
 
-def _is_about(event: dict[str, Any], group: int) -> bool:
-    members = (member.get("group") for member in event.get("members") or ())
-    return group in (event.get("group"), event.get("demoted")) or group in members
+def _tell(events: list[dict[str, Any]], group: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
 
+    from staleflow.monitor.panels import TONES
+    from staleflow.monitor.story import headline, story
+    from staleflow.monitor.words import span
 
-def _line(event: dict[str, Any]) -> str:
-    shown = (
-        "lease",
-        "worker",
-        "lineage",
-        "version",
-        "deadline",
-        "spare",
-        "shard",
-        "bytes",
-        "why",
-        "step",
-        "batch",
-        "code",
-    )
-    said = "  ".join(f"{key} {event[key]}" for key in shown if event.get(key) is not None)
-    return f"{event.get('seq', '?'):>8}  {event.get('ev', '?'):<8}  {said}"
+    console = Console(highlight=False)
+    console.print(Text(headline(events, group), style="bold"))
+    for chapter in story(events, group):
+        after = Text(f"{'+' + span(chapter.after_s):>10}  ", style="dim")
+        console.print(
+            after.append(f"{chapter.event:<8} ", "bold").append(chapter.words, TONES[chapter.tone]), soft_wrap=True
+        )
 
 
 def _print(report: "AuditReport") -> None:

@@ -5,7 +5,7 @@ clocks, the same on one host.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One worker's, in order of beginning."""
+    """One worker's, in order of beginning; of all processes that had its name."""
 
     kind: str
     """``engine``, ``trainer``, or the name of a stage."""
@@ -27,34 +27,54 @@ class Lane(NamedTuple):
     spans: list[Span]
 
 
+def timed(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    """Each event with its time, in seconds since the first; where the scheduler went on after a reboot, without it."""
+    zero: float | None = None
+    last_s = 0.0
+    for event in events:
+        now_s = event["m"] / 1e9
+        zero = now_s if zero is None else zero
+        if now_s - zero < last_s:
+            zero = now_s - last_s
+        last_s = now_s - zero
+        yield last_s, event
+
+
 def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) -> list[Lane]:
     """Engines, stages, trainer; in each, workers in the order in which they came."""
     found: dict[tuple[str, str], list[Span]] = {}
     begun: dict[tuple[str, int], tuple[str, float]] = {}
-    origin_s: float | None = None
+    zero: float | None = None
     trained: list[tuple[str, Span]] = []
-    for event in events:
-        now_s = event["m"] / 1e9
-        origin_s = now_s if origin_s is None else origin_s
+    free_s = 0.0  # its next batch is delivered while the trainer is still at work on one
+    for now_s, event in timed(events):
+        zero = event["m"] / 1e9 if zero is None else zero
         match event["ev"]:
             case "reserve":
-                begun["lease", event["lease"]] = event["worker"], now_s
-                found.setdefault(("engine", event["worker"]), [])
+                worker = short_name(event["worker"])
+                begun["lease", event["lease"]] = worker, now_s
+                found.setdefault(("engine", worker), [])
             case "push" | "release" if (start := begun.pop(("lease", event["lease"]), None)) is not None:
                 found["engine", start[0]].append(Span(start[1], now_s))
             case "deliver":
                 begun.setdefault(("step", event["step"]), ("trainer", now_s))
             case "consume" if (start := begun.pop(("step", event["step"]), None)) is not None:
-                trained.append((start[0], Span(start[1], now_s)))
+                trained.append((start[0], Span(max(start[1], free_s), now_s)))
+                free_s = now_s
             case _:
                 pass
     for line in stages:
-        found.setdefault((line["stage"], line["worker"]), []).append(Span(line["begin_s"], line["end_s"]))
+        begin_s, end_s = line["begin_s"] - (zero or 0.0), line["end_s"] - (zero or 0.0)
+        if end_s >= 0:
+            found.setdefault((line["stage"], short_name(line["worker"])), []).append(Span(begin_s, end_s))
     for worker, span in trained:
         found.setdefault(("trainer", worker), []).append(span)
-    zero = origin_s or 0.0
-    shifted = {key: sorted(Span(a - zero, b - zero) for a, b in spans if b >= zero) for key, spans in found.items()}
-    return [Lane(kind, worker.partition(".")[0], spans) for (kind, worker), spans in shifted.items() if spans]
+    return [Lane(kind, worker, sorted(spans)) for (kind, worker), spans in found.items() if spans]
+
+
+def short_name(worker: str) -> str:
+    """Of a worker, without the nonce of its process: one that was started again goes on in its lane."""
+    return worker.rpartition(".")[0] or worker
 
 
 def overlaps(shown: Sequence[Lane]) -> list[tuple[str, str, float]]:

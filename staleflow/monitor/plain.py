@@ -7,7 +7,8 @@ import msgspec
 from rich.console import Console
 
 from staleflow.monitor.ending import print_summary
-from staleflow.monitor.model import Board, History, board
+from staleflow.monitor.history import History
+from staleflow.monitor.model import Board, board
 from staleflow.monitor.words import INSECURE, clock, number, whole
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot

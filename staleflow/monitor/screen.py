@@ -1,148 +1,187 @@
-"""The live view: one screen of 80 x 24, redrawn in place."""
+"""The whole screen, as a function of the board, the look and its size: 80 x 24 shows one list, 200 x 60 shows all.
 
-import time
-from pathlib import Path
+Nothing here knows where the board came from; ``top``, ``run`` and ``status`` draw the same.
+"""
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.layout import Layout
+from rich.panel import Panel
 from rich.text import Text
 
-from staleflow.monitor.ending import print_summary
-from staleflow.monitor.model import Board, History, RoleRow, WindowRow, board
-from staleflow.monitor.words import INSECURE, clock, curve, meter, number, whole
-from staleflow.supervisor.summary import Summary
-from staleflow.supervisor.view import Snapshot
+from staleflow.monitor import panels, tables
+from staleflow.monitor.look import TABS, Look
+from staleflow.monitor.model import Board
+from staleflow.monitor.story import Chapter
+from staleflow.monitor.words import INSECURE
 
-REFRESH_S = 0.25
-MOST_ROLES = 9
-MOST_STEPS = 4
-"""Rows of the window."""
-
-
-class LiveView:
-    """Shows a run on a terminal."""
-
-    def __init__(self, name: str, run_dir: Path, console: Console | None = None) -> None:
-        self._name = name
-        self._footer = f"{run_dir}    Ctrl-C ends it; nothing is lost"
-        self._console = console or Console(highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        self._history = History()
-        self._shown_at = 0.0
-
-    def start(self) -> None:
-        self._live.start()
-
-    def show(self, snapshot: Snapshot) -> None:
-        self._history.see(snapshot)
-        now = time.monotonic()
-        if now - self._shown_at < REFRESH_S:
-            return
-        self._shown_at = now
-        screen = render(board(self._name, snapshot, self._history), self._footer, self._console.width)
-        self._live.update(screen, refresh=True)
-
-    def say(self, text: str) -> None:
-        self._console.print(Text(text, style="yellow"), soft_wrap=True)
-
-    def stop(self) -> None:
-        self._live.stop()
-
-    def summary(self, summary: Summary) -> None:
-        print_summary(summary, self._console)
+WIDE, HIGH = 150, 34
+"""From so many cells on, everything is shown at once."""
+NARROW = 72
+"""Below so many cells there is no room for two panels side by side."""
+WHY_ROWS = 2
 
 
-def render(it: Board, footer: str, width: int = 80) -> RenderableType:
-    """The whole screen."""
-    parts: list[RenderableType] = [_title(it, width), Text()]
-    if it.steps:
-        parts += [_numbers(it, width), Text()]
-    parts.append(_roles(it.roles))
-    if it.insecure:
-        parts += [Text(), Text(INSECURE, style="bold red", overflow="ellipsis", no_wrap=True)]
-    if it.why:
-        parts += [Text(), Text(f"why  {it.why}", style="yellow", overflow="ellipsis")]
-    if footer:
-        parts += [Text(), Text(footer, style="dim", overflow="ellipsis", no_wrap=True)]
-    return Group(*parts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telling:
+    """The story that is open."""
+
+    headline: str
+    chapters: tuple[Chapter, ...]
 
 
-def _title(it: Board, width: int) -> Table:
-    grid = Table.grid(expand=True)
-    grid.width = min(width, 100)
-    grid.add_column()
-    grid.add_column(justify="right")
-    grid.add_row(Text.assemble(("staleflow ", "bold cyan"), (it.name, "bold")), f"{it.phase}  {clock(it.elapsed_s)}")
-    return grid
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """A layout that has so many rows, whatever the terminal has."""
+
+    layout: Layout
+    height: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self.layout, options.update_height(self.height))
 
 
-def _numbers(it: Board, width: int) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True, min_width=9)
-    grid.add_column(no_wrap=True)
-    grid.add_row("step", _progress(it, width))
-    grid.add_row("reward", _reward(it))
-    grid.add_row("staleness", _staleness(it))
-    rates = f"{whole(it.trained_per_s)} trained   {whole(it.generated_per_s)} generated"
-    grid.add_row("tokens/s", Text(rates))
-    grid.add_row("groups", Text("   ".join(f"{count:,} {state}" for state, count in it.groups)))
-    for index, row in enumerate(it.window[:MOST_STEPS]):
-        grid.add_row("" if index else "window", _window(row, it.batch_size))
-    return grid
+def dashboard(
+    it: Board, look: Look, width: int, height: int, *, footer: Text | None = None, telling: Telling | None = None
+) -> Screen:
+    """``height`` rows of ``width`` cells. ``footer``: the last row, none where there is nothing to press."""
+    root = Layout()
+    last = [] if footer is None else [_row("footer", footer, 1)]
+    insecure = [_row("insecure", Text(INSECURE, style="bold red", no_wrap=True), 1)] if it.insecure else []
+    inside = height - 1 - WHY_ROWS - len(last) - len(insecure)
+    top = [_row("header", panels.header(it, look, width), 1), _row("why", panels.why(it), WHY_ROWS), *insecure]
+    root.split_column(*top, *_middle(it, look, width, inside, telling), *last)
+    return Screen(root, height)
 
 
-def _progress(it: Board, width: int) -> Table:
-    left = "" if it.left_s is None else f"{clock(it.left_s)} left"
-    grid = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=max(it.steps, 1), completed=it.step, width=max(min(width, 100) - 46, 10))
-    grid.add_row(f"{it.step:,} of {it.steps:,}", bar, left)
-    return grid
+def _middle(it: Board, look: Look, width: int, height: int, telling: Telling | None) -> list[Layout]:
+    if look.help:
+        return [_row("help", _panel("keys", tables.help_page(), active=True), height)]
+    if look.story is not None:
+        return [_row("story", _story(look, height, telling), height)]
+    if width >= WIDE and height >= HIGH - 4:
+        return _everything(it, look, width, height)
+    upper = min(max(len(it.ages), len(it.window), 3) + 4, 9, max(height - 8, 0)) if it.ages or it.window else 0
+    middle = 0 if not it.ages or height - upper < 10 else 11 if height - upper >= 30 else 5
+    found: list[Layout] = []
+    if upper:
+        row, left = Layout(name="upper", size=upper), min(width // 2 - 2, 56)
+        both = [_staleness(it, left, upper), _window(it, width - left, upper)]
+        row.split_row(*(both if width >= NARROW else [_window(it, width, upper)]))
+        found.append(row)
+    if middle:
+        found.append(_row("trainer", _panel("trainer", panels.trainer(it, width - 4, middle - 2)), middle))
+    rest = height - upper - middle
+    beside = rest - rest // 3 if rest >= 18 and look.tab != "events" else rest
+    found.append(_tabbed(it, look, width, beside))
+    if beside < rest:
+        found.append(_list("events", it, look, width, rest - beside))
+    return found
 
 
-def _reward(it: Board) -> Text:
-    text = Text.assemble((number(it.reward), "bold"), "  ", (curve(it.rewards, 24), "green"))
-    if it.held_out:
-        first, last = it.held_out
-        text.append(f"   held-out {number(first)} → ")
-        text.append(number(last), style="bold green")
-    return text
-
-
-def _staleness(it: Board) -> Text:
-    text = Text.assemble(
-        f"mean {number(it.staleness_mean)}   max {whole(it.staleness_max)}   bound {whole(it.bound)}   ",
-        (f"{it.violations} violations", "bold red" if it.violations else "green"),
+def _everything(it: Board, look: Look, width: int, height: int) -> list[Layout]:
+    upper = min(max(len(it.ages) + 4, len(it.window) + 3, 11), height // 3)
+    rows = max(len(it.instances), len(it.stages) + len(it.pins) + 4, 6) + 3
+    middle = min(rows, (height - upper) * 3 // 5)
+    lower = height - upper - middle
+    third = width // 3
+    first, second, third_row = (Layout(size=size) for size in (upper, middle, lower))
+    first.split_row(
+        _staleness(it, third, upper),
+        _window(it, third, upper),
+        _row("trainer", _panel("trainer", panels.trainer(it, width - 2 * third - 4, upper - 2)), None),
     )
-    if it.bound_of == "token":
-        text.append("   (every trained token)")
-    return text
-
-
-def _window(row: WindowRow, batch_size: int) -> Text:
-    width = 24
-    occupied, pushed, leased = meter((row.occupied, row.pushed, row.leased), batch_size, width)
-    empty = width - occupied - pushed - leased
-    text = Text.assemble(
-        f"by step {row.deadline:<5} ",
-        ("█" * occupied, "green"),
-        ("▓" * pushed, "cyan"),
-        ("▒" * leased, "blue"),
-        ("·" * empty, "dim"),
+    side = max(width // 3, 60)
+    right = Layout(size=side)
+    right.split_column(
+        _list("groups", it, look, side, middle // 2), _list("stages", it, look, side, middle - middle // 2)
     )
-    text.append(f" {row.occupied} ready  {row.pushed} staged  {row.leased} leased")
-    return text
+    second.split_row(_list("engines", it, look, width - side, middle, wide=True), right)
+    third_row.split_row(
+        _list("versions", it, look, third, lower, wide=True),
+        _list("events", it, look, third, lower, wide=True),
+        _list("processes", it, look, width - 2 * third, lower, wide=True),
+    )
+    return [first, second, third_row]
 
 
-def _roles(rows: tuple[RoleRow, ...]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, style="yellow")
-    for row in rows[:MOST_ROLES]:
-        again = f"restarted {row.restarts}x" if row.restarts else ""
-        grid.add_row(row.name, Text(row.doing, style="" if row.good else "bold red"), again)
-    if len(rows) > MOST_ROLES:
-        grid.add_row("", Text(f"and {len(rows) - MOST_ROLES} more", style="dim"), "")
-    return grid
+def _staleness(it: Board, width: int, height: int) -> Layout:
+    of = "" if it.bound is None else f"bound {it.bound}" + (", a token" if it.bound_of == "token" else "")
+    title = f"staleness · {of}" if of else "staleness"
+    return Layout(_panel(title, panels.staleness(it, width - 4, height - 2)), size=width)
+
+
+def _window(it: Board, width: int, height: int) -> Layout:
+    title = f"window · {it.batch_size} groups a step"
+    if it.policy and width >= 50:
+        title += f" · overdue: {it.policy}"
+    return Layout(_panel(title, panels.window(it, width - 4, height - 2)), size=width)
+
+
+def _list(name: str, it: Board, look: Look, width: int, height: int, *, wide: bool = False) -> Layout:
+    """A list of its own. ``wide``: beside others, so ``width`` is the one to keep."""
+    active = look.tab == name
+    inside, where = tables.listed(tables.LISTS[name], it, look, width - 4, height - 2, active=active)
+    panel = _panel(_titled(name, it), inside, where, active=active)
+    return Layout(panel, size=width if wide else height)
+
+
+def _tabbed(it: Board, look: Look, width: int, height: int) -> Layout:
+    inside, where = tables.listed(tables.LISTS[look.tab], it, look, width - 4, height - 2, active=True)
+    title = Text()
+    for number, name in enumerate(TABS, 1):
+        style = "bold reverse" if name == look.tab else "dim"
+        title.append(f" {number} {name} ", style)
+    return Layout(Panel(inside, box=box.ROUNDED, title=title, title_align="left", subtitle=_where(where, look),
+                        subtitle_align="right", border_style="bright_black"), size=height)  # fmt: skip
+
+
+def _story(look: Look, height: int, telling: Telling | None) -> Panel:
+    if telling is None:
+        return _panel(f"group {look.story}", Text("the trace is read", style="dim"), active=True)
+    body: RenderableType = tables.story(telling.chapters, look, height - 4)
+    headline = Text(telling.headline, style="bold", no_wrap=True, overflow="ellipsis")
+    return _panel(f"group {look.story}", Group(headline, Text(), body), active=True)
+
+
+def _titled(name: str, it: Board) -> str:
+    more = tables.many(it)[name]
+    return f"{name} · {more}" if more and name != "engines" else more or name
+
+
+def _where(where: str, look: Look) -> str:
+    return " ".join(filter(None, (where, f"only {look.needle!r}" if look.needle else "")))
+
+
+def _panel(title: str, inside: RenderableType, where: str = "", *, active: bool = False) -> Panel:
+    return Panel(
+        inside,
+        box=box.ROUNDED,
+        title=Text(f" {title} ", style="bold"),
+        title_align="left",
+        subtitle=where or None,
+        subtitle_align="right",
+        border_style="cyan" if active else "bright_black",
+    )
+
+
+def _row(name: str, inside: RenderableType, size: int | None) -> Layout:
+    return Layout(inside, name=name, size=size)
+
+
+def keys(look: Look, *, leaves: str = "q leave", hint: str = "") -> Text:
+    """The last row: what can be pressed, or what is being typed. ``leaves``: how to end it."""
+    if look.typing:
+        return Text.assemble((f" {look.typing}: ", "bold cyan"), look.typed, ("▏", "blink"), ("   Enter, Esc", "dim"))
+    shown: Sequence[str] = (leaves, "? keys", "1-6 lists", "s sort", "/ filter", "g story", "space hold")
+    text = Text(no_wrap=True, overflow="ellipsis")
+    if look.speed is not None:
+        shown = (leaves, "? keys", "space hold", "+,- speed", "←,→ seek", "/ filter", "g story")
+        text.append(f" {look.speed:g}x ", "bold cyan")
+    for item in shown:
+        key, _, what = item.partition(" ")
+        text.append(f" {key} ", "reverse").append(f"{what} ", "dim")
+    return text.append(f" {hint}", "dim") if hint else text

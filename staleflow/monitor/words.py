@@ -44,3 +44,49 @@ def meter(parts: Sequence[int], full: int, width: int) -> list[int]:
         cells.append(upto - used)
         used = upto
     return cells
+
+
+def plural(count: int, noun: str) -> str:
+    """1 group, 2,345 groups."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def amount(nbytes: float) -> str:
+    """Bytes: 512 B, 12.3 KB, 4.0 GB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def short(value: float | None) -> str:
+    """At most five characters: 7, 950, 1.2k, 34k, 5.6M."""
+    if value is None:
+        return "-"
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return f"{value:.1f}{unit}" if unit and abs(value) < 9.95 else f"{value:.0f}{unit}"
+        value /= 1000
+    return f"{value:.0f}T"
+
+
+def percent(share: float | None) -> str:
+    """Of a share from 0 to 1."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def span(seconds: float) -> str:
+    """How long something took: 0.42 s, 12.3 s, 4:05."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if seconds < 100 else clock(seconds)
+
+
+def bar(value: float, full: float, width: int) -> str:
+    """``value`` of ``full`` as a bar of at most ``width`` cells, to an eighth of a cell; a trace of what is not 0."""
+    if value <= 0 or full <= 0 or width <= 0:
+        return ""
+    eighths = max(min(round(value / full * width * 8), width * 8), 1)
+    whole_cells, rest = divmod(eighths, 8)
+    return "█" * whole_cells + (" ▏▎▍▌▋▊▉"[rest] if rest else "")

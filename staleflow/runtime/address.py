@@ -27,7 +27,7 @@ def check_connect(address: str) -> str:
     """``address`` if a client can connect to it, else ``ConfigError``."""
     if address.startswith("ipc://"):
         return _check_ipc(address)
-    host, port = _split(address)
+    host, port = split_tcp(address)
     if port == 0 or host == "*":
         raise ConfigError("address", address, "a client needs the host and port of a server")
     return address
@@ -40,7 +40,7 @@ def check_bind(address: str, *, wide: bool = False) -> str:
     """
     if address.startswith("ipc://"):
         return _check_ipc(address)
-    host, port = _split(address)
+    host, port = split_tcp(address)
     if host == "localhost":
         host = "127.0.0.1"
     if host == "*" and wide:
@@ -74,7 +74,7 @@ def is_loopback(address: str) -> bool:
 
 def is_wildcard(address: str) -> bool:
     """Whether it means every interface of a machine, and so no place that others could be sent to."""
-    return address.startswith("tcp://") and _split(address)[0] in (*_WILDCARDS, "*")
+    return address.startswith("tcp://") and split_tcp(address)[0] in (*_WILDCARDS, "*")
 
 
 def reachable(endpoint: str, via: str) -> str:
@@ -85,7 +85,7 @@ def reachable(endpoint: str, via: str) -> str:
     """
     if not endpoint.startswith("tcp://") or not via.startswith("tcp://"):
         return endpoint
-    host, port = _split(endpoint)
+    host, port = split_tcp(endpoint)
     if host not in _WILDCARDS:
         return endpoint
     return f"{via.rpartition(':')[0]}:{port}"
@@ -108,7 +108,8 @@ def bind(target: "zmq.Socket[bytes]", address: str, *, wide: bool = False) -> st
     return target.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_tcp(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of ``tcp://host:port``; port 0 for ``*``. ``ConfigError`` for anything else."""
     if (match := _TCP.fullmatch(address)) is None:
         raise ConfigError("address", address, _SYNTAX)
     port = 0 if match["port"] == "*" else int(match["port"])

@@ -17,6 +17,7 @@ import uvloop
 
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.drained import end_context
+from staleflow.runtime.host import reuse_memory
 from staleflow.runtime.logs import logging_to
 from staleflow.runtime.store import StoreCorrupt
 
@@ -49,6 +50,7 @@ class Stop:
 def run(main: Callable[[Stop], Awaitable[None]], name: str, run_dir: Path) -> int:
     """Run ``main`` until it returns; return the exit code. A signal that comes early waits for its handler."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    reuse_memory()
     try:
         with logging_to(run_dir, name):
             try:

@@ -18,7 +18,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.runtime.roles import Role
 
 VARIABLE: Final = "STALEFLOW_KEY"
-"""Environment: path of this process's key file, instead of the one in ``security.keys``."""
+"""Environment: path of this process's key file, or of a folder of key files, instead of ``security.keys``."""
 ALLOWED: Final = "allowed.toml"
 """The allow-list, beside the key files."""
 KEY_CHARS: Final = 40

@@ -27,7 +27,7 @@ _R, _S, _T, _M, _A, _O = Role.ROLLOUT, Role.STAGE, Role.TRAINER, Role.MONITOR, R
 
 VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Ping: frozenset(Role),
-    m.GetStatus: frozenset((_T, _M, _A, _O)),
+    m.GetStatus: frozenset((_S, _T, _M, _A, _O)),
     m.Drain: frozenset((_A,)),
     m.Attach: frozenset(Role),
     m.Detach: frozenset(Role),

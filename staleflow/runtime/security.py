@@ -50,11 +50,12 @@ def security_word(config: Config) -> str:
 
 
 def _key_path(security: Security | None, roles: tuple[Role, ...]) -> Path | None:
-    if named := os.environ.get(VARIABLE):
+    named = os.environ.get(VARIABLE, "")
+    if named and not Path(named).is_dir():
         return Path(named)
-    if security is None or not security.keys:
+    if not named and (security is None or not security.keys):
         return None
-    folder = Path(security.keys)
+    folder = Path(named or (security.keys if security else ""))
     paths = [folder / f"{role}.key" for role in roles]
     return next((path for path in paths if path.exists()), paths[0])
 

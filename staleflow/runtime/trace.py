@@ -17,6 +17,7 @@ import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.clock import WALL, Clock
+from staleflow.runtime.noteworthy import Recent, brief
 from staleflow.runtime.store import Durability, Read, Store, Write, key_number, number_key
 from staleflow.runtime.trace_events import SCHEMA, TraceEvent
 
@@ -74,6 +75,8 @@ class Trace:
         self._events: list[tuple[TraceEvent, int, int]] = []
         self._ended = False
         self._unwritten: list[tuple[int, bytes]] = []
+        self.recent = Recent()
+        """Noteworthy lines that are committed, in brief. Of this incarnation."""
         with store.read() as txn:
             self._head = self._next = stored_head(txn)
             self._file = _recover(path, txn, self._head)
@@ -137,6 +140,9 @@ class Trace:
     def committed(self) -> None:
         """The transaction is durable: bring its lines to the file. An ``OSError`` leaves them to the next commit."""
         self._head = self._next
+        for event, unix_ns, _ in self._events:
+            if (line := brief(event, unix_ns)) is not None:
+                self.recent.add(line)
         self._events.clear()
         del self._written[: self._trimmed]
         self._trimmed = 0
@@ -205,13 +211,18 @@ def _check_end(path: Path, file: int, head: Head) -> None:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line of a trace as it is written, unaudited. ``ConfigError`` names the line that is not JSON."""
+    """Every line of a trace as it is written, unaudited. ``ConfigError`` names the line that is not JSON.
+
+    A last line without its end is being written: it is left out.
+    """
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     yield _decode(line)
                 except msgspec.DecodeError as error:
+                    if not line.endswith(b"\n"):
+                        return
                     raise ConfigError("trace", str(path), f"line {number} is not JSON: {error}") from error
     except OSError as error:
         raise ConfigError("trace", str(path), f"it cannot be read: {error.strerror}") from error

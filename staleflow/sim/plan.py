@@ -8,7 +8,7 @@ devices, at length. What is printed is the front of everything that was simulate
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
@@ -26,6 +26,8 @@ SHORT, LONG = 24, 80
 """Steps of a simulation in the two rounds."""
 ADMISSIONS = ("fill", "just_in_time")
 REDUNDANCIES = (1.0, 1.25)
+
+Told = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,21 +113,35 @@ def second_round(
     return found
 
 
-def plan(config: Config, etas: Sequence[int], *, devices: int | None = None, jobs: int = 1) -> Iterator[Choice]:
+def plan(
+    config: Config,
+    etas: Sequence[int],
+    *,
+    devices: int | None = None,
+    jobs: int = 1,
+    told: Told = lambda done, of: None,
+) -> Iterator[Choice]:
     """Every choice that is simulated at length, as it comes, ``jobs`` at once; ``front`` of them all is the plan.
 
-    One that stalls for good, or that the configuration's other keys forbid, is left out.
+    One that stalls for good, or that the configuration's other keys forbid, is left out. ``told`` hears how many steps
+    were simulated, of how many; the second round is not known before the first is over, and guessed to be as long.
     """
     own, *others = splits(config, devices)
     with tempfile.TemporaryDirectory(prefix="staleflow-plan-") as place, ThreadPoolExecutor(jobs) as pool:
         file = Path(place) / "plan.toml"
         file.write_text(dumps(msgspec.to_builtins(config)))
-        short = list(_all(pool, file, first_round(etas, own), SHORT))
-        yield from _all(pool, file, second_round(front(short), own, others), LONG)
+        begin = first_round(etas, own)
+        first = SHORT * len(begin)
+        short = list(_all(pool, file, begin, SHORT, lambda done: told(done, 2 * first)))
+        then = second_round(front(short), own, others)
+        yield from _all(pool, file, then, LONG, lambda done: told(first + done, first + LONG * len(then)))
 
 
-def _all(pool: ThreadPoolExecutor, file: Path, todo: Sequence[tuple[str, ...]], steps: int) -> Iterator[Choice]:
-    for one in pool.map(_one, repeat(file), todo, repeat(steps)):
+def _all(
+    pool: ThreadPoolExecutor, file: Path, todo: Sequence[tuple[str, ...]], steps: int, told: Callable[[int], None]
+) -> Iterator[Choice]:
+    for done, one in enumerate(pool.map(_one, repeat(file), todo, repeat(steps)), start=1):
+        told(done * steps)
         if one is not None:
             yield one
 

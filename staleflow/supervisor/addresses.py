@@ -14,7 +14,12 @@ def check_free(config: Config, run_dir: Path) -> None:
     """``ConfigError`` for the first address of the run that somebody listens on."""
     bound = planned(config, run_dir)
     names = ["scheduler.bind", *["trajectories.bind"] * len(bound.trajectories), "parameters.bind"]
-    for name, address in zip(names, bound.all, strict=True):
+    wanted = [*zip(names, bound.all, strict=True)]
+    if config.metrics.bind:
+        wanted.append(("metrics.bind", config.metrics.bind))
+    if config.parameters.direct_bind:
+        wanted.append(("parameters.direct_bind", config.parameters.direct_bind))
+    for name, address in wanted:
         if in_use(address):
             raise ConfigError(name, address, "it is in use; choose another, or end the process that has it")
 

@@ -53,22 +53,33 @@ class Finding(msgspec.Struct, frozen=True):
     found: str
 
 
-def examine(config_file: Path | None, overrides: Sequence[str], run_dir: Path) -> list[Finding]:
-    """Every check, in the order of the table."""
+Told = Callable[[float, float, str], None]
+
+
+def examine(
+    config_file: Path | None, overrides: Sequence[str], run_dir: Path, told: Told = lambda done, of, what: None
+) -> list[Finding]:
+    """Every check, in the order of the table. ``told`` hears how many are done, of how many, and which comes next."""
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", python),
         ("torch", torch),
-        ("transformers", lambda: package("transformers")),
+        ("transformers", lambda: extra("transformers", "train", "every run with a model")),
         ("vllm", vllm),
         ("deepspeed", deepspeed),
-        ("pyarrow", lambda: package("pyarrow")),
+        ("pyarrow", lambda: extra("pyarrow", "parquet", "prompts in Parquet files")),
+        ("scikit-learn", lambda: extra("scikit-learn", "ranker", 'coordination.ranker "learned"')),
+        ("matplotlib", lambda: extra("matplotlib", "plot", "pictures of runs and simulations")),
+        ("openai", lambda: extra("openai", "judge", "the judge of staleflow.stages")),
         ("disk", lambda: disk(run_dir)),
         ("shared memory", shared_memory),
         ("open files", open_files),
         ("processors", processors),
         ("tcp ports", ports),
     ]
-    findings = [_guarded(what, check) for what, check in checks]
+    findings: list[Finding] = []
+    for done, (what, check) in enumerate(checks):
+        told(done, len(checks), what)
+        findings.append(_guarded(what, check))
     return [*findings, *configuration(config_file, overrides)] if config_file else findings
 
 
@@ -100,6 +111,14 @@ def package(name: str) -> Finding:
         return Finding(name, "good", importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "missing", "not installed")
+
+
+def extra(name: str, group: str, use: str) -> Finding:
+    """A package that comes with an extra of this one."""
+    found = package(name)
+    if found.state == "good":
+        return found
+    return Finding(name, found.state, f"not installed; only for {use}: pip install 'staleflow[{group}]'")
 
 
 def vllm() -> Finding:

@@ -99,7 +99,9 @@ class Child:
 
     def _environment(self) -> dict[str, str]:
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.role.threads))
-        inherited = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}  # each has its own
+        inherited = dict(os.environ)
+        if not Path(inherited.get(KEY_VARIABLE, "")).is_dir():
+            inherited.pop(KEY_VARIABLE, None)  # one role's file, and each child has its own
         return {
             **inherited,
             **threads,

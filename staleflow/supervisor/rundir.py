@@ -20,7 +20,7 @@ _LOCK = ".lock"
 
 def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     """The run directory, checked; nothing is written yet."""
-    run_dir = given or (_newest(config.name) if resume else _fresh(config.name))
+    run_dir = given or (_newest(config.name) if resume else fresh(config.name))
     if resume:
         same(config, run_dir)
     elif (run_dir / RESOLVED).is_file():
@@ -70,7 +70,8 @@ def claim(config: Config, run_dir: Path, *, resume: bool) -> Generator[None]:
         yield
 
 
-def _fresh(name: str) -> Path:
+def fresh(name: str) -> Path:
+    """A run directory that is not there yet."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, number = RUNS / stem, 1
     while path.exists():

@@ -13,7 +13,10 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """While inside, the first signal sets ``first`` and any other ``second``. Main thread only."""
+    """While inside, the first signal sets ``first`` and any other ``second``.
+
+    Signals come to the main thread: in any other nothing is changed, and nobody asks this way.
+    """
 
     def __init__(self) -> None:
         self.first = threading.Event()
@@ -21,7 +24,8 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from staleflow.supervisor.view import Snapshot, View
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
 TICK_S = 0.2
+VERSIONS_S = 2.0
+"""Between two looks at what the parameter server keeps."""
 START_S = 60.0
 """Until servers must answer."""
 LAST_WORDS_S = 60.0
@@ -43,7 +45,12 @@ class Failure(Exception):
 class Supervisor:
     """Owns every process of one run. ``run`` is called once, from the main thread."""
 
-    def __init__(self, config: Config, run_dir: Path, view: View, resume: str) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, view: View, resume: str, workers: Sequence[Role] | None = None
+    ) -> None:
+        """``workers``: instead of those of the configuration; whoever of them needs the model makes it where it is."""
+        self._workers = roles.workers(config, run_dir) if workers is None else workers
+        self._builds = workers is None
         self._config = config
         self._run_dir = run_dir
         self._view = view
@@ -60,8 +67,12 @@ class Supervisor:
 
     def run(self) -> int:
         """The whole run; returns the exit code."""
-        scheduler = addresses(self._config, self._run_dir).scheduler
-        with StopSignals() as self._stop, StatusWatch(scheduler, transport=self._sockets) as self._watch:
+        where = addresses(self._config, self._run_dir)
+        with (
+            StopSignals() as self._stop,
+            StatusWatch(where.scheduler, transport=self._sockets) as self._watch,
+            StatusWatch(where.parameters, VERSIONS_S, transport=self._sockets) as self._versions,
+        ):
             self._view.start()
             try:
                 outcome, error = self._outcome()
@@ -91,6 +102,8 @@ class Supervisor:
     # Starting ----------------------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
+        if not self._builds:
+            return
         if not model.missing(self._config, self._run_dir):
             model.ensure(self._config, self._run_dir)
             return
@@ -125,7 +138,7 @@ class Supervisor:
 
     def _start_workers(self) -> None:
         self._phase = "starting workers"
-        for role in roles.workers(self._config, self._run_dir):
+        for role in self._workers:
             self._start(role)
 
     def _start(self, role: Role) -> Child:
@@ -200,6 +213,8 @@ class Supervisor:
                 status_age_s=self._watch.age_s,
                 lines=self._lines.take(),
                 detail=self._detail,
+                parameters=self._versions.newest,
+                unix_s=time.time(),
             )
         )
 

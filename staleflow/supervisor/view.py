@@ -34,6 +34,10 @@ class Snapshot:
     """What ``metrics.jsonl`` has gained since the snapshot before: every step, however fast they are."""
     detail: str = ""
     """Of the phase: the last line that the model's builder printed."""
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The parameter server's last answer to ``GetStatus``; empty where nobody asked."""
+    unix_s: float = 0.0
+    """The time of day, to tell how long ago events were; 0: not known."""
 
 
 class View(Protocol):

@@ -1,6 +1,7 @@
 """What can be asked of a run that has ended; one short run for the whole file."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,15 @@ from tests.cli.conftest import SIMULATED, Cli
 pytestmark = pytest.mark.xdist_group("machine")
 
 SHORT = ("trainer.steps=4", "trainer.checkpoint_every=2", "rollout.simulated.k2=0.001", "trainer.simulated_step_s=0.02")
+CHAPTERS = (
+    "Staleness",
+    "Time and waits",
+    "Where the tokens went",
+    "What happened",
+    "Weights",
+    "Audit",
+    "Configuration",
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +67,10 @@ def test_one_line_that_is_not_as_it_was_is_caught(cli: Cli, ended: Path, short_d
 def test_the_story_of_a_group_goes_from_its_lease_to_its_batch(cli: Cli, ended: Path) -> None:
     events = [json.loads(line) for line in (ended / "trace.jsonl").read_bytes().splitlines()]
     group = next(event for event in events if event["ev"] == "seal")["members"][0]["group"]
-    told = [line.split()[1] for line in cli("trace", "show", ended, group).out.splitlines()]
-    assert told == ["reserve", "push", "occupy", "seal"]
+    headline, *told = cli("trace", "show", ended, group).out.splitlines()
+    assert headline.startswith(f"group {group}: trained by step 0, 1 lease, ")
+    assert [line.split()[2] for line in told] == ["reserve", "push", "occupy", "seal", "deliver", "consume"]
+    assert all(line.lstrip().startswith("+") for line in told)
     assert json.loads(cli("trace", "show", ended, group, "--json").out.splitlines()[0])["ev"] == "reserve"
     assert "never mentions it" in cli("trace", "show", ended, 999_999_999).err
 
@@ -68,6 +80,35 @@ def test_its_status_is_its_summary(cli: Cli, ended: Path) -> None:
     assert said.code == 1
     assert "4 of 4" in said.out
     assert json.loads(cli("status", ended, "--json").out)["outcome"] == "finished"
+
+
+def test_its_report_is_one_file_that_loads_nothing(cli: Cli, ended: Path, short_dir: Path) -> None:
+    said = cli("report", ended, "--out", "it.html")
+    assert (said.code, said.out, said.err) == (0, "it.html\n", "")
+    page = (short_dir / "it.html").read_text()
+    assert "The promise was kept: of 32 trained groups the oldest was" in page
+    assert [word for word in CHAPTERS if f"<h2>{word}</h2>" not in page] == []
+    assert "default-src &#39;none&#39;" in page or "default-src 'none'" in page
+    assert loaded(page) == []
+    assert "trainer.steps" in page.partition("<h2>Configuration</h2>")[2]
+    assert cli("report", ended, "--out", "it.pdf").err.endswith("it must end in .html\n")
+    assert cli("report", short_dir).code == 2
+
+
+def test_its_timeline_is_a_page_and_a_picture(cli: Cli, ended: Path, short_dir: Path) -> None:
+    said = cli("trace", "plot", ended, "--out", "lanes.html", "--out", "lanes.png")
+    assert (said.code, said.err) == (0, "")
+    page = (short_dir / "lanes.html").read_text()
+    assert page.count('<div class="row">') == 4  # two engines, the reward, the trainer
+    assert "Age of the trained groups" in page
+    assert loaded(page) == []
+    assert (short_dir / "lanes.png").read_bytes().startswith(b"\x89PNG")
+    assert cli("trace", "plot", ended, "--out", "lanes.txt").code == 2
+
+
+def loaded(page: str) -> list[str]:
+    """What the page would fetch: anything that is named by an address."""
+    return re.findall(r"""(?:src|href|url|import)\s*[=(]\s*["']?(?!#|data:)[^\s"'>)]+""", page)
 
 
 def test_it_is_not_run_over(cli: Cli, ended: Path) -> None:

@@ -120,7 +120,8 @@ def test_a_shard_that_the_run_does_not_have(cli: Cli) -> None:
 
 
 def test_words_that_do_not_exist(cli: Cli) -> None:
-    refused(cli("rum"), "No such command 'rum'")
+    refused(cli("rum"), "No such command 'rum': did you mean 'run'?")
+    refused(cli("zzz"), "No such command 'zzz': there are init, run,")
     refused(cli("run", SIMULATED, "--fast"), "No such option '--fast'")
     refused(cli("serve", "coffee", "--run-dir", "r"), "'coffee' is not one of 'scheduler'")
     refused(cli("serve", "scheduler"), "Missing option '--run-dir'")
@@ -131,3 +132,16 @@ def test_status_and_trace_of_nothing(cli: Cli) -> None:
     refused(cli("status", "none"), "it has no config.json")
     refused(cli("trace", "check", "none.jsonl"), "no such file")
     refused(cli("trace", "show", "none", "3"), "no such file")
+
+
+def test_top_of_nothing(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    refused(cli("top"), "Give RUN_DIR or --connect ADDRESS")
+    refused(cli("top", "none"), "it has no config.json")
+    refused(cli("top", "none", "--replay"), 'trace is "none"; no such file')
+    refused(cli("top", "--connect", "ipc:///nobody", "--replay"), "--replay reads a trace: give RUN_DIR")
+    refused(cli("top", "none", "--speed", "10"), "--speed is of a replay: add --replay")
+    refused(cli("top", "none", "--replay", "--speed", "0"), "0.0 is not in the range 0.1<=x<=1000.0")
+    write_resolved(load(SIMULATED), short_dir / "r")
+    refused(cli("top", "r"), "nobody listens there: the run has ended, or was never started", ["r"])

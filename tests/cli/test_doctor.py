@@ -4,12 +4,16 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from staleflow.supervisor import checkup
+from staleflow.cli.doctor import show
+from staleflow.configs.load import load
+from staleflow.supervisor import checkup, sustained
+from staleflow.supervisor.abilities import abilities
 from staleflow.supervisor.checkup import Finding
 from tests.cli.conftest import SIMULATED, Cli
 
@@ -17,10 +21,16 @@ from tests.cli.conftest import SIMULATED, Cli
 def test_every_check_says_something(cli: Cli) -> None:
     said = cli("doctor", "--json")
     findings = {finding["what"]: finding for finding in json.loads(said.out)}
-    names = ["python", "torch", "transformers", "vllm", "deepspeed", "pyarrow", "disk", "shared memory", "open files"]
+    names = ["python", "torch", "transformers", "vllm", "deepspeed", "pyarrow", "scikit-learn", "matplotlib", "openai"]
     assert list(findings)[:9] == names
+    assert list(findings)[-2:] == ["can run", "begin with"]
     assert all(finding["found"] for finding in findings.values())
     assert said.code == (1 if any(finding["state"] == "bad" for finding in findings.values()) else 0)
+
+
+def test_what_to_install_is_printed_as_it_is_to_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    show([Finding("vllm", "missing", "pip install 'staleflow[vllm]'")])
+    assert "pip install 'staleflow[vllm]'" in capsys.readouterr().out
 
 
 def test_a_configuration_is_examined_too(tmp_path: Path) -> None:
@@ -35,6 +45,37 @@ def test_a_configuration_is_examined_too(tmp_path: Path) -> None:
 
 def test_what_is_not_installed_is_missing_not_bad() -> None:
     assert checkup.package("no-such-package") == Finding("no-such-package", "missing", "not installed")
+    how = "not installed; only for tea: pip install 'staleflow[kettle]'"
+    assert checkup.extra("no-such-package", "kettle", "tea") == Finding("no-such-package", "missing", how)
+
+
+def test_what_can_run_follows_from_what_is_there() -> None:
+    found = [Finding("torch", "good", ""), Finding("transformers", "good", ""), Finding("vllm", "bad", "")]
+    can, begin = abilities(found)
+    assert can.found == "engines simulated, transformers; trainer backends simulated, torch, ddp, fsdp"
+    assert begin.found.startswith("staleflow init")
+    can, begin = abilities([])
+    assert can.found == "engines simulated; trainer backends simulated"
+    assert begin.found == "staleflow run configs/simulated.toml; for models pip install 'staleflow[train]'"
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("machine")
+def test_what_it_sustains_is_measured_by_a_run(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+    monkeypatch.setattr(sustained, "SECONDS", 0.5)
+    told: list[float] = []
+    weights, trajectories, steps = sustained.sustained(load(SIMULATED), short_dir, told.append)
+    assert [finding.what for finding in (weights, trajectories, steps)] == ["weights", "trajectories", "steps"]
+    assert re.fullmatch(r"[\d,]+/s of 256 tokens, .*", trajectories.found)
+    assert re.fullmatch(r"the service allows [\d,]+ a minute: a step is 8 x 4 trajectories; .*", steps.found)
+    assert told == sorted(told)
+    assert list(short_dir.iterdir()) == []  # nothing is left, and no process either
+
+
+def test_a_run_that_does_not_start_is_a_bad_finding(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+    monkeypatch.setattr(sustained, "TASK", "name = 3")
+    *_, found = sustained.sustained(None, short_dir, lambda share: None)
+    assert (found.what, found.state) == ("trajectories", "bad")
 
 
 def a_package(directory: Path, name: str, code: str) -> None:

@@ -26,7 +26,8 @@ def imported(*arguments: str) -> tuple[str, set[str]]:
 
 def test_help_imports_nothing_heavy() -> None:
     text, modules = imported("--help")
-    assert [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line] == list(VERBS)
+    told = [line.split()[0] for line in text.partition("Begin:")[2].splitlines() if line.startswith("  ")]
+    assert told == list(VERBS)
     assert modules.isdisjoint(HEAVY)
 
 
@@ -42,4 +43,7 @@ def test_the_version_is_printed() -> None:
 
 
 def test_the_names_of_the_verbs_are_frozen() -> None:
-    assert VERBS == ("run", "serve", "attach", "status", "trace", "simulate", "plan", "chaos", "keygen", "doctor")
+    assert sorted(VERBS) == [
+        *("attach", "chaos", "completion", "doctor", "explain", "init", "keygen", "launch", "plan", "report"),
+        *("run", "serve", "simulate", "status", "top", "trace"),
+    ]

@@ -8,6 +8,8 @@ from staleflow.configs.load import load
 from staleflow.configs.stages import stages
 from tests.configs.conftest import MINIMAL, Write
 
+DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer.backend=torch", "model.path=/m")
+
 
 @pytest.mark.parametrize(
     ("overrides", "line"),
@@ -34,6 +36,31 @@ from tests.configs.conftest import MINIMAL, Write
         (
             ["rollout.simulated.lengths=uniform", "rollout.simulated.min_tokens=99", "rollout.max_new_tokens=9"],
             r"rollout\.simulated\.min_tokens is 99; lengths are uniform up to 9: at most that",
+        ),
+        (
+            ["parameters.transport=direct"],
+            r'parameters\.transport is "direct"; with rollout\.engine "simulated" it must be "server"',
+        ),
+        (
+            ["parameters.transport=direct", "rollout.engine=transformers", "model.path=/m"],
+            r'parameters\.transport is "direct"; with trainer\.backend "simulated" it must be "server"',
+        ),
+        (
+            ["parameters.transport=direct", "security.keys=keys"],
+            r'parameters\.transport is "direct"; with security\.keys it must be "server": .* not encrypted',
+        ),
+        (
+            ["parameters.direct_bind=tcp://127.0.0.1:5590"],
+            r'direct_bind is "tcp://127\.0\.0\.1:5590"; it is for parameters\.transport "direct"; leave it at ""',
+        ),
+        (
+            [*DIRECT, "parameters.direct_bind=tcp://0.0.0.0:5590", "security.insecure=true"],
+            r'direct_bind is "tcp://0\.0\.0\.0:5590"; engines are sent there: tcp://host:port, with the address of one',
+        ),
+        ([*DIRECT, "parameters.direct_bind=ipc:///tmp/p"], r'direct_bind is "ipc:///tmp/p"; engines are sent there'),
+        (
+            [*DIRECT, "parameters.direct_bind=tcp://10.0.0.1:5590"],
+            r'direct_bind is "tcp://10\.0\.0\.1:5590"; without security\.keys only loopback may be bound',
         ),
         (["reward.run=score"], r'reward\.run is "score"; it must be module:function or file\.py:function'),
         (["reward.run=a:"], r'reward\.run is "a:"; it must be module:function'),
@@ -108,6 +135,7 @@ def test_a_contradiction_is_named(write: Write, overrides: list[str], line: str)
 def test_what_fits_is_left_alone(write: Write) -> None:
     assert load(write(), ["scheduler.bind=tcp://[::1]:7", "parameters.bind=ipc:///tmp/p"]).scheduler.bind
     assert load(write(), ["rollout.max_inflight=8"]).rollout.group_size == 8
+    assert load(write(), [*DIRECT, "parameters.direct_bind=tcp://127.0.0.1:5590"]).parameters.transport == "direct"
 
 
 WIDE = (

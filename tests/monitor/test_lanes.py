@@ -49,6 +49,16 @@ def test_a_lane_is_what_one_worker_had_and_when() -> None:
     ]
 
 
+def test_a_batch_that_is_delivered_ahead_is_worked_on_after_the_one_before() -> None:
+    ahead = [*EVENTS[:-1], event("deliver", 7, step=1), EVENTS[-1], event("consume", 9, step=1)]
+    assert lanes(ahead, [])[-1] == Lane("trainer", "trainer", [Span(6, 8), Span(8, 9)])
+
+
+def test_a_worker_that_was_started_again_goes_on_in_its_lane() -> None:
+    again = [*EVENTS, event("reserve", 9, lease=3, worker="rollout-0.zz"), event("push", 10, lease=3)]
+    assert lanes(again, [])[0] == Lane("engine", "rollout-0", [Span(1, 3), Span(9, 10)])
+
+
 def test_what_two_stages_did_at_the_same_time_is_counted_once() -> None:
     assert overlaps(lanes(EVENTS, STAGES)) == [("judge", "length", 1.0), ("judge", "mix", 0.0), ("length", "mix", 1.0)]
 

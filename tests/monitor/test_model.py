@@ -3,45 +3,14 @@
 import dataclasses
 from typing import Any
 
-from staleflow.monitor.model import History, RoleRow, WindowRow, board, role_of
-from staleflow.supervisor.view import ProcessState, Snapshot
+import pytest
 
-STATUS: dict[str, Any] = {
-    "version": 23,
-    "next_step": 24,
-    "steps": 100,
-    "trainer_term": 1,
-    "max_staleness": 2,
-    "bound": "trajectory",
-    "batch_size": 8,
-    "ledger": {"leased": 8, "pushed": 3, "occupied": 12, "sealed": 8, "consumed": 184, "spares": 0},
-    "window": [{"deadline": 24, "leased": 1, "pushed": 0, "occupied": 7}],
-    "why": "the trainer works on step 23",
-    "instances": [
-        {"name": "rollout-0", "version": 23, "running": 32, "waiting": 5, "tokens_per_s": 1234.0},
-        {"name": "rollout-1", "version": -1, "running": 0, "waiting": 0, "tokens_per_s": 0.0},
-    ],
-    "workers": [
-        {"name": "rollout-0", "role": "rollout", "last_seen_s": 0.1},
-        {"name": "rollout-1", "role": "rollout", "last_seen_s": 0.1},
-        {"name": "reward-0", "role": "stage", "last_seen_s": 0.1},
-        {"name": "judge-0", "role": "stage", "last_seen_s": 0.1},
-    ],
-    "stages": [
-        {"stage": "judge", "after": [], "workers": 1, "waiting": 4, "taken": 1},
-        {"stage": "reward", "after": ["judge"], "workers": 2, "waiting": 2, "taken": 1},
-    ],
-    "violations": 0,
-    "metrics": {"step": 22, "reward/mean": 0.61, "off_policy/mean": 1.25, "off_policy/max": 2},
-}
-
-
-def shown(processes: tuple[ProcessState, ...] = (), age_s: float = 0.0, **status: Any) -> Snapshot:
-    return Snapshot(phase="training", elapsed_s=60.0, processes=processes, status=STATUS | status, status_age_s=age_s)
-
-
-def process(name: str, state: str = "running", restarts: int = 0) -> ProcessState:
-    return ProcessState(name=name, kind="worker", state=state, restarts=restarts)
+from staleflow.monitor.history import History
+from staleflow.monitor.model import board
+from staleflow.monitor.roles import RoleRow, role_of
+from staleflow.monitor.rows import AgeRow, EventRow, PinRow, VersionRow, WindowRow
+from staleflow.supervisor.view import Snapshot
+from tests.monitor.world import STATUS, process, shown
 
 
 def doing(name: str, **status: Any) -> str:
@@ -54,10 +23,99 @@ def test_the_numbers_come_from_the_status() -> None:
     it = board("run", shown(), history)
     assert (it.step, it.steps, it.reward, it.rewards) == (23, 100, 0.61, (0.61,))
     assert (it.staleness_mean, it.staleness_max, it.bound, it.violations) == (1.25, 2, 2, 0)
-    assert it.generated_per_s == 1234.0
-    assert it.groups[:2] == (("leased", 8), ("pushed", 3))
-    assert it.window == (WindowRow(deadline=24, leased=1, pushed=0, occupied=7),)
-    assert it.why == "the trainer works on step 23"
+    assert (it.trained_per_s, it.generated_per_s, it.loss, it.waits) == (980.0, 1544.0, 0.123, False)
+    assert it.groups[:2] == (("leased", 5), ("pushed", 3))
+    assert it.why == STATUS["why"]
+
+
+def test_the_window_tells_sealed_batches_what_is_live_by_each_step_and_who_pins() -> None:
+    assert board("run", shown(), History()).window == (
+        WindowRow(deadline=23, occupied=8, sealed="trains"),
+        WindowRow(deadline=24, leased=1, pushed=1, occupied=4, pinning=2, total=6, room=8),
+        WindowRow(deadline=25, leased=4, pushed=2, occupied=4, pinning=0, total=16, room=16),
+    )
+    ahead = board("run", shown(next_step=25, window=[]), History()).window
+    assert [(row.deadline, row.sealed) for row in ahead] == [(23, "trains"), (24, "sealed")]
+
+
+def test_under_the_token_bound_the_window_is_one_volume() -> None:
+    row = {"deadline": 0, "leased": 5, "pushed": 1, "occupied": 2}
+    it = board("run", shown(bound="token", window=[row], pinned={"step": 24, "groups": []}), History())
+    assert it.window[-1] == WindowRow(deadline=25, leased=5, pushed=1, occupied=2, total=8, room=16)
+
+
+def test_every_age_up_to_the_bound_has_a_row_and_older_ones_where_there_are_any() -> None:
+    it = board("run", shown(), History())
+    assert it.ages == (
+        AgeRow(age=0, in_flight=4, in_queue=6, consumed=8),
+        AgeRow(age=1, in_flight=1, in_queue=5, consumed=150),
+        AgeRow(age=2, in_flight=0, in_queue=0, consumed=26),
+    )
+    older = board("run", shown(staleness={"in_flight": [], "in_queue": [], "consumed": [(4, 1)]}), History())
+    assert [row.age for row in older.ages] == [0, 1, 2, 3, 4]
+
+
+def test_pins_versions_and_events_are_told_with_names_and_times() -> None:
+    it = board("run", shown(), History())
+    assert it.pins == (
+        PinRow(group=117, step=24, version=22, where="rollout-1", so_far_s=31.0, left_s=20.0),
+        PinRow(group=119, step=24, version=22, where="stage reward", so_far_s=1.5, left_s=None),
+    )
+    assert it.versions == (
+        VersionRow(version=23, lineage=0, nbytes=2_200_000, engines=1, pinned_by=()),
+        VersionRow(version=22, lineage=0, nbytes=2_200_000, engines=1, pinned_by=("rollout-1",)),
+    )
+    assert it.events == (
+        EventRow(ago_s=2.0, words="version 23 is published, 2.2 MB", tone="good"),
+        EventRow(ago_s=12.0, words="group 98 is given up: expired", tone="warn"),
+        EventRow(ago_s=90.0, words="rollout-0 attaches", tone=""),
+    )
+
+
+def test_a_damaged_version_says_so_and_one_that_only_engines_have_is_shown() -> None:
+    kept: list[dict[str, Any]] = [
+        {"lineage": 0, "version": 23, "nbytes": 5, "registered": True, "corrupt": "w", "pinned_by": []}
+    ]
+    it = board("run", dataclasses.replace(shown(), parameters={"versions": kept}), History())
+    assert [(row.version, row.nbytes, row.note) for row in it.versions] == [(23, 5, "damaged"), (22, None, "")]
+
+
+def test_limits_say_how_much_of_each_is_used() -> None:
+    history = History()
+    for at_s, waits in ((0.0, ""), (30.0, "engines"), (40.0, "")):
+        history.see(shown(at_s=at_s, trainer_waits=waits))
+    it = board("run", shown(at_s=40.0), history)
+    assert {limit.name: (limit.used, limit.full) for limit in it.limits} == {
+        "engines": (36, 96),
+        "window": (16, 16),
+        "trainer": (0.75, 1.0),
+        "tokens": (40_000, 50_000),
+    }
+
+
+def test_the_trainers_last_minute_is_shared_out_by_what_it_did() -> None:
+    history = History()
+    for at_s, waits in ((0.0, "workers"), (40.0, ""), (80.0, "older groups"), (100.0, "engines"), (110.0, "")):
+        history.see(shown(at_s=at_s, trainer_waits=waits))
+    doing, shares = zip(*history.trainer_time(), strict=True)
+    assert doing == ("trains", "older groups", "engines")
+    assert shares == pytest.approx((1 / 2, 1 / 3, 1 / 6))
+
+
+def test_one_look_knows_the_trainers_last_step_only() -> None:
+    history = History()
+    history.see(shown())
+    doing, shares = zip(*history.trainer_time(), strict=True)
+    assert doing == ("trains", "its batch")
+    assert shares == pytest.approx((3.2 / 4.2, 1.0 / 4.2))
+
+
+def test_an_engine_keeps_its_curve_and_one_that_left_has_none() -> None:
+    history = History()
+    for at_s in range(3):
+        history.see(shown(at_s=float(at_s)))
+    history.see(shown(at_s=3.0, instances=STATUS["instances"][:1]))
+    assert {worker: list(rates) for worker, rates in history.sparks.items()} == {"rollout-0.aa": [1234.0] * 4}
 
 
 def test_before_the_first_status_nothing_is_claimed() -> None:
@@ -116,14 +174,14 @@ def test_the_time_left_follows_the_pace_of_the_last_steps() -> None:
 
 def test_each_role_says_what_it_does() -> None:
     assert doing("rollout-0") == "version 23, 32 decoding, 5 queued, 1,234 tokens/s"
-    assert doing("rollout-1") == "waits for weights"
+    assert doing("rollout-2", workers=[{"name": "rollout-2", "last_seen_s": 0}]) == "waits for weights"
     assert doing("rollout-7") == "loading"
     assert doing("rollout-0", workers=[], finished=True) == "done"
     assert doing("reward-0") == "judging, 3 groups to go"
     assert doing("judge-0") == "judging, 5 groups to go"
     assert doing("reward-0", stages=[]) == "waits for groups"
-    assert doing("scheduler") == "8 leases out, 2 engines"
-    assert doing("trajectories-0") == "keeps 23 groups to train"
+    assert doing("scheduler") == "5 leases out, 3 engines"
+    assert doing("trajectories-0") == "keeps 19 groups to train"
     assert doing("parameters") == "serves version 23"
     assert doing("parameters", version=-1) == "waits for version 0"
 

@@ -1,6 +1,11 @@
-"""What the screen looks like, in characters."""
+"""What the screen looks like, in characters: two whole pictures, and what must never be missing.
 
+After a change on purpose: ``STALEFLOW_DRAW=1 pytest tests/monitor/test_screen.py``, and look at what it wrote.
+"""
+
+import dataclasses
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +14,20 @@ import pytest
 from rich.console import Console
 
 from staleflow.monitor.ending import print_summary
-from staleflow.monitor.model import History, board
+from staleflow.monitor.history import History
+from staleflow.monitor.live import LiveView
+from staleflow.monitor.look import TABS, Look
+from staleflow.monitor.model import Board, board
 from staleflow.monitor.plain import PlainView
-from staleflow.monitor.screen import LiveView, render
-from staleflow.monitor.words import clock, curve, meter, number
+from staleflow.monitor.screen import Telling, dashboard, keys
+from staleflow.monitor.story import Chapter
+from staleflow.monitor.words import amount, bar, clock, curve, meter, number, short, span
 from staleflow.supervisor.summary import Summary
-from staleflow.supervisor.view import ProcessState, Snapshot
-from tests.monitor.test_model import STATUS
+from staleflow.supervisor.view import Snapshot
+from tests.monitor.world import ROLES, STATUS, process, shown
 
-ROLES = ("scheduler", "trajectories-0", "parameters", "rollout-0", "rollout-1", "reward-0", "trainer")
+SCREENS = Path(__file__).parent / "screens"
+SIZES = ((80, 24), (200, 60))
 SUMMARY = Summary(
     name="quickstart",
     run_dir="/runs/quickstart-1",
@@ -42,53 +52,156 @@ SUMMARY = Summary(
 
 
 def snapshot(**status: Any) -> Snapshot:
-    processes = tuple(ProcessState(name=name, kind="worker", state="running") for name in ROLES)
-    return Snapshot(phase="training", elapsed_s=83.0, processes=processes, status=STATUS | status)
+    return dataclasses.replace(shown(tuple(map(process, ROLES)), **status), elapsed_s=83.0)
 
 
-def drawn(shot: Snapshot, width: int = 80) -> list[str]:
+def seen(shot: Snapshot) -> Board:
+    """After a minute of looking."""
     history = History()
+    for at_s, rate in ((20.0, 400.0), (50.0, 900.0), (80.0, 1234.0)):
+        engines = [STATUS["instances"][0] | {"tokens_per_s": rate}, *STATUS["instances"][1:]]
+        lines: list[dict[str, Any]] = [{"step": at_s, "reward/mean": rate / 2000, "loss": 1 / rate}]
+        waits = "" if at_s < 50 else "older groups"
+        history.see(dataclasses.replace(shown(at_s=at_s, instances=engines, trainer_waits=waits), lines=tuple(lines)))
     history.see(shot)
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(render(board("quickstart", shot, history), "runs/quickstart-20261121-044712", width))
+    return board("quickstart", shot, history)
+
+
+def drawn(it: Board, look: Look | None = None, width: int = 80, height: int = 24, **more: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, highlight=False)
+    console.print(dashboard(it, look or Look(), width, height, **more))
     file = console.file
     assert isinstance(file, io.StringIO)
-    return file.getvalue().splitlines()
+    return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def test_a_run_fits_80_by_24() -> None:
-    window = [{"deadline": step, "leased": 3, "pushed": 2, "occupied": 3} for step in range(24, 27)]
-    lines = drawn(
-        snapshot(window=window, why="step 23 is pinned by group 117 and 3 more: version 21, at rollout-0.6a72")
-    )
-    assert len(lines) <= 23
-    assert max(len(line) for line in lines) <= 80
-    text = "\n".join(lines)
-    for words in (
-        "23 of 100",
-        "0.61",
-        "max 2   bound 2   0 violations",
-        "by step 24",
-        "trains step 23",
-        "pinned by group",
-    ):
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_the_whole_screen(width: int, height: int) -> None:
+    lines = drawn(seen(snapshot()), Look(), width, height, footer=keys(Look()))
+    assert len(lines) == height
+    assert max(map(len, lines)) <= width
+    path = SCREENS / f"{width}x{height}.txt"
+    if os.environ.get("STALEFLOW_DRAW"):
+        path.write_text("\n".join(lines) + "\n")
+    assert lines == path.read_text().splitlines()
+
+
+def test_the_documentation_shows_this_screen() -> None:
+    page = (SCREENS.parents[2] / "docs" / "tutorials" / "monitor.md").read_text()
+    assert (SCREENS / "80x24.txt").read_text() in page
+
+
+@pytest.mark.parametrize("tab", TABS)
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 16), (100, 50), (149, 34), (150, 34), (300, 90)])
+def test_every_list_fits_every_terminal(tab: str, width: int, height: int) -> None:
+    lines = drawn(seen(snapshot()), Look(tab=tab), width, height, footer=keys(Look()))
+    assert len(lines) == height
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("why  the trainer works on step 23; step 24") for line in lines)
+    assert " q leave" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("tab", "words"),
+    [
+        ("engines", "rollout-1    22→23     4/32        0  25 %       310"),
+        ("groups", "117         22  31.0 s  about 20.0 s  rollout-1"),
+        ("stages", "judge         1        1        4"),
+        ("versions", "22       2.2 MB        1  rollout-1"),
+        ("events", "12 s  group 98 is given up: expired"),
+        ("processes", "rollout-0       version 23, 32 decoding, 5 queued, 1,234 tokens/s"),
+    ],
+)
+def test_every_list_says_what_it_is_for(tab: str, words: str) -> None:
+    assert words in "\n".join(drawn(seen(snapshot()), Look(tab=tab)))
+
+
+def test_the_engines_are_sorted_and_filtered() -> None:
+    it = seen(snapshot())
+
+    def names(look: Look) -> list[str]:
+        text = "\n".join(drawn(it, look))
+        return sorted(
+            (f"rollout-{n}" for n in range(3) if f"rollout-{n} " in text.split("6 processes")[1]), key=text.rindex
+        )
+
+    assert names(Look()) == ["rollout-0", "rollout-1", "rollout-2"]
+    assert names(Look(sort="tokens/s", reverse=True)) == ["rollout-0", "rollout-1", "rollout-2"]
+    assert names(Look(sort="tokens/s")) == ["rollout-2", "rollout-1", "rollout-0"]
+    assert names(Look(needle="pull")) == ["rollout-1"]
+    assert "no row has 'nobody': Esc shows all" in "\n".join(drawn(it, Look(needle="nobody")))
+
+
+def test_the_chosen_row_of_a_thousand_engines_is_on_the_screen() -> None:
+    engines = [STATUS["instances"][0] | {"worker": f"rollout-{n}.aa", "name": f"rollout-{n}"} for n in range(1024)]
+    it = seen(snapshot(instances=engines))
+    text = "\n".join(drawn(it, Look(row=700)))
+    assert "rollout-700 " in text
+    assert "696-701 of 1024" in text
+    assert "rollout-1023 " in "\n".join(drawn(it, Look(row=10**6)))
+
+
+def test_a_story_takes_the_place_of_the_panels() -> None:
+    chapters = tuple(Chapter(after_s=float(n), event="reject", words=f"line {n}") for n in range(40))
+    telling = Telling(headline="group 117: sealed, 1 lease, 3.00 s", chapters=chapters)
+    lines = drawn(seen(snapshot()), Look(story=117), telling=telling)
+    assert any("group 117: sealed" in line for line in lines)
+    assert any("+1.00 s  reject  line 1" in line for line in lines)
+    assert not any("line 39" in line for line in lines)
+    assert any("line 39" in line for line in drawn(seen(snapshot()), Look(story=117, row=99), telling=telling))
+    assert any("the trace is read" in line for line in drawn(seen(snapshot()), Look(story=117)))
+
+
+def test_the_help_names_every_key() -> None:
+    text = "\n".join(drawn(seen(snapshot()), Look(help=True)))
+    for words in ("g NUMBER", "/ TEXT", "Space", "+ -, ← →", "q, Ctrl-C", "! pins"):
         assert words in text
 
 
-def test_a_hundred_engines_still_fit() -> None:
-    processes = tuple(ProcessState(name=f"rollout-{n}", kind="worker", state="running") for n in range(100))
-    lines = drawn(Snapshot(phase="training", elapsed_s=1.0, processes=processes, status=STATUS | {"workers": []}))
-    assert len(lines) <= 23
-    assert any("and 91 more" in line for line in lines)
+def test_the_last_row_says_what_is_typed() -> None:
+    assert keys(Look(typing="filter", typed="roll")).plain == " filter: roll▏   Enter, Esc"
+    assert keys(Look()).plain.startswith(" q leave  ? keys  1-6 lists ")
+    assert keys(Look(speed=2.5)).plain.startswith(" 2.5x  q leave  ? keys  space hold  +,- speed ")
+
+
+def test_colours_are_left_out_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True, highlight=False)
+    console.print(dashboard(seen(snapshot()), Look(), 80, 24))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    assert "\x1b[3" not in file.getvalue().replace("\x1b[3m", "")
+
+
+def test_before_the_first_answer_nothing_is_claimed() -> None:
+    empty = Snapshot(phase="building the model", elapsed_s=1.0, processes=(process("model"),), detail="step 3")
+    text = "\n".join(drawn(board("run", empty, History()), Look(tab="processes")))
+    assert "building the model 0:01" in text
+    assert "model    step 3" in text
+    assert "staleness" not in text
+
+
+def test_under_the_token_bound_the_masked_share_is_shown() -> None:
+    history = History()
+    metrics = STATUS["metrics"] | {"staleness/masked_token_ratio": 0.2}
+    window = [{"deadline": 0, "leased": 5, "pushed": 1, "occupied": 2}]
+    shot = snapshot(bound="token", window=window, metrics=metrics)
+    history.see(shot)
+    text = "\n".join(drawn(board("run", shot, history), Look(), 100, 30))
+    assert "20 % masked" in text
+    assert "any step" in text
+    assert "bound 2, a token" in text
 
 
 def test_violations_are_never_hidden() -> None:
-    assert any("3 violations" in line for line in drawn(snapshot(violations=3)))
+    lines = drawn(seen(snapshot(violations=3)))
+    assert any("3 VIOLATIONS OF THE BOUND" in line for line in lines)
+    assert any("3 violations" in line for line in lines)
 
 
 def test_an_insecure_run_says_so_everywhere() -> None:
-    assert any("INSECURE: bound beyond this machine" in line for line in drawn(snapshot(security="insecure")))
-    assert not any("INSECURE" in line for line in drawn(snapshot(security="keys")) + drawn(snapshot()))
+    assert any("INSECURE: bound beyond this machine" in line for line in drawn(seen(snapshot(security="insecure"))))
+    assert not any("INSECURE" in line for line in drawn(seen(snapshot(security="keys"))) + drawn(seen(snapshot())))
     out = io.StringIO()
     PlainView(out, "run").show(snapshot(security="insecure"))
     assert "INSECURE: bound beyond this machine" in out.getvalue()
@@ -118,7 +231,7 @@ def test_the_plain_view_says_a_line_at_a_new_phase_and_then_now_and_again() -> N
     view.stop()
     lines = out.getvalue().splitlines()
     assert lines[0] == (
-        "   1:23  training  step 23/100  reward 0.61  staleness 1.2/2 of 2  0 tokens/s  (the trainer works on step 23)"
+        f"   1:23  training  step 23/100  reward 0.61  staleness 1.2/2 of 2  980 tokens/s  ({STATUS['why']})"
     )
     assert len(lines) == 2
 
@@ -173,6 +286,25 @@ def test_a_curve_goes_from_its_smallest_to_its_largest_value() -> None:
     assert curve([0.5, 0.5], 10) == "▁▁"
     assert curve([1.0], 10) == ""
     assert curve([9.0, 0.0, 1.0], 2) == "▁█"
+
+
+def test_a_bar_shows_eighths_and_a_trace_of_what_is_not_nothing() -> None:
+    assert [bar(value, 8, 4) for value in (0, 1, 4, 8, 80)] == ["", "▌", "██", "████", "████"]
+    assert (bar(1, 1000, 4), bar(1, 0, 4)) == ("▏", "")
+
+
+def test_large_numbers_are_short() -> None:
+    assert [short(value) for value in (None, 0, 7, 950, 1234, 34_000, 5.6e6)] == [
+        "-",
+        "0",
+        "7",
+        "950",
+        "1.2k",
+        "34k",
+        "5.6M",
+    ]
+    assert [amount(value) for value in (0, 999, 12_345, 4e9)] == ["0 B", "999 B", "12.3 KB", "4.0 GB"]
+    assert [span(value) for value in (0.123, 12.34, 245)] == ["0.12 s", "12.3 s", "4:05"]
 
 
 def test_a_meter_never_overflows() -> None:

@@ -38,3 +38,12 @@ def test_a_killed_worker_takes_its_engine_core_with_it_and_the_run_ends_normally
     assert (run.summary()["violations"], run.summary()["outcome"]) == (0, "finished")
     assert run.summary()["restarts"] == {"rollout-0": 1}
     audited(run_dir, f"consume={steps}", f"publish={steps + 1}", "pull=2")
+
+
+def test_weights_from_the_trainer_reach_vllm_too(run_dir: Path) -> None:
+    with Run(run_dir, "smoke.toml", *SMALL, "parameters.transport=direct", "trainer.steps=3") as run:
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    assert (run.summary()["violations"], run.summary()["outcome"]) == (0, "finished")
+    log = (run_dir / "logs" / "rollout-0.log").read_text()
+    assert log.count("is loaded, from the trainer") >= 3

@@ -187,7 +187,7 @@ async def test_an_oversize_request_does_not_leave(network: "Network", ipc: str) 
 
 async def test_a_request_with_a_header_beyond_its_limit_does_not_leave(network: "Network", ipc: str) -> None:
     client = network.client(ipc, limits=replace(network.limits, max_header_bytes=10))
-    with pytest.raises(Refused, match="a header of .* bytes; at most 10"):
+    with pytest.raises(Refused, match=r"a header of .* bytes; at most 10"):
         await client.call(GetStatus())
 
 

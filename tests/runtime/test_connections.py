@@ -202,12 +202,14 @@ import uvloop
 from dataclasses import replace
 from staleflow.protocols.wire.messages import Done
 from staleflow.runtime.endpoint import Endpoint
+from staleflow.runtime.host import reuse_memory
 from staleflow.runtime.limits import TransportLimits
 
 MIB = 1 << 20
 LIMITS = TransportLimits(max_message_bytes=32 * MIB, max_unfinished_bytes=64 * MIB, max_growth_bytes=64 * MIB)
 
 async def main():
+    reuse_memory()
     if len(sys.argv) > 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
     endpoint = Endpoint("tcp://127.0.0.1:0", on_call=lambda call: call.reply(Done()), limits=LIMITS)
@@ -236,7 +238,7 @@ def peak_bytes(pid: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-@pytest.mark.parametrize(("data", "least"), [(BIG, 700 * MIB), (TINY, 24 * MIB)])
+@pytest.mark.parametrize(("data", "least"), [(BIG, 700 * MIB), (TINY, 24 * MIB)], ids=["large", "small"])
 def test_a_flood_does_not_fill_the_memory_of_a_server(
     server: "tuple[subprocess.Popen[str], str]", data: bytes, least: int
 ) -> None:

@@ -148,7 +148,7 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
     pulling = {"GetManifest", "GetChunk", "GetDelta", "Unpin"}
     assert may[Role.MONITOR] == common | {"GetStatus"}
     assert may[Role.ADMIN] == common | {"GetStatus", "Drain"}
-    assert may[Role.STAGE] == common | {"TakeStage", "FinishStage"}
+    assert may[Role.STAGE] == common | {"TakeStage", "FinishStage", "GetStatus"}
     assert may[Role.ROLLOUT] == common | {
         *("Report", "Pulled", "Operations", "GetRows", "GetSlab", "PushGroups", "PutPartial"),
         *("FindSources", *pulling),

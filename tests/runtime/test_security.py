@@ -58,6 +58,17 @@ def test_the_environment_names_another_file(folder: Path, monkeypatch: pytest.Mo
         client_sockets(None, Role.TRAINER)
 
 
+def test_the_environment_names_a_folder_of_which_each_process_takes_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine of a launched run: the configuration names a folder that is on another one."""
+    monkeypatch.setenv(VARIABLE, str(folder))
+    elsewhere = config(Path("/not/here"))
+    assert key_of(client_sockets(None, Role.ROLLOUT)) == (Role.ROLLOUT, "rollout.key")
+    assert key_of(client_sockets(elsewhere.security, Role.STAGE)) == (Role.STAGE, "stage.key")
+    assert key_of(server_sockets(elsewhere)) == (Role.SERVER, "server.key")
+
+
 def test_a_run_whose_keys_are_not_all_there_does_not_start(folder: Path) -> None:
     (folder / "stage.key").unlink()
     with pytest.raises(ConfigError, match=r"stage\.key.*no such file; staleflow keygen makes it"):

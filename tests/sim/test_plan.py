@@ -11,6 +11,7 @@ from staleflow.cli.main import main
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Staleness, Trainer
 from staleflow.configs.simulation import Simulated, Simulation
+from staleflow.sim import plan as searched
 from staleflow.sim.compare import changed
 from staleflow.sim.measured import measure
 from staleflow.sim.plan import Choice, front, plan, splits
@@ -130,3 +131,25 @@ def test_a_choice_is_printed_with_the_lines_that_change_something(
     said = capsys.readouterr().out
     assert "staleness.max_staleness=0" in said
     assert "simulated_step_s" not in said
+
+
+def test_whoever_waits_for_a_plan_hears_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(file: Path, overrides: tuple[str, ...], steps: int) -> Choice:
+        return Choice(
+            overrides=overrides,
+            steps_per_min=1.0,
+            of_limit=1.0,
+            staleness_mean=0.0,
+            staleness_max=0,
+            waste=0.0,
+            length_bias=1.0,
+        )
+
+    monkeypatch.setattr(searched, "_one", one)
+    heard: list[tuple[int, int]] = []
+    found = list(plan(config(), [0, 1], told=lambda done, of: heard.append((done, of))))
+    done = [part for part, _ in heard]
+    first = 7 * searched.SHORT  # at 0 one choice, at 1 six
+    assert done == sorted(done)
+    assert heard[6] == (first, 2 * first)
+    assert heard[-1] == (first + len(found) * searched.LONG,) * 2

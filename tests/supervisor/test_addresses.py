@@ -20,6 +20,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         assert in_use(address)
         with pytest.raises(ConfigError, match=rf'parameters\.bind is "{address}"; it is in use'):
             check_free(load(SIMULATED, [f"parameters.bind={address}"]), tmp_path)
+        with pytest.raises(ConfigError, match=r"metrics\.bind is .*; it is in use"):
+            check_free(load(SIMULATED, [f"metrics.bind={address.replace('tcp', 'http')}"]), tmp_path)
     assert not in_use(address)
 
 

@@ -57,6 +57,8 @@ class CommitPublish(Message, frozen=True, kw_only=True):
     manifest: Manifest
     in_place: bool = False
     """The publisher wrote the file itself, in the pass that made the digests: it need not be read once more."""
+    direct: str = ""
+    """Where readers may have the same bytes from the publisher itself, ``tcp://host:port``; empty: nowhere."""
 
 
 class GetManifest(Message, frozen=True, kw_only=True):
@@ -76,6 +78,8 @@ class ManifestOf(Message, frozen=True, kw_only=True):
     path: str
     """Empty at a relay that does not have all of the version yet."""
     host: str
+    direct: str = ""
+    """Where the trainer gives these bytes to readers itself; empty: nowhere, or not any more."""
 
 
 class GetChunk(Message, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ class NextBatch(Message, frozen=True, kw_only=True):
 
     trainer_term: TrainerTerm
     step: Step
-    rank: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    rank: Annotated[int, Meta(ge=0, le=65_535)] = 0
     wait_ms: int = 1000
 
 
@@ -49,7 +49,7 @@ class NextGroups(Message, frozen=True, kw_only=True):
     held: list[LeaseId]
     """Leases of the groups that it has already, in order."""
     count: Annotated[int, Meta(ge=1, le=1 << 20)]
-    rank: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    rank: Annotated[int, Meta(ge=0, le=65_535)] = 0
     wait_ms: int = 1000
 
 

@@ -151,11 +151,12 @@ class FetchGroups(Message, frozen=True, kw_only=True):
     host: str = ""
     """Kernel boot id of the reader, who maps what lies in slabs if it is the server's; empty: all comes in frames."""
     checks: bool = False
-    """The reader checks the sha256 of every payload itself: each comes packed, as it is stored."""
+    """The reader checks the sha256 of every payload itself: each comes packed, as it is stored, and what stages made
+    of all of them in one frame a column."""
 
 
 class GroupFrames(Part, frozen=True, kw_only=True):
-    """One group: its arrays; or those that stages made, and the packed payload, whose sha256 nobody has checked."""
+    """One group: all its arrays; or, for a reader that checks it, the packed payload."""
 
     group: GroupId
     row: dict[str, Any]
@@ -163,12 +164,22 @@ class GroupFrames(Part, frozen=True, kw_only=True):
     place: Place | None = None
     """Where the packed payload lies."""
     packed: bool = False
-    """The frame behind the others is the packed payload."""
+    """Its one frame is the packed payload, whose sha256 nobody has checked."""
+
+
+class MadeColumn(Part, frozen=True, kw_only=True):
+    """A column that stages made, of all groups of an answer: their values one behind the other in one float32 frame."""
+
+    name: str
+    counts: list[Count]
+    """Values of each group, in order; 0: it has no such column."""
 
 
 class Groups(Message, frozen=True, kw_only=True):
-    """In the order asked, the frames of each one after the other."""
+    """In the order asked: the frames of the columns, then those of each group, one after the other."""
 
     groups: list[GroupFrames]
     folder: str = ""
     """Of the slabs."""
+    columns: list[MadeColumn] = msgspec.field(default_factory=list[MadeColumn])
+    """Of groups that come packed, or have a place; the others have theirs among their arrays."""

@@ -197,6 +197,7 @@ class Weights(Puller):
 
 class Empty(PulledVersion):
     sha = "0" * 64
+    mapped = True
 
     def __init__(self) -> None:
         pass

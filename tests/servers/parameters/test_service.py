@@ -29,6 +29,8 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.errors import Refused
+from staleflow.servers.parameters.uploads import Uploads
+from staleflow.servers.parameters.versions import VersionKey, Versions
 from tests.servers.running import WEIGHTS, Run, StageWorker, Trainer, eventually, produced
 
 BYTES = np.arange(100, dtype=np.float32).tobytes()
@@ -46,6 +48,9 @@ def begin(trainer: Trainer, *, version: int = 0, term: int | None = None) -> Beg
         batch=None,
         nbytes=len(BYTES),
     )
+
+
+ANNOUNCED: dict[str, Any] = {"trainer_term": 1, "lineage": 0, "version": 0, "batch": None, "nbytes": 100}
 
 
 async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BYTES) -> Registered:
@@ -83,6 +88,20 @@ async def test_a_version_with_other_bytes_is_a_conflict_and_the_first_wins(run: 
         await trainer.publish(0, {"w": np.zeros(3, np.float32)})
     assert no.value.code is Code.CONFLICT
     assert await versions(run) == before
+    assert {path.name for path in (run.run_dir / "parameters").iterdir()} == {"0-0.bin", "0-0.json"}
+
+
+async def test_a_publisher_that_leaves_while_its_version_finds_no_room_leaves_no_file(tmp_path: Path) -> None:
+    held = Versions(tmp_path, durability="process")
+    uploads, ask = Uploads(held), BeginPublish(**ANNOUNCED)
+    upload = uploads.add("trainer.1", ask, held.stage(VersionKey(ask.lineage, ask.version), ask.nbytes))
+    upload.committing = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
+    uploads.forget_peer("trainer.1")
+    assert [name[-5:] for name in os.listdir(tmp_path)] == [".part"]  # it may still become a version
+    uploads.reopen(upload)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(Refused, match="begin again"):
+        uploads.find(upload.number)
 
 
 async def test_a_publish_by_an_older_trainer_is_fenced_at_every_step(run: Run) -> None:

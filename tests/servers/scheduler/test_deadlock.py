@@ -215,12 +215,13 @@ def test_a_pinning_group_whose_instance_is_silent_says_so(tmp_path: Path) -> Non
     seat.report()
     for group in [group for group in seat.holds() if group != slow.group][:2]:
         seat.finish(group)
-    assert table.why == f"step 1 is pinned by group {slow.group}: version 0, at a"
+    assert table.why == f"step 1 waits for group {slow.group} of version 0, on a; policy: wait"
     table.silent("a")
     assert table.why == "no rollout worker is attached"
     Seat(table, "b")
     assert table.why == (
-        f"step 1 is pinned by group {slow.group}: version 0, at a, which is silent: its lease ends within 30 s"
+        f"step 1 waits for group {slow.group} of version 0, on a, which is silent: its lease ends within 30 s; "
+        "policy: wait"
     )
 
 

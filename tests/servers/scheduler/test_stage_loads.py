@@ -65,10 +65,10 @@ async def test_a_group_that_pins_a_step_is_said_to_be_in_its_stage(world: World)
     await cast.trainer.publish(1, batch.batch)
     newer = await cast.instance.until_held(2)
     await cast.shard.finish(newer[:2], cast.instance.worker)
-    said = f"step 1 is pinned by group {old[3].group} and 1 more: version 0, in "
-    assert (await world.status())["why"] == f"{said}stages"
+    said = f"step 1 waits for 2 groups of version 0 ({old[3].group} and {old[2].group}), in "
+    assert (await world.status())["why"] == f"{said}stages; policy: wait"
     report = StageLoads(shard=0, loads=[load("reward", 2, 0, old[2].group, old[3].group)])
     await cast.shard.client.ask(report, Done)
     values = await world.status()
-    assert values["why"] == f"{said}the stage reward"
+    assert values["why"] == f"{said}the stage reward; policy: wait"
     assert [group["stages"] for group in values["pinned"]["groups"]] == [["reward"]] * 2

@@ -107,7 +107,7 @@ def read(folder: Path) -> dict[str, str] | str:
                 if record is None:
                     raise CorruptRecord(key, "the record")
                 arrays = unpacked(key, record, trajectories.payload(key, record))
-                found[str(key.lease)] = named(arrays | trajectories.columns([(key, (REWARD,))], (REWARD,))[0])
+                found[str(key.lease)] = named(arrays | trajectories.columns([(key, record, (REWARD,))], (REWARD,))[0])
             except CorruptRecord:
                 found[str(key.lease)] = "damaged"
         store.close()

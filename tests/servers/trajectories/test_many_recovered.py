@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from typing import cast
 
+import msgspec
 import numpy as np
 
 from staleflow.configs.schema import Config, Prompts, Reward
@@ -15,6 +16,7 @@ from staleflow.protocols.wire.messages import Operations, RegisterPush, Result, 
 from staleflow.runtime.client import Client
 from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.trajectories.filters import FILTERS
+from staleflow.servers.trajectories.holdings import Verdict
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import BATCH, Registrar
 from staleflow.servers.trajectories.shard import RECOVER_AT_ONCE, Shard
@@ -101,3 +103,18 @@ def test_a_trainer_gets_the_columns_of_a_group_that_is_not_taken_up_yet() -> Non
     held = one.holdings.find(pushed(1).key)
     assert held is not None
     assert one.read_columns([held])[0]["stage/reward/reward"].tolist() == [1.0]
+
+
+def test_rewards_that_came_with_a_group_are_there_after_a_restart_with_what_the_filter_made_of_them() -> None:
+    store = TrajectoryStore(MemoryStore(TABLES), map_bytes=MAP_BYTES)
+    plain = pushed(1)
+    rewards = np.asarray([0.25, 1.0], np.float32)
+    store.write_pushes([plain._replace(record=msgspec.structs.replace(plain.record, rewards=rewards.tobytes()))])
+    nodes = graph(Config(prompts=Prompts(), reward=Reward(run="")))
+    one = Shard(store, Registrar(cast("Client", Ledger())), shard=0, stages=nodes, keep=FILTERS["zero_spread"])
+    held = one.holdings.find(plain.key)
+    assert held is not None
+    assert held.done == {"reward": -1}
+    assert one.read_columns([held])[0]["stage/reward/reward"].tolist() == [0.25, 1.0]
+    asyncio.run(one.recover())
+    assert held.verdict == Verdict(mean=0.625, std=0.375, keep=True)

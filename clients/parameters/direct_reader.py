@@ -1,0 +1,66 @@
+# pyright: basic, reportMissingImports=false
+"""The reader's side of a direct transfer: a version from the trainer's memory into its own, verified as it arrives."""
+
+import secrets
+from contextlib import closing
+
+import msgspec
+import numpy as np
+
+from staleflow.clients.parameters.direct import (
+    ASKS,
+    Answer,
+    Ask,
+    Group,
+    answer_key,
+    card,
+    check_torch,
+    connect,
+)
+from staleflow.clients.parameters.remote import is_free
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import GetManifest, Manifest
+from staleflow.runtime.weights import is_right
+
+
+class DirectReader:
+    """One reader. Blocking; one transfer at a time."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        check_torch()
+        self._worker = worker
+        self._card = card()
+        self._last = bytearray()
+
+    def take(self, endpoint: str, asked: GetManifest, manifest: Manifest) -> memoryview | str:
+        """All bytes of the version, each tensor's as its digest says; or why they do not come from the trainer."""
+        try:
+            store, name = connect(endpoint), f"{self._worker}-{asked.version}-{secrets.token_hex(4)}"
+            ask = Ask(group=name, lineage=asked.lineage, version=asked.version, nbytes=manifest.nbytes, card=self._card)
+            store.queue_push(ASKS, msgspec.json.encode(ask))
+            answer = msgspec.json.decode(store.get(answer_key(name)), type=Answer)
+            if not answer.backend:
+                return f"{endpoint}: {answer.why}"
+            buffer = self._memory(manifest.nbytes)
+            with closing(Group(answer, store, name, rank=1)) as group:
+                damaged = _received(group, manifest, buffer)
+        except (OSError, RuntimeError, msgspec.DecodeError) as error:  # RuntimeError: of torch.distributed
+            return f"{endpoint}: {error}"
+        self._last = buffer
+        return damaged or memoryview(buffer).toreadonly()
+
+    def _memory(self, nbytes: int) -> bytearray:
+        """What held the last version, once nobody looks at it."""
+        return self._last if len(self._last) == nbytes and is_free(self._last) else bytearray(nbytes)
+
+
+def _received(group: Group, manifest: Manifest, buffer: bytearray) -> str:
+    """Fill the buffer; what is wrong with the bytes, if anything is."""
+    data, coming = memoryview(buffer), iter(manifest.tensors)
+    entry = next(coming, None)
+    for arrived in group.take(np.frombuffer(buffer, np.uint8)):
+        while entry is not None and entry.offset + entry.nbytes <= arrived:
+            if not is_right(entry, data):
+                return f"tensor {entry.name} is not what its digest says"
+            entry = next(coming, None)
+    return ""

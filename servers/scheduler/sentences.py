@@ -1,0 +1,87 @@
+"""What a step waits for, as one plain sentence. Pure: the scheduler says it, a replay of its trace says the same."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+NAMED = 2
+"""Groups and workers that a sentence names; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """One group that keeps a step from being sealed."""
+
+    group: int
+    version: int
+    worker: str
+    """Who generates it, as people call it; empty once it is pushed."""
+    stages: Sequence[str] = ()
+    """That a pushed group waits for or is in, as far as that is known."""
+    so_far_s: float | None = None
+    """Since its lease, or since its push."""
+    left_s: float | None = None
+    """About so much longer it takes."""
+    lost_within_s: float | None = None
+    """Its worker is silent, and the lease ends so soon."""
+
+
+def pinned(step: int, pins: Sequence[Pin], count: int, policy: str) -> str:
+    """Step ``step`` has its groups, but older ones must be trained with it: which, where, how long, and what then.
+
+    ``pins``: the first of them, one at least, out of ``count``.
+    """
+    return f"step {step} waits for {_groups(pins, count)}, {_where(pins)}{_time(pins)}; policy: {policy}"
+
+
+def starved(step: int, need: int, counts: Mapping[str, int], left_s: float | None = None) -> str:
+    """Step ``step`` has too few groups. ``counts``: groups by state; ``left_s``: until there are enough."""
+    parts = f"{counts['leased']} are generated, {counts['pushed']} are in stages"
+    parts += "" if left_s is None else f", about {seconds(left_s)} left"
+    streamed = f" ({counts['claimed']} with the trainer)" if counts.get("claimed") else ""
+    return f"step {step} waits for groups: {min(counts['occupied'], need)} of {need} are ready{streamed}, {parts}"
+
+
+def seconds(value: float) -> str:
+    """20 s, 3 min or 2.5 h, as people say it."""
+    if value < 90:
+        return f"{max(round(value), 1)} s"
+    return f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"
+
+
+def _groups(pins: Sequence[Pin], count: int) -> str:
+    low, high = min(pin.version for pin in pins), max(pin.version for pin in pins)
+    of = f"of version {low}" if low == high else f"of versions {low} to {high}"
+    if count == 1:
+        return f"group {pins[0].group} {of}"
+    return f"{count} groups {of} ({_some([str(pin.group) for pin in pins], count)})"
+
+
+def _where(pins: Sequence[Pin]) -> str:
+    places: list[str] = []
+    if workers := list(dict.fromkeys(pin.worker for pin in pins if pin.worker)):
+        lost = [pin.lost_within_s for pin in pins if pin.lost_within_s is not None]
+        silent = f", which is silent: its lease ends within {lost[0]:g} s" if lost and len(workers) == 1 else ""
+        places.append(f"on {_some(workers)}{silent}")
+    if staged := [pin for pin in pins if not pin.worker]:
+        stages = list(dict.fromkeys(stage for pin in staged for stage in pin.stages))
+        places.append(f"in the stage{'s' if len(stages) > 1 else ''} {_some(stages)}" if stages else "in stages")
+    return " and ".join(places)
+
+
+def _time(pins: Sequence[Pin]) -> str:
+    """Of the group that takes longest: the step waits for it."""
+    if any(pin.lost_within_s is not None for pin in pins):
+        return ""
+    left = [pin.left_s for pin in pins if pin.left_s is not None]
+    if len(left) == len(pins):
+        return f", about {seconds(max(left))} left"
+    so_far = [pin.so_far_s for pin in pins if pin.so_far_s is not None and pin.so_far_s >= 1]
+    return f", for {seconds(max(so_far))} so far" if so_far else ""
+
+
+def _some(names: Sequence[str], count: int = 0) -> str:
+    """The first names; ``count``: how many there are, when more than are given."""
+    count = max(count, len(names))
+    if count <= NAMED:
+        return " and ".join(names)
+    return f"{', '.join(names[:NAMED])} and {count - NAMED} more"

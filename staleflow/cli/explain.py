@@ -1,0 +1,94 @@
+"""``staleflow explain``: what a key of a configuration means."""
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from staleflow.cli import options
+
+if TYPE_CHECKING:
+    from staleflow.configs.describe import Key, Table
+
+MOST_COLUMNS = 100
+
+
+@click.command("explain", short_help="Say what a key of a configuration, or a metric, means.")
+@click.argument("key", default="", shell_complete=options.complete_key)
+def command(key: str) -> int:
+    """Print what KEY means, what it may be and what it is if nobody sets it; of a table, every key in it; of a metric,
+    what it measures.
+
+    Without KEY: the tables there are.
+
+    \b
+    Examples:
+      staleflow explain staleness
+      staleflow explain rollout.vllm.kv_cache_mb
+      staleflow explain off_policy/max
+    """
+    from staleflow.configs.describe import tables
+
+    found = list(tables())
+    lines = _overview(found) if not key else _of(key.strip("[]"), found)
+    click.echo("\n".join(lines))
+    return 0
+
+
+def _overview(found: "list[Table]") -> Iterator[str]:
+    for table in found:
+        yield f"{click.style(f'[{table.name}]' if table.name else 'top', bold=True)}"
+        yield from _wrapped(table.says.partition("\n\n")[0])
+
+
+def _of(name: str, found: "list[Table]") -> Iterator[str]:
+    """The lines about a table, a key or a metric; ``ConfigError`` when it is none of them."""
+    from staleflow.runtime.metric_names import METRICS
+
+    if name in METRICS:
+        yield f"{click.style(name, bold=True)}  {METRICS[name].unit or 'a number'}"
+        yield from _wrapped(METRICS[name].meaning)
+        return
+    for table in found:
+        if name == table.name:
+            yield click.style(f"[[{name}]]" if table.many else f"[{name}]", bold=True)
+            yield from _wrapped(table.says)
+            for key in table.keys:
+                yield ""
+                yield from _about(key, key.name)
+            return
+        for key in table.keys:
+            if name == f"{table.name}.{key.name}".lstrip("."):
+                yield from _about(key, name)
+                return
+    _unknown(name)
+
+
+def _about(key: "Key", name: str) -> Iterator[str]:
+    default = f"; default {key.default}" if key.default else "; must be set"
+    yield f"{click.style(name, bold=True)}  {key.allowed}{default}"
+    yield from _wrapped(key.says)
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    """Below its heading; as wide as the terminal, within reason."""
+    import shutil
+    import textwrap
+
+    columns = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+    for place, part in enumerate(text.replace("``", "`").split("\n\n")):
+        yield from ([""] if place else [])
+        yield from textwrap.wrap(part, columns, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _unknown(name: str) -> None:
+    from staleflow.configs.errors import ConfigError
+    from staleflow.configs.explain import nearest
+    from staleflow.runtime.metric_names import METRICS
+
+    if "/" in name:
+        close = difflib.get_close_matches(name, METRICS, n=1)
+        hint = f", did you mean {close[0]}?" if close else ""
+        raise ConfigError("KEY", name, f"there is no such metric{hint}")
+    raise ConfigError("KEY", name, nearest(tuple(name.split("."))))

@@ -1,0 +1,204 @@
+"""``staleflow launch``: a run on several machines, through an engine that they are run with already."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from staleflow.configs.schema import Config
+    from staleflow.supervisor.roles import Role
+
+ENGINES = ("ssh", "slurm", "kubernetes", "ray")
+
+
+@click.command("launch", short_help="Start a run on several machines: ssh, Slurm, Kubernetes, Ray.")
+@click.option("--on", "engine", type=click.Choice(ENGINES), required=True, help="What starts processes on machines.")
+@click.argument("arguments", nargs=-1, metavar="CONFIG [KEY=VALUE]...", shell_complete=options.complete_run)
+@click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", help="Default: runs/NAME-TIMESTAMP.")
+@click.option("--resume", is_flag=True, help="Go on from the run directory, on other machines if need be.")
+@click.option("--dry-run", is_flag=True, help="Print what would be made or started; touch nothing.")
+@click.option(
+    "--out", type=options.DIRECTORY, metavar="DIR", help="slurm, kubernetes: write the files there, start nothing."
+)
+@click.option("--plain", is_flag=True, help="ssh, ray: a line every few seconds instead of the live view.")
+@click.option("--json", "as_json", is_flag=True, help="ssh, ray: print the summary as JSON; progress goes to stderr.")
+def command(
+    engine: str,
+    arguments: tuple[str, ...],
+    run_dir: Path | None,
+    resume: bool,
+    dry_run: bool,
+    out: Path | None,
+    plain: bool,
+    as_json: bool,
+) -> int:
+    """Start every role of CONFIG on the machines that its [launch] names.
+
+    With ssh and ray the servers run here, and this command is the run; with slurm and kubernetes it hands over a job
+    and ends. Keys are made unless there are some, and each machine gets those that it needs.
+
+    \b
+    Examples:
+      staleflow launch --on ssh configs/cluster.toml launch.hosts='["gpu-1", "gpu-2", "gpu-3"]'
+      staleflow launch --on slurm configs/cluster.toml --dry-run
+      staleflow launch --on kubernetes configs/cluster.toml launch.image=registry/staleflow:1 --out deploy
+      staleflow launch --on ray configs/cluster.toml
+    """
+    from staleflow.configs.load import load
+    from staleflow.launch import placement
+
+    if not arguments or "=" in arguments[0]:
+        raise click.UsageError("which configuration? For example: staleflow launch --on slurm configs/cluster.toml")
+    config = load(arguments[0], arguments[1:])
+    placement.check(config)
+    if out is not None and engine not in ("slurm", "kubernetes"):
+        raise ConfigError("--out", str(out), f"--on {engine} writes no files; --dry-run prints what it would start")
+    match engine:
+        case "slurm":
+            return _slurm(config, run_dir, out, resume=resume, dry_run=dry_run)
+        case "kubernetes":
+            return _kubernetes(config, out or run_dir, hand_over=out is None, dry_run=dry_run)
+        case _:
+            return _here(engine, config, run_dir, resume=resume, dry_run=dry_run, plain=plain, as_json=as_json)
+
+
+def _here(
+    engine: str, config: "Config", run_dir: Path | None, *, resume: bool, dry_run: bool, plain: bool, as_json: bool
+) -> int:
+    """This process is the run: servers here, machines elsewhere."""
+    from staleflow.cli.run import view_of
+    from staleflow.launch import ray_machines, ssh
+    from staleflow.launch.keys import ensure_keys
+    from staleflow.launch.placement import head_stages
+    from staleflow.supervisor import rundir
+    from staleflow.supervisor.addresses import check_free
+    from staleflow.supervisor.supervisor import Supervisor
+
+    if engine == "ssh":
+        ssh.check(config.launch)
+    elif not dry_run:
+        ray_machines.check()
+    folder = _folder(config, run_dir, resume=resume)
+    run = _settled(config, engine, folder)
+    found = _machines(engine, config, run, folder)
+    if dry_run:
+        _tell(config, run, folder, found)
+        return 0
+    rundir.choose(run, folder, resume=resume)
+    check_free(run, folder)
+    with rundir.claim(run, folder, resume=resume):
+        ensure_keys(run, folder)
+        workers = [*head_stages(run, folder, config.launch.gpus_per_node), *found]
+        hint = f"staleflow launch --on {engine} CONFIG --run-dir {folder} --resume"
+        return Supervisor(run, folder, view_of(run, folder, plain, as_json), hint, workers).run()
+
+
+def _folder(config: "Config", run_dir: Path | None, *, resume: bool) -> Path:
+    """The run directory, absolute: other machines may see it too."""
+    from staleflow.supervisor import rundir
+
+    if resume and run_dir is None:
+        raise ConfigError("--resume", True, "which run? Give --run-dir")
+    return (run_dir or rundir.fresh(config.name)).resolve()
+
+
+def _settled(config: "Config", engine: str, folder: Path) -> "Config":
+    """As the run's processes will have it. ssh: servers listen where this machine reaches the first host from."""
+    from staleflow.launch.network import own_address
+    from staleflow.launch.servers import EVERY_INTERFACE, settled
+
+    host = own_address(config.launch.hosts[0]) if engine == "ssh" else EVERY_INTERFACE
+    return settled(config, folder, host)
+
+
+def _machines(engine: str, config: "Config", run: "Config", folder: Path) -> "list[Role]":
+    import msgspec
+
+    from staleflow.launch import ray_machines, ssh
+
+    if engine == "ssh":
+        return ssh.machines(run, config.launch, folder, run.scheduler.bind)
+    return [ray_machines.machines(ray_machines.fleet(msgspec.structs.replace(run, launch=config.launch)))]
+
+
+def _tell(config: "Config", run: "Config", folder: Path, found: "list[Role]") -> None:
+    """What would be started where."""
+    from staleflow.launch.placement import head_stages
+
+    click.echo(f"run directory  {folder}")
+    click.echo(f"keys           {run.security.keys or 'none: security.insecure'}")
+    click.echo("here")
+    addresses = (run.scheduler.bind, *run.trajectories.bind, run.parameters.bind)
+    names = ("scheduler", *(f"trajectories-{shard}" for shard in range(len(run.trajectories.bind))), "parameters")
+    for name, address in zip(names, addresses, strict=True):
+        click.echo(f"  {name}  {address}")
+    for role in head_stages(run, folder, config.launch.gpus_per_node):
+        click.echo(f"  {role.name}")
+    for role in found:
+        click.echo(role.name)
+        for key, value in _told(role).items():
+            click.echo(f"  {key}: {value}")
+
+
+def _told(role: "Role") -> dict[str, object]:
+    """What a process that keeps machines is told, but for what is empty."""
+    import msgspec
+
+    told: dict[str, object] = msgspec.json.decode(role.command[-1])
+    return {key: value for key, value in told.items() if value}
+
+
+def _slurm(config: "Config", run_dir: Path | None, out: Path | None, *, resume: bool, dry_run: bool) -> int:
+    from staleflow.configs.load import write_resolved
+    from staleflow.launch import slurm
+    from staleflow.launch.keys import ensure_keys
+    from staleflow.supervisor import rundir
+
+    folder = _folder(config, out or run_dir, resume=resume)
+    run = _settled(config, "slurm", folder)
+    text = slurm.script(config, folder, run.security.keys)
+    if dry_run:
+        click.echo(text, nl=False)
+        return 0
+    rundir.choose(run, folder, resume=resume)
+    if not resume:
+        write_resolved(run, folder)
+    ensure_keys(run, folder)
+    (folder / "logs").mkdir(exist_ok=True)
+    path = folder / slurm.SCRIPT
+    path.write_text(text)
+    click.echo(f"sbatch {path}" if out is not None else slurm.submit(path))
+    click.echo(f"staleflow status {folder} --why        # once it runs; logs are in {folder}/logs")
+    return 0
+
+
+def _kubernetes(config: "Config", folder: Path | None, *, hand_over: bool, dry_run: bool) -> int:
+    from staleflow.launch import kubernetes
+    from staleflow.launch.keys import FOLDER
+    from staleflow.runtime.key_folder import make_keys
+    from staleflow.supervisor import rundir
+
+    kubernetes.check(config)
+    files = kubernetes.files(config)
+    for path in kubernetes.outside(config):
+        click.echo(f"staleflow: {path} must be in the image {config.launch.image}: it is not under /data", err=True)
+    if dry_run:
+        for name, text in files.items():
+            click.echo(f"# {name}\n{text}---")
+        return 0
+    folder = (folder or rundir.fresh(config.name)).resolve()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (folder / FOLDER).is_dir():
+        make_keys(folder / FOLDER)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    click.echo(kubernetes.apply(folder) if hand_over else f"kubectl apply -k {folder}")
+    name, state = kubernetes.dns_name(config.name), kubernetes.STATE
+    pod = f"statefulset/{name}-servers -c scheduler"
+    click.echo(f"kubectl exec {pod} -- staleflow status {state}/{name} --why")
+    click.echo(f"kubectl delete -k {folder}        # ends it; the servers' volume stays")
+    return 0

@@ -1,0 +1,29 @@
+"""A bar on stderr for whatever takes longer than two seconds; nothing where nobody looks at a terminal."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+Told = Callable[[float, float, str], None]
+"""Hears how much is done, of how much, and what was last."""
+
+
+@contextmanager
+def bar(what: str, *, quiet: bool = False) -> Generator[Told]:
+    """Shows a bar until the block ends, and leaves nothing behind. ``quiet``: none at all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[last]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None, last="")
+
+        def tell(done: float, total: float, last: str) -> None:
+            progress.update(task, completed=done, total=total, last=last)
+
+        yield tell

@@ -1,0 +1,34 @@
+"""``staleflow report``: one page about a run."""
+
+from pathlib import Path
+
+import click
+
+from staleflow.cli import options
+from staleflow.cli.progress import bar
+from staleflow.configs.errors import ConfigError
+
+
+@click.command("report", short_help="Write one HTML page about a run.")
+@click.argument("run_dir", type=options.DIRECTORY)
+@click.option("--out", type=options.FILE, metavar="FILE", help="An .html file. Default: report.html in RUN_DIR.")
+def command(run_dir: Path, out: Path | None) -> int:
+    """Write one HTML page about the run in RUN_DIR, running or ended: what it learned, how old its data was, what it
+    waited for, what was wasted, what went wrong, and with which configuration. The page loads nothing from elsewhere.
+
+    \b
+    Examples:
+      staleflow report runs/quickstart-20261121-053000
+      staleflow report runs/mine --out /tmp/mine.html
+    """
+    from staleflow.report.page import report
+
+    path = out or run_dir / "report.html"
+    if path.suffix != ".html":
+        raise ConfigError("--out", str(path), "it must end in .html")
+    with bar("reading the trace"):
+        text = report(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    click.echo(path)
+    return 0

@@ -1,0 +1,40 @@
+"""The machine of the servers, where whoever starts machines (Slurm) also starts this one.
+
+    python -m staleflow.launch.head RUN_DIR GPUS-OF-A-MACHINE
+
+Servers and stage workers under a supervisor, until the run ends; a line every few seconds on standard output. The run
+directory has the configuration, which says where to listen. Exit codes are those of ``staleflow run``.
+"""
+
+import sys
+from pathlib import Path
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import read_run
+from staleflow.launch.placement import head_stages
+from staleflow.launch.slurm import SCRIPT
+from staleflow.monitor.plain import PlainView
+from staleflow.report.writers import with_writers
+from staleflow.supervisor import rundir
+from staleflow.supervisor.addresses import check_free
+from staleflow.supervisor.supervisor import Supervisor
+
+
+def main() -> int:
+    """Runs it; the run goes on where it ended when the directory has one already."""
+    run_dir = Path(sys.argv[1])
+    gpus = int(sys.argv[2])
+    try:
+        config = read_run(run_dir)
+        check_free(config, run_dir)
+        with rundir.claim(config, run_dir, resume=True):
+            view = with_writers(PlainView(sys.stdout, config.name), config, run_dir)
+            workers = head_stages(config, run_dir, gpus)
+            return Supervisor(config, run_dir, view, f"sbatch {run_dir / SCRIPT}", workers).run()
+    except ConfigError as error:
+        print(f"staleflow: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

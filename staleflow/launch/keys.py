@@ -1,0 +1,50 @@
+"""The keys of a launched run: made where it has none, and which of them a machine must have. No machine has more."""
+
+from pathlib import Path
+
+import msgspec
+
+from staleflow.configs.launch import share
+from staleflow.configs.schema import Config
+from staleflow.launch.placement import Place, has_relay, model_stages
+from staleflow.runtime.key_folder import make_keys
+from staleflow.runtime.keys import ALLOWED
+from staleflow.runtime.roles import Role
+
+FOLDER = "keys"
+
+
+def with_keys(config: Config, run_dir: Path) -> Config:
+    """The configuration with keys; ``run_dir/keys`` where it names none and does not ask to be insecure."""
+    if config.security.keys or config.security.insecure:
+        return config
+    return msgspec.structs.replace(
+        config, security=msgspec.structs.replace(config.security, keys=str(run_dir / FOLDER))
+    )
+
+
+def ensure_keys(config: Config, run_dir: Path) -> None:
+    """Makes the folder of ``with_keys`` if it is not there yet."""
+    folder = run_dir / FOLDER
+    if config.security.keys == str(folder) and not folder.is_dir():
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_keys(folder)
+
+
+def files_for(config: Config, place: Place) -> list[Path]:
+    """What a machine's processes need. A relay listens as servers do, so it has their key and their list."""
+    if not config.security.keys:
+        return []
+    if place.part == "trainer":
+        names = [key_file(Role.TRAINER)]
+        names += [key_file(Role.STAGE)] if place.number == 0 and model_stages(config, place.gpus) else []
+    else:
+        names = [key_file(Role.ROLLOUT)]
+        relays = has_relay(len(share(config.rollout.workers, place.number, place.machines)), place.machines)
+        names += [key_file(Role.SERVER), ALLOWED] if relays else []
+    return [Path(config.security.keys) / name for name in names]
+
+
+def key_file(role: Role) -> str:
+    """Name of a role's file in a folder of keys."""
+    return f"{role}.key"

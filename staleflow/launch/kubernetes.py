@@ -1,0 +1,370 @@
+"""A run as Kubernetes objects, in a folder for ``kubectl apply -k``.
+
+| object | what |
+|---|---|
+| StatefulSet and Service ``NAME-servers`` | one pod, a container a server, their state on a volume of its own |
+| Job ``NAME-rollout`` | a pod a machine: a relay and engines, a container each |
+| Job ``NAME-STAGE`` | a pod a worker of that stage |
+| Job ``NAME-trainer`` | a pod a machine, under torchrun when there are several |
+
+The kubelet starts a container again that dies, the Job controller a pod that is lost; workers end with the run, which
+completes their Jobs and frees their GPUs. The servers stay, to be asked, until the folder is deleted. Containers get
+the keys that they need as files that only they can read.
+"""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from staleflow.configs.checks import import_paths
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.imports import is_file, split
+from staleflow.configs.presence import check_package
+from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages, workers_of
+from staleflow.configs.toml import dumps
+from staleflow.launch.keys import FOLDER, key_file
+from staleflow.launch.placement import MEET, gpus_of_engine, has_relay, head_cpus, model_stages, torchrun_words
+from staleflow.launch.servers import EVERY_INTERFACE, ports, settled
+from staleflow.runtime.keys import ALLOWED
+from staleflow.runtime.roles import Role
+
+YAML = "pip install 'staleflow[kubernetes]'"
+STATE = "/var/lib/staleflow"
+CONFIG = "/etc/staleflow"
+KEYS = "/run/staleflow/keys"
+WORK = "/work"
+DATA = "/data"
+GPU = "nvidia.com/gpu"
+WEIGHTS_GB = 100
+"""Of the servers' volume, for versions of the weights, when ``parameters.budget_mb`` does not say."""
+RESTARTS = 1000
+"""Of a Job's containers and pods, before Kubernetes calls it failed."""
+
+Object = dict[str, Any]
+
+
+def check(config: Config) -> None:
+    """``ConfigError`` for what cannot be made into pods."""
+    launch, workers = config.launch, config.rollout.workers
+    check_package("launch", "kubernetes", "yaml", YAML)
+    if not launch.image:
+        raise ConfigError(
+            "launch.image", launch.image, "it must name a container image with staleflow (see Containerfile)"
+        )
+    if workers % launch.rollout_nodes:
+        allowed = f"pods are alike: it must divide rollout.workers, {workers}"
+        raise ConfigError("launch.rollout_nodes", launch.rollout_nodes, allowed)
+    if config.trainer.backend != "simulated" and not launch.volume:
+        allowed = "checkpoints must outlive pods: it must name a PersistentVolumeClaim that many pods can write"
+        raise ConfigError("launch.volume", launch.volume, allowed)
+
+
+def files(config: Config) -> dict[str, str]:
+    """The folder, but for the keys: file name -> text."""
+    name = dns_name(config.name)
+    objects = {
+        "servers.yaml": [_service(name, config), _servers(name, config)],
+        "rollout.yaml": [_rollout(name, config)],
+        "stages.yaml": [_stage(name, config, stage) for stage in stages(config)],
+        "trainer.yaml": _trainer(name, config),
+    }
+    found = {file: _yaml(of) for file, of in objects.items()}
+    return {
+        "kustomization.yaml": _yaml([_kustomization(name, config, objects)]),
+        "config.toml": _config(config),
+        **found,
+    }
+
+
+def apply(folder: Path) -> str:
+    """Hands the folder to kubectl; returns what it said. ``ConfigError`` when it does not take it."""
+    if shutil.which("kubectl") is None:
+        raise ConfigError("kubectl", str(folder), "it is not installed here: kubectl apply -k this folder where it is")
+    done = subprocess.run(("kubectl", "apply", "-k", str(folder)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError("kubectl", str(folder), f"it refuses the folder: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def dns_name(name: str) -> str:
+    """As Kubernetes takes names: lower-case letters, digits and dashes, at most 40."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def outside(config: Config) -> list[str]:
+    """Paths of the configuration that are not on the volume: every pod's image must have them."""
+    named = [
+        config.model.path,
+        config.prompts.path,
+        config.prompts.eval_path,
+        config.reference.path,
+        config.critic.path,
+    ]
+    named += [place for spec in import_paths(config).values() if is_file(place := split(spec)[0])]
+    return sorted({path for path in named if path and not path.startswith(f"{DATA}/")})
+
+
+def _config(config: Config) -> str:
+    keyed = msgspec.structs.replace(config.security, keys=KEYS)
+    alone = msgspec.structs.replace(config.trajectories, mapped=False)  # no worker shares the servers' disk
+    ours = msgspec.structs.replace(config, security=keyed, trajectories=alone)
+    return dumps(msgspec.to_builtins(settled(ours, Path(STATE), EVERY_INTERFACE)))
+
+
+def _kustomization(name: str, config: Config, objects: Mapping[str, list[Object]]) -> Object:
+    secrets = [
+        {"name": f"{name}-{key}", "files": [f"{FOLDER}/{file}" for file in wanted]}
+        for key, wanted in _secrets(config).items()
+    ]
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [file for file, of in objects.items() if of],
+        "configMapGenerator": [{"name": f"{name}-config", "files": ["config.toml"]}],
+        "secretGenerator": secrets,
+        "generatorOptions": {"disableNameSuffixHash": True},
+        "labels": [{"pairs": {"app.kubernetes.io/name": "staleflow", "app.kubernetes.io/instance": name}}],
+    }
+
+
+def _secrets(config: Config) -> dict[str, list[str]]:
+    """Who gets which files of the folder of keys."""
+    looking = [key_file(Role.MONITOR), key_file(Role.ADMIN)]
+    server = [key_file(Role.SERVER), ALLOWED]
+    relays = has_relay(_engines(config), config.launch.rollout_nodes)
+    return {
+        "servers": [*server, *looking],
+        "rollout": [key_file(Role.ROLLOUT), *(server if relays else [])],
+        "stage": [key_file(Role.STAGE)],
+        "trainer": [key_file(Role.TRAINER)],
+    }
+
+
+def _engines(config: Config) -> int:
+    return config.rollout.workers // config.launch.rollout_nodes
+
+
+def _service(name: str, config: Config) -> Object:
+    named = zip(_server_names(config), ports(config), strict=True)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": f"{name}-servers"},
+        "spec": {
+            "selector": {"staleflow/part": f"{name}-servers"},
+            "publishNotReadyAddresses": True,
+            "ports": [{"name": server[:15], "port": port} for server, port in named],
+        },
+    }
+
+
+def _server_names(config: Config) -> list[str]:
+    shards = [f"trajectories-{shard}" for shard in range(config.trajectories.shards)]
+    return ["scheduler", *shards, "parameters"]
+
+
+def _servers(name: str, config: Config) -> Object:
+    serve = f"staleflow serve {{}} --config {CONFIG}/config.toml --run-dir {STATE}/{name}"
+    words = {"scheduler": "scheduler", "parameters": "parameters"}
+    words |= {f"trajectories-{shard}": f"trajectories --shard {shard}" for shard in range(config.trajectories.shards)}
+    mounts: list[Object] = [
+        {"name": "state", "mountPath": STATE},
+        {"name": "config", "mountPath": CONFIG, "readOnly": True},
+    ]
+    cpus = head_cpus(config) / len(words)
+    pod = _pod(
+        config,
+        f"{name}-servers",
+        [_container(config, one, serve.format(words[one]), mounts, cpus=cpus) for one in _server_names(config)],
+        [{"name": "config", "configMap": {"name": f"{name}-config"}}],
+    )
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {"name": f"{name}-servers"},
+        "spec": {
+            "replicas": 1,
+            "serviceName": f"{name}-servers",
+            "selector": {"matchLabels": {"staleflow/part": f"{name}-servers"}},
+            "template": _template(f"{name}-servers", pod),
+            "volumeClaimTemplates": [_claim(config)],
+        },
+    }
+
+
+def _claim(config: Config) -> Object:
+    maps = config.scheduler.map_mb + config.trajectories.shards * config.trajectories.map_mb
+    size = -(-maps // 1024) + (-(-config.parameters.budget_mb // 1024) or WEIGHTS_GB)
+    resources = {"requests": {"storage": f"{size}Gi"}}
+    return {"metadata": {"name": "state"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": resources}}
+
+
+def _rollout(name: str, config: Config) -> Object:
+    engines, attach = _engines(config), _attach(name, config)
+    index = "$JOB_COMPLETION_INDEX"
+    containers = [
+        _container(
+            config,
+            f"engine-{number}",
+            f"{attach} rollout --name rollout-{index}-{number}",
+            gpus=gpus_of_engine(config) if config.launch.gpus_per_node else 0,
+        )
+        for number in range(engines)
+    ]
+    if has_relay(engines, config.launch.rollout_nodes):
+        words = f"{attach} relay --name relay-{index} --bind 'tcp://'$POD_IP':*'"
+        containers.insert(0, _container(config, "relay", words))
+    return _job(name, "rollout", config.launch.rollout_nodes, _pod(config, f"{name}-rollout", containers))
+
+
+def _stage(name: str, config: Config, stage: str) -> Object:
+    words = f"{_attach(name, config)} stage --stage {stage} --name {stage}-$JOB_COMPLETION_INDEX"
+    gpus = int(stage in model_stages(config, config.launch.gpus_per_node))
+    pod = _pod(config, f"{name}-stage", [_container(config, "worker", words, gpus=gpus)])
+    return _job(name, dns_name(stage), workers_of(config, stage), pod)
+
+
+def _trainer(name: str, config: Config) -> list[Object]:
+    nodes, words = config.launch.trainer_nodes, f"{_attach(name, config)} train --name trainer"
+    if nodes > 1:
+        meet = f"{name}-trainer-0.{name}-trainer:{config.launch.port + MEET}"
+        first = "$([ $JOB_COMPLETION_INDEX = 0 ] && echo true || echo false)"
+        launcher = " ".join(torchrun_words(config, nodes, meet, "$POD_IP", hosts=first))
+        words = words.replace("staleflow", f"python -m torch.distributed.run {launcher} -m staleflow.cli", 1)
+    gpus = config.trainer.nproc if config.launch.gpus_per_node and config.trainer.backend != "simulated" else 0
+    pod = _pod(config, f"{name}-trainer", [_container(config, "trainer", words, gpus=gpus, folder=_kept(name, config))])
+    if nodes == 1:
+        return [_job(name, "trainer", 1, pod)]
+    meeting = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": f"{name}-trainer"},
+        "spec": {
+            "clusterIP": "None",
+            "selector": {"staleflow/part": f"{name}-trainer"},
+            "publishNotReadyAddresses": True,
+        },
+    }
+    return [meeting, _job(name, "trainer", nodes, {**pod, "subdomain": f"{name}-trainer"})]
+
+
+def _attach(name: str, config: Config) -> str:
+    return f"staleflow attach --connect tcp://{name}-servers:{config.launch.port}"
+
+
+def _kept(name: str, config: Config) -> str:
+    """Where a trainer's checkpoints are."""
+    return f"{DATA}/{name}" if config.launch.volume else WORK
+
+
+def _container(
+    config: Config,
+    name: str,
+    words: str,
+    mounts: Iterable[Object] = (),
+    *,
+    gpus: int = 0,
+    cpus: float = 1,
+    folder: str = WORK,
+) -> Object:
+    """``exec``: the signal that ends a pod reaches the process itself. ``folder``: where it works, made if need be."""
+    there = f"mkdir -p {folder} && cd {folder} && " if folder != WORK else ""
+    resources: Object = {"requests": {"cpu": f"{round(1000 * cpus)}m"}}
+    if gpus:
+        resources["limits"] = {GPU: gpus}
+    return {
+        "name": name,
+        "image": config.launch.image,
+        "command": ["sh", "-c", f"{there}exec {words}"],
+        "workingDir": WORK,
+        "env": [
+            {"name": "STALEFLOW_KEY", "value": KEYS},
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        ],
+        "resources": resources,
+        "volumeMounts": [*_mounts(config), *mounts],
+    }
+
+
+def _mounts(config: Config) -> list[Object]:
+    found: list[Object] = [
+        {"name": "keys", "mountPath": KEYS},
+        {"name": "work", "mountPath": WORK},
+        {"name": "memory", "mountPath": "/dev/shm"},
+    ]
+    return [*found, *([{"name": "data", "mountPath": DATA}] if config.launch.volume else [])]
+
+
+def _pod(config: Config, part: str, containers: list[Object], volumes: Iterable[Object] = ()) -> Object:
+    """``part``: also its Secret's name, whose keys are copied to be private: mounted ones are their group's, too."""
+    copying = {
+        "name": "keys",
+        "image": config.launch.image,
+        "command": ["sh", "-c", f"umask 077 && cp /secret/* {KEYS}/ && chmod 600 {KEYS}/*{_until_there(part, config)}"],
+        "volumeMounts": [
+            {"name": "keys", "mountPath": KEYS},
+            {"name": "secret", "mountPath": "/secret", "readOnly": True},
+        ],
+    }
+    found: list[Object] = [
+        {"name": "secret", "secret": {"secretName": part, "defaultMode": 0o440}},
+        {"name": "keys", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        {"name": "work", "emptyDir": {}},
+        *volumes,
+    ]
+    if config.launch.volume:
+        found.append({"name": "data", "persistentVolumeClaim": {"claimName": config.launch.volume}})
+    return {
+        "initContainers": [copying],
+        "containers": containers,
+        "volumes": found,
+        "securityContext": {"fsGroup": 1000},
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+    }
+
+
+def _until_there(part: str, config: Config) -> str:
+    """A worker waits for the servers here, where waiting is not taken for failing."""
+    name = dns_name(config.name)
+    if part == f"{name}-servers":
+        return ""
+    look = f"import socket; socket.create_connection(('{name}-servers', {config.launch.port}), 3)"
+    return f' && until python3 -c "{look}" 2>/dev/null; do sleep 2; done'
+
+
+def _job(name: str, what: str, pods: int, pod: Object) -> Object:
+    part = f"{name}-{what}"
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": part},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": pods,
+            "parallelism": pods,
+            "backoffLimit": RESTARTS,
+            "template": _template(part, {**pod, "restartPolicy": "OnFailure"}),
+        },
+    }
+
+
+def _template(part: str, pod: Object) -> Object:
+    return {"metadata": {"labels": {"staleflow/part": part}}, "spec": pod}
+
+
+def _yaml(objects: Iterable[Object]) -> str:
+    import yaml
+
+    class Plain(yaml.SafeDumper):  # type: ignore[misc]
+        def ignore_aliases(self, data: object) -> bool:
+            return True  # what is the same twice is written twice
+
+    return str(yaml.dump_all(list(objects), Dumper=Plain, sort_keys=False, width=120))

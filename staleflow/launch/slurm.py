@@ -1,0 +1,113 @@
+"""A run as one heterogeneous Slurm job: a node of the servers, then the nodes of rollout, then those of the trainer.
+
+Slurm places and signals; on each node ``staleflow.launch.machine`` starts what belongs there, and starts
+again what dies. Slurm ends a heterogeneous job as a whole when a node fails, and requeues none: the run drains, and
+goes on from its run directory, on a disk that all nodes see, with the job that is submitted next.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.schema import Config
+from staleflow.launch.placement import MEET, PARTS, Part, Place, head_cpus, machine_cpus, machine_words
+
+SCRIPT = "job.sbatch"
+DRAIN_S = 60
+"""Before a time limit the run is asked to end: what is acknowledged is kept, and the trainer writes a checkpoint."""
+
+_HEAD = """\
+#!/bin/bash
+# {name} on Slurm, made by staleflow launch. Submit it again to go on where it ended.
+"""
+
+_BODY = """
+umask 077
+run={run}
+{setup}{keys}head=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
+export scheduler=tcp://$head:{port}
+{meet}
+# Servers, and stages without a model. They end when the run does, and when a signal asks for it.
+{python} -m staleflow.launch.head "$run" {gpus} &
+servers=$!
+trap 'kill -TERM "$servers" 2>/dev/null' TERM INT
+
+# One task a node; each starts the processes of its node, and ends with the run. Where nothing is left, the run ends.
+{steps}
+
+while wait "$servers"; code=$?; [ "$code" -gt 128 ] && kill -0 "$servers" 2>/dev/null; do :; done
+wait
+exit "$code"
+"""
+
+
+def script(config: Config, run_dir: Path, keys: str) -> str:
+    """The batch file. ``config`` as the user wrote it, with ``[launch]``; ``keys``: the folder of them, or none."""
+    launch = config.launch
+    python = "python" if launch.setup else shlex.quote(sys.executable)
+    parts: dict[Part, int] = {"rollout": launch.rollout_nodes, "trainer": launch.trainer_nodes}
+    meet = ""
+    if launch.trainer_nodes > 1:
+        group = PARTS.index("trainer") + 1
+        meet = f'export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{group}" | head -n 1)\n'
+    steps = [_step(config, part, count, at + 1, python) for at, (part, count) in enumerate(parts.items())]
+    return (
+        _HEAD.format(name=config.name)
+        + "#SBATCH hetjob\n".join(_components(config, run_dir, parts))
+        + _BODY.format(
+            run=shlex.quote(str(run_dir)),
+            setup=f"{launch.setup}\n" if launch.setup else "",
+            keys=f"export STALEFLOW_KEY={shlex.quote(keys)}\n" if keys else "",
+            port=launch.port,
+            meet=meet,
+            steps="\n".join(steps),
+            python=python,
+            gpus=launch.gpus_per_node,
+        )
+    )
+
+
+def _components(config: Config, run_dir: Path, parts: dict[Part, int]) -> list[str]:
+    launch = config.launch
+    everywhere = ["--no-requeue", *launch.options]
+    of_job = [
+        f"--job-name={config.name}",
+        f"--output={run_dir}/logs/job.out",
+        "--open-mode=append",
+        f"--signal=B:TERM@{DRAIN_S}",
+    ]
+    found = [_options([*of_job, *everywhere, "--nodes=1", "--ntasks=1", f"--cpus-per-task={head_cpus(config)}"])]
+    for part, count in parts.items():
+        whole = [f"--gpus-per-node={launch.gpus_per_node}", "--exclusive"]
+        whole = whole if launch.gpus_per_node else [f"--cpus-per-task={machine_cpus(config, part)}"]
+        found.append(_options([*everywhere, f"--nodes={count}", "--ntasks-per-node=1", *whole]))
+    return found
+
+
+def _options(options: list[str]) -> str:
+    return "".join(f"#SBATCH {option}\n" for option in options)
+
+
+def _step(config: Config, part: Part, count: int, group: int, python: str) -> str:
+    place = Place(part=part, number=0, machines=count, gpus=config.launch.gpus_per_node)
+    meet = f"$first:{config.launch.port + MEET}"
+    words = machine_words(place, "$scheduler", meet, number="$SLURM_PROCID")
+    task = shlex.quote(f"exec {python} {' '.join(words)}")  # nothing in the words needs quotes
+    logs = f'--output="$run/logs/{part}-machine-%t.out"'
+    srun = f"srun --het-group={group} --kill-on-bad-exit=0 --cpu-bind=none {logs}"
+    return f"({srun} \\\n    bash -c {task} || kill -TERM $$) &"
+
+
+def submit(path: Path) -> str:
+    """Hands the file to sbatch; returns what it said. ``ConfigError`` when it does not take it."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "sbatch", str(path), "it is not installed here: submit this file on a login node of the cluster"
+        )
+    done = subprocess.run(("sbatch", str(path)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError("sbatch", str(path), f"it refuses the file: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -1,0 +1,129 @@
+"""What a person has chosen to look at, and what each key changes of it. Pure: a key in, the next look out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from staleflow.monitor.model import Board
+
+TABS = ("engines", "groups", "stages", "versions", "events", "processes")
+"""Panels with rows, on the keys 1 to 6."""
+SORTS = ("name", "version", "running", "waiting", "kv", "tokens/s", "seen")
+"""Of the engines."""
+SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
+JUMP_S = 10.0
+PAGE = 10
+LONGEST = 40
+"""Characters of a filter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How the screen is used at the moment."""
+
+    tab: str = TABS[0]
+    row: int = 0
+    """Chosen row of the tab, or the first line of a story."""
+    sort: str = SORTS[0]
+    reverse: bool = False
+    needle: str = ""
+    """Rows without it are not shown."""
+    typing: str = ""
+    """What the next characters belong to: filter, group or nothing."""
+    typed: str = ""
+    paused: bool = False
+    help: bool = False
+    story: int | None = None
+    """Group whose story is open."""
+    leaving: bool = False
+    speed: float | None = None
+    """Of a replay; None: it is live."""
+    jump_s: float = 0.0
+    """To go there in a replay, from where it is; whoever replays takes it back to 0."""
+
+
+def press(look: Look, key: str, it: Board) -> Look:
+    """``key``: a character, or one of enter, escape, backspace, tab, backtab, up, down, left, right, pageup, pagedown,
+    home, end, interrupt. ``it`` is what the screen shows."""
+    if key == "interrupt":
+        return replace(look, leaving=True)
+    if look.typing:
+        return _type(look, key)
+    if look.help:
+        return replace(look, help=False)
+    if look.story is not None and key in ("escape", "q", "backspace", "enter"):
+        return replace(look, story=None, row=0)
+    if key in _MOVES:
+        return replace(look, row=max(look.row + _MOVES[key], 0))
+    if key.isdigit() and 0 < int(key) <= len(TABS):
+        return replace(look, tab=TABS[int(key) - 1], row=0, story=None)
+    if look.speed is not None and key in _REPLAY:
+        return _REPLAY[key](look)
+    if key == "enter" and look.tab == "groups" and it.pins:
+        return replace(look, story=it.pins[min(look.row, len(it.pins) - 1)].group, row=0)
+    return _KEYS[key](look) if key in _KEYS else look
+
+
+def _type(look: Look, key: str) -> Look:
+    if key == "escape":
+        return replace(look, typing="", typed="", needle="" if look.typing == "filter" else look.needle)
+    if key == "enter":
+        if look.typing == "group" and look.typed:
+            return replace(look, typing="", typed="", story=int(look.typed), row=0)
+        return replace(look, typing="", typed="")
+    typed = look.typed[:-1] if key == "backspace" else look.typed + key if len(key) == 1 else look.typed
+    if look.typing == "group":
+        typed = "".join(character for character in typed if character.isdigit())[:18]
+        return replace(look, typed=typed)
+    return replace(look, typed=typed[:LONGEST], needle=typed[:LONGEST], row=0)
+
+
+def _tab(look: Look, by: int) -> Look:
+    return replace(look, tab=TABS[(TABS.index(look.tab) + by) % len(TABS)], row=0, story=None)
+
+
+def _sort(look: Look) -> Look:
+    following = SORTS[(SORTS.index(look.sort) + 1) % len(SORTS)]
+    return replace(look, tab="engines", sort=following, reverse=following not in ("name", "version"), row=0)
+
+
+def _faster(look: Look, by: int) -> Look:
+    speed = look.speed or 1.0
+    nearest = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - speed))
+    return replace(look, speed=SPEEDS[min(max(nearest + by, 0), len(SPEEDS) - 1)])
+
+
+_MOVES = {"up": -1, "down": 1, "k": -1, "j": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -(10**9)}
+_KEYS: dict[str, Callable[[Look], Look]] = {
+    "q": lambda look: replace(look, leaving=True),
+    "?": lambda look: replace(look, help=True),
+    "h": lambda look: replace(look, help=True),
+    " ": lambda look: replace(look, paused=not look.paused),
+    "p": lambda look: replace(look, paused=not look.paused),
+    "s": _sort,
+    "r": lambda look: replace(look, reverse=not look.reverse),
+    "/": lambda look: replace(look, typing="filter", typed=look.needle),
+    "g": lambda look: replace(look, typing="group", typed=""),
+    "escape": lambda look: replace(look, needle="", row=0),
+    "tab": lambda look: _tab(look, 1),
+    "backtab": lambda look: _tab(look, -1),
+}
+_REPLAY: dict[str, Callable[[Look], Look]] = {
+    "+": lambda look: _faster(look, 1),
+    "=": lambda look: _faster(look, 1),
+    "-": lambda look: _faster(look, -1),
+    "right": lambda look: replace(look, jump_s=JUMP_S),
+    "left": lambda look: replace(look, jump_s=-JUMP_S),
+}
+HELP = (
+    ("1 … 6, Tab", "choose a panel: " + ", ".join(TABS)),
+    ("↑ ↓ PgUp PgDn", "choose a row, or scroll"),
+    ("Enter", "on a group that pins a step: its story"),
+    ("g NUMBER", "the story of any group"),
+    ("/ TEXT", "only rows with TEXT; Esc shows all again"),
+    ("s, r", "sort the engines by another column, the other way round"),
+    ("Space", "hold the screen still; the run goes on"),
+    ("+ -, ← →", "replay: faster, slower, ten seconds back, ten on"),
+    ("?", "this page"),
+    ("q, Ctrl-C", "leave"),
+)
+"""Keys, and what they do."""

@@ -1,0 +1,384 @@
+"""A trace, read again as the status that the scheduler would have given at each moment.
+
+Windows and pins come from the ledger's own ``Window``; the lines only say which group is where. What a trace does not
+tell (what engines queue, how full their caches are) is left at nothing.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from staleflow.protocols.consistency.groups import NO_CLAIM, Group, State
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.limits import Bound, Limits, OnOverdue
+from staleflow.protocols.consistency.window import Window
+from staleflow.runtime.noteworthy import Recent, noteworthy, short
+from staleflow.servers.scheduler.durations import Durations
+from staleflow.servers.scheduler.sentences import Pin, pinned, starved
+
+Line = Mapping[str, Any]
+
+RATE_S = 10.0
+"""Over which tokens a second are counted."""
+MOST_PINS = 16
+
+
+class Engine:
+    """What lines say of one instance."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.held: dict[int, None] = {}
+        self.command = ""
+        self.pushed: deque[tuple[float, int]] = deque()
+        """(second, tokens), of the last ``RATE_S``."""
+
+    def tokens_per_s(self, now_s: float) -> float:
+        while self.pushed and self.pushed[0][0] < now_s - RATE_S:
+            self.pushed.popleft()
+        return sum(tokens for _, tokens in self.pushed) / RATE_S
+
+
+class Retold:
+    """The run as its trace tells it so far. ``feed`` takes the lines in order, ``status`` says how things are."""
+
+    def __init__(self, steps: int = 0) -> None:
+        """``steps``: of the whole run, where that is known."""
+        self._steps = steps
+        self._opening: Line = {}
+        self._window = Window(Limits(max_staleness=0, batch_size=1))
+        self._groups: dict[int, Group] = {}
+        self._batches: dict[int, list[Group]] = {}
+        """By step: sealed ones, and consumed ones that a rollback may bring back."""
+        self._workers: dict[str, str] = {}
+        self._engines: dict[str, Engine] = {}
+        self._totals: Counter[str] = Counter()
+        self._staleness: Counter[int] = Counter()
+        self._consumed = 0
+        self._order = 0
+        self._term = 0
+        self._delivered = -1
+        self._lineage = 0
+        self._violations = 0
+        self._leased, self._staged = Durations(), Durations()
+        self._recent = Recent()
+        self._closed = False
+        self._now_s = self._began_s = 0.0
+        self._last: tuple[int, int] = (0, 0)
+        self._on: dict[str, Callable[[Line], None]] = {
+            name.removeprefix("_on_"): getattr(self, name) for name in dir(self) if name.startswith("_on_")
+        }
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the first line."""
+        return self._now_s
+
+    def at_s(self, line: Line) -> float:
+        """When a line that comes next happens. Monotonic within an incarnation; labels tell the time between two."""
+        mono_ns, unix_ns = self._last
+        if not self._opening:
+            return 0.0
+        passed_ns: int = line["t"] - unix_ns if line["ev"] == "open" else line["m"] - mono_ns
+        return self._now_s + max(passed_ns, 0) / 1e9
+
+    def feed(self, line: Line) -> None:
+        """Takes in the next line."""
+        self._now_s = self.at_s(line)
+        self._last = line["m"], line["t"]
+        handler = self._on.get(line["ev"])
+        if handler is not None:
+            handler(line)
+        if noteworthy(line):
+            self._recent.add(short(line))
+
+    # --- who is there ------------------------------------------------------------------------------------------
+
+    def _on_open(self, line: Line) -> None:
+        if not self._opening:
+            bound = Bound(line["bound"])
+            self._window = Window(
+                Limits(max_staleness=line["max_staleness"], batch_size=line["batch_size"], bound=bound)
+            )
+        self._opening = line
+        self._closed = False
+        self._began_s = self._now_s
+
+    def _on_attach(self, line: Line) -> None:
+        self._workers[line["worker"]] = line["role"]
+        if line["role"] == "rollout":
+            self._engines.setdefault(line["worker"], Engine())
+
+    def _on_detach(self, line: Line) -> None:
+        self._workers.pop(line["worker"], None)
+        self._engines.pop(line["worker"], None)
+
+    def _on_pull(self, line: Line) -> None:
+        if line["ok"] and line["worker"] in self._engines:
+            self._engines[line["worker"]].version = line["version"]
+            self._engines[line["worker"]].command = f"pull v{line['version']}"
+
+    def _on_close(self, _: Line) -> None:
+        self._closed = True
+
+    # --- groups ------------------------------------------------------------------------------------------------
+
+    def _on_reserve(self, line: Line) -> None:
+        id, lease, version = GroupId(line["group"]), LeaseId(line["lease"]), Version(line["version"])
+        worker, deadline = WorkerId(line["worker"]), self._window.deadline(version)
+        group = Group(id, lease, worker, Lineage(line["lineage"]), version, deadline, line["spare"])
+        self._groups[id] = group
+        self._window.enter(group)
+        self._leased.begin(id, self._now_ms())
+        self._totals["reserves"] += 1
+        engine = self._engines.setdefault(worker, Engine())
+        engine.held[id] = None
+        engine.command = f"assign {id}"
+
+    def _on_promote(self, line: Line) -> None:
+        for id, spare in ((line["group"], False), (line.get("demoted", -1), True)):
+            if (group := self._groups.get(id)) is not None:
+                self._window.leave(group)
+                group.spare = spare
+                self._window.enter(group)
+
+    def _on_push(self, line: Line) -> None:
+        group = self._groups[line["group"]]
+        self._window.pushed(group)
+        group.state = State.PUSHED
+        group.tokens = sum(segment["tokens"] for segment in line["segments"])
+        self._let_go(group)
+        if group.worker in self._engines:
+            self._engines[group.worker].pushed.append((self._now_s, group.tokens))
+        self._leased.end(group.id, self._now_ms())
+        self._staged.begin(group.id, self._now_ms())
+        self._totals["tokens_pushed"] += group.tokens
+
+    def _on_occupy(self, line: Line) -> None:
+        group = self._groups[line["group"]]
+        self._window.leave(group)
+        self._order += 1
+        group.order = self._order
+        group.state = State.OCCUPIED
+        self._window.enter(group)
+        self._staged.end(group.id, self._now_ms())
+
+    def _on_claim(self, line: Line) -> None:
+        group = self._groups[line["group"]]
+        self._window.leave(group)
+        group.claim = self._window.claimed
+        self._window.enter(group)
+
+    def _on_release(self, line: Line) -> None:
+        group = self._groups.pop(line["group"])
+        self._window.leave(group)
+        group.state = State.RELEASED
+        self._let_go(group)
+        self._leased.forget((group.id,))
+        self._staged.forget((group.id,))
+
+    def _on_drop(self, line: Line) -> None:
+        group = self._groups.pop(line["group"])
+        if group.claim != NO_CLAIM:
+            self._unclaim()
+        self._window.leave(group)
+        group.state = State.DROPPED
+
+    def _unclaim(self) -> None:
+        """What was handed to a streaming trainer before the seal may become another batch."""
+        for group in self._claims():
+            self._window.leave(group)
+            group.claim = NO_CLAIM
+            self._window.enter(group)
+
+    def _claims(self) -> list[Group]:
+        return [group for group in self._groups.values() if group.state is State.OCCUPIED and group.claim != NO_CLAIM]
+
+    def _let_go(self, group: Group) -> None:
+        if group.worker in self._engines:
+            self._engines[group.worker].held.pop(group.id, None)
+
+    # --- batches and versions ----------------------------------------------------------------------------------
+
+    def _on_seal(self, line: Line) -> None:
+        step, trajectory = line["step"], not self._window.token_bound
+        members = [self._groups[member["group"]] for member in line["members"]]
+        for group in members:
+            self._window.leave(group)
+            group.claim, group.state = NO_CLAIM, State.SEALED
+            self._violations += trajectory and group.version < step - self._window.max_staleness
+        self._batches[step] = members
+        self._window.step = Step(step + 1)
+
+    def _on_unseal(self, _: Line) -> None:
+        self._unclaim()
+        self._bring_back(self._window.step - 1)
+
+    def _on_deliver(self, line: Line) -> None:
+        self._delivered = line["step"]
+
+    def _on_consume(self, line: Line) -> None:
+        for group in self._batches.get(line["step"], ()):
+            group.state = State.CONSUMED
+            self._staleness[line["step"] - group.version] += 1
+            self._totals["tokens_trained"] += group.tokens
+        self._consumed += len(self._batches.get(line["step"], ()))
+
+    def _on_publish(self, line: Line) -> None:
+        self._window.version = Version(line["version"])
+
+    def _on_join(self, line: Line) -> None:
+        self._term = line["trainer_term"]
+        self._delivered = -1
+
+    def _on_rollback(self, line: Line) -> None:
+        self._lineage = line["lineage"]
+        self._unclaim()
+        self._bring_back(line["to_version"])
+        self._window.version = Version(line["to_version"])
+
+    def _on_checkpoint(self, line: Line) -> None:
+        for step in [step for step in self._batches if step < line["version"]]:
+            for group in self._batches.pop(step):
+                self._groups.pop(group.id, None)
+
+    def _bring_back(self, step: int) -> None:
+        """Batches of ``step`` and later are none any more; their groups wait again."""
+        self._window.step = Step(step)
+        for later in [later for later in self._batches if later >= step]:
+            for group in self._batches.pop(later):
+                self._consumed -= group.state is State.CONSUMED
+                group.state, group.spare = State.OCCUPIED, False
+                self._window.enter(group)
+
+    # --- the status --------------------------------------------------------------------------------------------
+
+    def _now_ms(self) -> int:
+        return int(self._now_s * 1000)
+
+    def status(self) -> dict[str, Any]:
+        """As the scheduler's own, as far as a trace goes."""
+        opening, window = self._opening, self._window
+        counts, pins = self._counts(), self._pins()
+        return {
+            "run": opening.get("run", ""),
+            "incarnation": opening.get("inc", 0),
+            "uptime_s": self._now_s - self._began_s,
+            "lineage": self._lineage,
+            "version": int(window.version),
+            "next_step": int(window.step),
+            "steps": self._steps,
+            "trainer_term": self._term,
+            "max_staleness": window.max_staleness,
+            "bound": opening.get("bound", ""),
+            "on_overdue": opening.get("on_overdue", ""),
+            "batch_size": window.batch_size,
+            "group_size": opening.get("group_size", 1),
+            "ledger": counts,
+            "window": self._rows(),
+            "pinned": {"step": int(window.step), "groups": [asdict(pin) for pin in pins[:MOST_PINS]]},
+            "why": self._why(counts, pins),
+            "trainer_waits": self._trainer_waits(counts),
+            "staleness": self._ages(),
+            "recent": self._recent.lines(),
+            "instances": [self._instance(worker, engine) for worker, engine in self._engines.items()],
+            "workers": [
+                {"worker": worker, "name": name_of(worker), "role": role, "alive": True, "last_seen_s": 0.0}
+                for worker, role in self._workers.items()
+            ],
+            "stages": [],
+            "totals": dict(self._totals),
+            "violations": self._violations,
+            "finished": self._closed,
+        }
+
+    def _counts(self) -> dict[str, int]:
+        states = Counter(group.state for group in self._groups.values())
+        names = (State.LEASED, State.PUSHED, State.OCCUPIED, State.SEALED)
+        live = {state.name.lower(): states[state] for state in names}
+        return {**live, "consumed": self._consumed, "claimed": self._window.claimed, "spares": self._window.num_spares}
+
+    def _rows(self) -> list[dict[str, int]]:
+        rows: list[dict[str, int]] = []
+        for deadline in self._window.deadlines():
+            bucket = self._window.buckets.get(deadline)
+            leased, pushed, occupied = (bucket.leased, bucket.pushed, bucket.occupied) if bucket else (0, 0, 0)
+            rows.append({"deadline": deadline, "leased": leased, "pushed": pushed, "occupied": occupied})
+        return rows
+
+    def _ages(self) -> dict[str, list[tuple[int, int]]]:
+        window = self._window
+        newest = window.version + window.max_staleness
+        rows = [] if window.token_bound else [(newest - row["deadline"], row) for row in reversed(self._rows())]
+        return {
+            "in_flight": [(age, row["leased"]) for age, row in rows],
+            "in_queue": [(age, row["pushed"] + row["occupied"]) for age, row in rows],
+            "consumed": sorted(self._staleness.items()),
+        }
+
+    def _instance(self, worker: str, engine: Engine) -> dict[str, Any]:
+        running = len(engine.held) * int(self._opening.get("group_size", 1))
+        return {
+            "worker": worker,
+            "name": name_of(worker),
+            "version": engine.version,
+            "running": running,
+            "waiting": 0,
+            "tokens_per_s": engine.tokens_per_s(self._now_s),
+            "held": len(engine.held),
+            "last_command": engine.command,
+            "last_seen_s": 0.0,
+        }
+
+    # --- why ---------------------------------------------------------------------------------------------------
+
+    def _pins(self) -> list[Pin]:
+        pinning = self._window.pinning() if self._term else []
+        return [self._pin(group) for bucket, count in pinning for group in islice(bucket.unfinished(), count)]
+
+    def _pin(self, group: Group) -> Pin:
+        leased = group.state is State.LEASED
+        took, now = (self._leased if leased else self._staged), self._now_ms()
+        return Pin(
+            group=group.id,
+            version=group.version,
+            worker=name_of(group.worker) if leased else "",
+            so_far_s=took.so_far_s(group.id, now),
+            left_s=took.left_s(group.id, now),
+        )
+
+    def _trains(self) -> bool:
+        return self._delivered >= self._window.version
+
+    def _trainer_waits(self, counts: Mapping[str, int]) -> str:
+        window = self._window
+        if not self._term or window.version < 0 or self._trains() or self._closed:
+            return ""
+        if window.occupied + window.claimed >= window.batch_size:
+            return "older groups"
+        return "stages" if counts["pushed"] >= window.batch_size - counts["occupied"] else "engines"
+
+    def _why(self, counts: Mapping[str, int], pins: list[Pin]) -> str:
+        window = self._window
+        step, version, steps = int(window.step), int(window.version), self._steps or 2**62
+        if self._closed:
+            return "the scheduler has closed the trace"
+        if not self._term:
+            return "no trainer has joined"
+        if version < 0:
+            return "version 0 is still to be published"
+        if step > version + 1 or step >= steps:
+            return f"the trainer works on step {version}" if version < steps else "every step is trained"
+        training = f"the trainer works on step {version}; " if step > version else ""
+        if pins:
+            policy = OnOverdue(self._opening["on_overdue"]).value
+            return training + pinned(step, pins[:MOST_PINS], len(pins), policy)
+        need = window.batch_size
+        return training + starved(step, need, counts, self._staged.until_s(need - counts["occupied"]))
+
+
+def name_of(worker: str) -> str:
+    """Of a process, from the id of its lifetime: a name and a nonce."""
+    return worker.rpartition(".")[0] or worker

@@ -1,0 +1,128 @@
+"""One row a process: what it does, in a few words. Pure."""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.monitor.words import plural
+from staleflow.supervisor.view import ProcessState, Snapshot
+
+Engines = Mapping[str, Mapping[str, Any]]
+"""By name, as the status has them."""
+
+SILENT_S = 3.0
+"""A scheduler or worker not heard from for this long is said to be silent."""
+NOT_STAGES = ("rollout", "trainer", "scheduler", "trajectories", "parameters", "relay", "model")
+"""Names of processes that are no worker of a stage: a stage may have any other."""
+GROUP_STATES = ("leased", "pushed", "occupied", "sealed", "consumed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleRow:
+    """One process: what it does, in a few words."""
+
+    name: str
+    doing: str
+    good: bool = True
+    restarts: int = 0
+
+
+def roles(snapshot: Snapshot) -> tuple[RoleRow, ...]:
+    """One row a process; those that only the scheduler knows (attached by hand) come last."""
+    attached = {str(worker.get("name")) for worker in snapshot.status.get("workers") or ()}
+    engines = {str(engine.get("name")): engine for engine in snapshot.status.get("instances") or ()}
+    rows = [_process_row(process, snapshot, attached, engines) for process in snapshot.processes]
+    known = {process.name for process in snapshot.processes}
+    for worker in snapshot.status.get("workers") or ():
+        if worker.get("name") in known or worker.get("role") in ("admin", "monitor"):
+            continue
+        seen = float(worker.get("last_seen_s") or 0.0)
+        name = str(worker.get("name"))
+        good = seen < SILENT_S
+        doing = _doing(name, str(worker.get("role")), snapshot.status, engines) if good else f"silent for {seen:.0f} s"
+        rows.append(RoleRow(name=name, doing=doing, good=good))
+    return tuple(rows)
+
+
+def _process_row(process: ProcessState, snapshot: Snapshot, attached: Set[str], engines: Engines) -> RoleRow:
+    if process.state != "running":
+        good = process.state == "ended" and snapshot.phase in ("draining", "finishing")
+        return RoleRow(name=process.name, doing=process.state, good=good, restarts=process.restarts)
+    role = role_of(process.name)
+    if role == "model":
+        doing = snapshot.detail or "loading"
+    elif role in ("rollout", "stage") and process.name not in attached:
+        doing = "done" if snapshot.status.get("finished") else "loading"
+    else:
+        doing = _doing(process.name, role, snapshot.status, engines)
+    return RoleRow(name=process.name, doing=doing, restarts=process.restarts)
+
+
+def role_of(name: str) -> str:
+    """The role behind a name that the supervisor gave."""
+    stem = name.partition("-")[0]
+    return stem if stem in NOT_STAGES else "stage"
+
+
+def _doing(name: str, role: str, status: Mapping[str, Any], engines: Engines) -> str:
+    match role:
+        case "rollout":
+            return _rollout(engines.get(name))
+        case "stage":
+            waiting = _staged(name, status)
+            return f"judging, {plural(waiting, 'group')} to go" if waiting else "waits for groups"
+        case "trainer":
+            return _trainer(status)
+        case "scheduler":
+            return _scheduler(status)
+        case "trajectories":
+            return f"keeps {plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), 'group')} to train"
+        case "parameters":
+            version = int(status.get("version", -1))
+            return f"serves version {version}" if version >= 0 else "waits for version 0"
+        case _:
+            return "running"
+
+
+def _staged(name: str, status: Mapping[str, Any]) -> int:
+    """Groups that wait for the stage of this worker or are in it."""
+    stem = name.partition("-")[0]
+    found = [stage for stage in status.get("stages") or () if stage.get("stage") == stem]
+    return sum(int(stage.get("waiting", 0)) + int(stage.get("taken", 0)) for stage in found)
+
+
+def _rollout(it: Mapping[str, Any] | None) -> str:
+    if it is None:
+        return "waits for the first command"
+    if int(it.get("version", -1)) < 0:
+        return "waits for weights"
+    running, waiting = int(it.get("running") or 0), int(it.get("waiting") or 0)
+    load = f"{running} decoding" + (f", {waiting} queued" if waiting else "") if running or waiting else "idle"
+    return f"version {it['version']}, {load}, {float(it.get('tokens_per_s') or 0):,.0f} tokens/s"
+
+
+def _trainer(status: Mapping[str, Any]) -> str:
+    if status.get("finished"):
+        return "done"
+    if not status.get("trainer_term"):
+        return "loading"
+    version = int(status.get("version", -1))
+    if version < 0:
+        return "publishing version 0"
+    if version >= int(status.get("steps") or 0) > 0:
+        return "judging held-out prompts"
+    sealed = groups_in(status, "sealed") and not status.get("trainer_waits")
+    return f"trains step {version}" if sealed else f"waits for the batch of step {version}"
+
+
+def _scheduler(status: Mapping[str, Any]) -> str:
+    if not status:
+        return "starting"
+    leased = groups_in(status, "leased")
+    return f"{plural(leased, 'lease')} out, {plural(len(status.get('instances') or ()), 'engine')}"
+
+
+def groups_in(status: Mapping[str, Any], state: str) -> int:
+    """Groups of the ledger in that state; 0 before there is a ledger."""
+    ledger: Mapping[str, int] = status.get("ledger") or {}
+    return int(ledger.get(state) or 0)

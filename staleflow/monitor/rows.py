@@ -1,0 +1,258 @@
+"""The rows of each panel, from the scheduler's status. Pure; what a status lacks is left out or shown as nothing."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.monitor.events import told
+from staleflow.monitor.history import History
+from staleflow.monitor.roles import groups_in
+
+Status = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgeRow:
+    """Groups that are so many versions behind."""
+
+    age: int
+    in_flight: int
+    in_queue: int
+    consumed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRow:
+    """The groups that may train up to one step; or, sealed, the batch of one."""
+
+    deadline: int
+    leased: int = 0
+    pushed: int = 0
+    occupied: int = 0
+    pinning: int = 0
+    """Of those named, how many keep the next step from being sealed."""
+    total: int = 0
+    """Groups with this deadline or an earlier one."""
+    room: int = 0
+    """What the bound admits of them."""
+    sealed: str = ""
+    """What becomes of the batch: trains, sealed. Empty: not sealed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceRow:
+    """One engine."""
+
+    worker: str
+    name: str
+    version: int
+    behind: int
+    """Versions older than the newest."""
+    loading: int | None
+    running: int
+    slots: int
+    waiting: int
+    kv_used: float | None
+    tokens_per_s: float
+    spark: tuple[float, ...]
+    held: int
+    command: str
+    seen_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRow:
+    """One stage: groups that wait for it and that are in it."""
+
+    name: str
+    after: tuple[str, ...]
+    workers: int
+    waiting: int
+    taken: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRow:
+    """One version that the parameter server keeps, or that an engine has."""
+
+    version: int
+    lineage: int
+    nbytes: int | None
+    engines: int
+    """That have it loaded."""
+    pinned_by: tuple[str, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinRow:
+    """One group that keeps the next step from being sealed."""
+
+    group: int
+    step: int
+    version: int
+    where: str
+    so_far_s: float | None
+    left_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventRow:
+    """Something worth a line."""
+
+    ago_s: float | None
+    words: str
+    tone: str
+
+
+def ages(status: Status) -> tuple[AgeRow, ...]:
+    """From 0 to the bound, and beyond it where the token bound lets groups be older."""
+    spread: Mapping[str, Iterable[tuple[int, int]]] = status.get("staleness") or {}
+    by_age = [Counter(dict(spread.get(key, ()))) for key in ("in_flight", "in_queue", "consumed")]
+    if not spread:
+        return ()
+    last = max([int(status.get("max_staleness") or 0), *(age for counts in by_age for age in counts if counts[age])])
+    return tuple(
+        AgeRow(age=age, in_flight=flight[age], in_queue=queue[age], consumed=consumed[age])
+        for flight, queue, consumed in (by_age,)
+        for age in range(last + 1)
+    )
+
+
+def window(status: Status) -> tuple[WindowRow, ...]:
+    """Sealed batches first, then deadlines upwards."""
+    size, version = int(status.get("batch_size") or 1), int(status.get("version", -1))
+    step, bound = int(status.get("next_step") or 0), int(status.get("max_staleness") or 0)
+    found = [
+        WindowRow(deadline=sealed, occupied=size, sealed="trains" if sealed == version else "sealed")
+        for sealed in range(max(version, 0), step)
+    ]
+    token = status.get("bound") == "token"
+    pinning = Counter(int(pin["version"]) + bound for pin in _pins(status))
+    total = groups_in(status, "claimed")
+    for row in status.get("window") or ():
+        deadline = int(row.get("deadline") or 0)
+        leased, pushed, occupied = (int(row.get(key) or 0) for key in ("leased", "pushed", "occupied"))
+        total += leased + pushed + occupied
+        last = version + bound if token else deadline
+        found.append(
+            WindowRow(
+                deadline=last,
+                leased=leased,
+                pushed=pushed,
+                occupied=occupied,
+                pinning=pinning[deadline],
+                total=total,
+                room=size * max(last - step + 1, 0),
+            )
+        )
+    return tuple(found)
+
+
+def instances(status: Status, history: History) -> tuple[InstanceRow, ...]:
+    """In the order in which they attached."""
+    newest = int(status.get("version", -1))
+    inflight = int(status.get("max_inflight") or 0)
+    found: list[InstanceRow] = []
+    for it in status.get("instances") or ():
+        worker = str(it.get("worker") or it.get("name"))
+        version = int(it.get("version", -1))
+        kv = it.get("kv_used")
+        found.append(
+            InstanceRow(
+                worker=worker,
+                name=str(it.get("name") or worker),
+                version=version,
+                behind=max(newest - version, 0) if version >= 0 else 0,
+                loading=it.get("loading"),
+                running=int(it.get("running") or 0),
+                slots=int(it.get("slots") or inflight),
+                waiting=int(it.get("waiting") or 0),
+                kv_used=None if kv is None else float(kv),
+                tokens_per_s=float(it.get("tokens_per_s") or 0.0),
+                spark=tuple(history.sparks.get(worker, ())),
+                held=int(it.get("held") or 0),
+                command=str(it.get("last_command") or ""),
+                seen_s=float(it.get("last_seen_s") or 0.0),
+            )
+        )
+    return tuple(found)
+
+
+def stages(status: Status) -> tuple[StageRow, ...]:
+    """Every stage of the run, in the order of the configuration."""
+    return tuple(
+        StageRow(
+            name=str(stage["stage"]),
+            after=tuple(stage.get("after") or ()),
+            workers=int(stage.get("workers") or 0),
+            waiting=int(stage.get("waiting") or 0),
+            taken=int(stage.get("taken") or 0),
+        )
+        for stage in status.get("stages") or ()
+    )
+
+
+def versions(status: Status, parameters: Mapping[str, Any]) -> tuple[VersionRow, ...]:
+    """Newest first: those that the parameter server keeps, and those that only engines still have."""
+    engines = Counter(int(it.get("version", -1)) for it in status.get("instances") or ())
+    kept: dict[int, VersionRow] = {}
+    for it in parameters.get("versions") or ():
+        version = int(it["version"])
+        note = "damaged" if it.get("corrupt") else "" if it.get("registered") else "being published"
+        kept[version] = VersionRow(
+            version=version,
+            lineage=int(it.get("lineage") or 0),
+            nbytes=int(it.get("nbytes") or 0),
+            engines=engines[version],
+            pinned_by=tuple(str(name).rpartition(".")[0] or str(name) for name in it.get("pinned_by") or ()),
+            note=note,
+        )
+    newest = int(status.get("version", -1))
+    for version in {newest, *engines} - {-1, *kept}:
+        kept[version] = VersionRow(
+            version=version,
+            lineage=int(status.get("lineage") or 0),
+            nbytes=None,
+            engines=engines[version],
+            pinned_by=(),
+            note="newest" if version == newest else "",
+        )
+    return tuple(kept[version] for version in sorted(kept, reverse=True))
+
+
+def pins(status: Status) -> tuple[PinRow, ...]:
+    """As far as the scheduler names them."""
+    pinned: Status = status.get("pinned") or {}
+    step = int(pinned.get("step") or 0)
+    return tuple(
+        PinRow(
+            group=int(pin["group"]),
+            step=step,
+            version=int(pin["version"]),
+            where=str(pin.get("worker") or "") or _stages(pin.get("stages") or ()),
+            so_far_s=pin.get("so_far_s"),
+            left_s=pin.get("left_s"),
+        )
+        for pin in _pins(status)
+    )
+
+
+def _stages(names: Sequence[str]) -> str:
+    return f"stage {' and '.join(names)}" if names else "its stages"
+
+
+def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
+    """Newest first."""
+    found: list[EventRow] = []
+    for line in reversed(status.get("recent") or ()):
+        words, tone = told(line)
+        ago_s = max(unix_s - line["t"] / 1e9, 0.0) if unix_s else None
+        found.append(EventRow(ago_s=ago_s, words=words, tone=tone))
+    return tuple(found)
+
+
+def _pins(status: Status) -> Iterable[Mapping[str, Any]]:
+    pinned: Status = status.get("pinned") or {}
+    return pinned.get("groups") or ()

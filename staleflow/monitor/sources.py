@@ -1,0 +1,191 @@
+"""Where snapshots come from: a service that runs, or a trace that is replayed. Each is asked whenever it suits."""
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from staleflow.monitor.replay import Retold
+from staleflow.runtime.trace import read_events
+from staleflow.runtime.transport import SOCKETS, Transport
+from staleflow.supervisor.view import Snapshot
+from staleflow.supervisor.watch import NewLines, StatusWatch
+
+TRACE = "trace.jsonl"
+LIVE_EVERY_S = 1.0
+"""Between two questions to the scheduler."""
+
+
+class Source(Protocol):
+    """What ``top`` shows."""
+
+    name: str
+    trace: Path | None
+    """To tell stories from; None where it is out of reach."""
+
+    def __enter__(self) -> "Source": ...
+    def __exit__(self, *_: object) -> None: ...
+    def snapshot(self) -> Snapshot:
+        """How things are now."""
+        ...
+
+
+class Live:
+    """A service that runs: its scheduler and its parameter server, each asked by a thread of its own.
+
+    What a run directory adds (curves, stories) is read where it can be reached, whoever named it.
+    """
+
+    def __init__(self, address: str, run_dir: Path | None = None, *, transport: Transport = SOCKETS) -> None:
+        self.address = address
+        self.name = run_dir.resolve().name if run_dir is not None else address
+        self.trace: Path | None = None
+        self._transport = transport
+        self._watch = StatusWatch(address, LIVE_EVERY_S, transport=transport)
+        self._parameters: StatusWatch | None = None
+        self._lines: NewLines | None = None
+        self._first: tuple[float, float] | None = None
+        """Of the first answer: when it came, and how long the scheduler had been up."""
+        self._began = time.monotonic()
+        if run_dir is not None:
+            self._reach(run_dir)
+
+    def __enter__(self) -> "Live":
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.__exit__()
+        if self._parameters is not None:
+            self._parameters.__exit__()
+
+    @property
+    def answered(self) -> bool:
+        """The scheduler has said something."""
+        return bool(self._watch.newest)
+
+    @property
+    def silent_s(self) -> float:
+        """Since the scheduler's last answer."""
+        return self._watch.age_s
+
+    @property
+    def complete(self) -> bool:
+        """The parameter server has said something, too."""
+        return self._parameters is not None and bool(self._parameters.newest)
+
+    def snapshot(self) -> Snapshot:
+        status = self._watch.newest
+        if status and self._first is None:
+            self._meet(status)
+        self._ask_parameters(str(status.get("parameters") or ""))
+        return Snapshot(
+            phase=_phase(status, self.silent_s),
+            elapsed_s=self._elapsed_s(),
+            status=status,
+            status_age_s=self.silent_s,
+            lines=self._lines.take() if self._lines is not None else (),
+            parameters={} if self._parameters is None else self._parameters.newest,
+            unix_s=time.time(),
+        )
+
+    def _elapsed_s(self) -> float:
+        """Goes on over a restart of the scheduler."""
+        began, up_s = self._first or (self._began, 0.0)
+        return up_s + time.monotonic() - began
+
+    def _meet(self, status: Mapping[str, Any]) -> None:
+        """The first answer says what the run is called, and where it lies."""
+        self._first = time.monotonic() - self.silent_s, float(status.get("uptime_s") or 0.0)
+        run_dir = Path(str(status.get("run_dir") or ""))
+        if self.trace is None and status.get("run_dir"):
+            self.name = run_dir.name
+            if (run_dir / TRACE).is_file():
+                self._reach(run_dir)
+
+    def _reach(self, run_dir: Path) -> None:
+        self.trace, self._lines = run_dir / TRACE, NewLines(run_dir / "metrics.jsonl")
+
+    def _ask_parameters(self, endpoint: str) -> None:
+        """As soon as the scheduler has said where it is."""
+        if self._parameters is None and endpoint:
+            self._parameters = StatusWatch(endpoint, 2 * LIVE_EVERY_S, transport=self._transport)
+            self._parameters.__enter__()
+
+
+def _phase(status: Mapping[str, Any], age_s: float) -> str:
+    if not status:
+        return "no answer yet"
+    if age_s > 3 * LIVE_EVERY_S:
+        return "no answer"
+    if status.get("closed") or status.get("finished"):
+        return "finished"
+    return "running" if int(status.get("version", -1)) >= 0 else "starting"
+
+
+class Replay:
+    """A trace, as fast as one likes. Going back reads it again from the beginning."""
+
+    def __init__(self, trace: Path, steps: int = 0) -> None:
+        """``steps``: of the whole run, where that is known."""
+        self.name = trace.parent.resolve().name
+        self.trace: Path | None = trace
+        self.over = False
+        """The last line was read."""
+        self._steps = steps
+        self._metrics = _by_time(trace.parent / "metrics.jsonl")
+        self._rewind()
+
+    def __enter__(self) -> "Replay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def at_s(self) -> float:
+        """Seconds since the first line."""
+        return self._at_s
+
+    def _rewind(self) -> None:
+        self._retold = Retold(self._steps)
+        self._lines: Iterator[Mapping[str, Any]] = iter(read_events(self.trace)) if self.trace else iter(())
+        self._next = next(self._lines, None)
+        self._at_s = 0.0
+        self._unix_s = 0.0 if self._next is None else self._next["t"] / 1e9
+        self._told = 0
+        self.over = self._next is None
+
+    def advance(self, seconds: float) -> None:
+        """Go on by so much of the run's own time, or back."""
+        target_s = max(self._at_s + seconds, 0.0)
+        if seconds < 0:
+            self._rewind()
+        while self._next is not None and self._retold.at_s(self._next) <= target_s:
+            self._unix_s = self._next["t"] / 1e9
+            self._retold.feed(self._next)
+            self._next = next(self._lines, None)
+        self.over = self._next is None
+        self._at_s = self._retold.now_s if self.over else target_s
+
+    def to_the_end(self) -> None:
+        """Read all that is left."""
+        self.advance(float("inf"))
+
+    def snapshot(self) -> Snapshot:
+        unix_s = self._unix_s + max(self._at_s - self._retold.now_s, 0.0)
+        fresh = tuple(itertools.takewhile(lambda line: line.get("t", 0.0) <= unix_s, self._metrics[self._told :]))
+        self._told += len(fresh)
+        return Snapshot(
+            phase="replay, the end" if self.over else "replay",
+            elapsed_s=self._at_s,
+            status=self._retold.status(),
+            lines=fresh,
+            unix_s=unix_s,
+        )
+
+
+def _by_time(metrics: Path) -> list[Mapping[str, Any]]:
+    """Its lines; those of a run without any are none."""
+    return sorted(NewLines(metrics).take(), key=lambda line: float(line.get("t") or 0.0))

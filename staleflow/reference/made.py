@@ -1,0 +1,3 @@
+"""What every made page says of itself."""
+
+MADE = "<!-- made by `make reference`: change the code, not the page -->"

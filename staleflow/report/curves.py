@@ -1,0 +1,115 @@
+"""The numbers of ``metrics.jsonl`` as charts, under their own names. Pure but for reading."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from staleflow.report.charts import Chart, Series, lines, stack
+from staleflow.runtime.metric_names import METRICS, PLACES
+
+LEARNING = (
+    ("Reward", ("reward/mean", "reward/eval")),
+    ("Length", ("length/mean", "length/p99")),
+    ("Loss", ("loss",)),
+    ("Gradient norm", ("grad_norm",)),
+    ("Engine and trainer apart", ("mismatch_kl",)),
+    ("Effective sample size", ("is_weight/ess",)),
+    ("Divergence from the reference", ("kl/reference",)),
+    ("Clipped tokens", ("clip/low", "clip/high")),
+)
+STALENESS = (
+    ("Age on the way", ("off_policy/in_flight/mean", "off_policy/in_queue/mean")),
+    ("Too old to train", ("staleness/masked_token_ratio",)),
+)
+TIME = (
+    ("Idle", ("trainer/idle_ratio", "rollout/idle_ratio")),
+    ("Throughput", ("perf/tokens_per_second",)),
+)
+STEP = ("time/wait_for_batch", "time/train", "time/publish", "time/checkpoint", "time/eval")
+COLOURS = ("blue", "orange", "green", "purple", "teal", "red", "grey")
+STEP_COLOURS = ("red", "blue", "purple", "teal", "grey")
+
+
+class Curves:
+    """Every number by step: the last word on each, where a step was said twice or trained again."""
+
+    def __init__(self, said: Iterable[Mapping[str, Any]]) -> None:
+        rows: dict[int, dict[str, float]] = {}
+        for line in said:
+            step = line.get("step")
+            if isinstance(step, int):
+                row = rows.setdefault(step, {})
+                row.update({key: value for key, value in line.items() if _is_number(key, value)})
+        self.steps = sorted(rows)
+        self._rows = [rows[step] for step in self.steps]
+        self.names = list(dict.fromkeys(name for row in self._rows for name in row))
+
+    def values(self, name: str) -> list[float | None]:
+        """One a step; None where it was not measured."""
+        return [row.get(name) for row in self._rows]
+
+    def known(self, name: str) -> list[float]:
+        """Without the gaps."""
+        return [value for value in self.values(name) if value is not None]
+
+    def moves(self, name: str) -> bool:
+        """Whether there is anything to see."""
+        return len(set(self.known(name))) > 1
+
+    def chart(self, title: str, names: Sequence[str]) -> Chart | None:
+        """None when nothing moves."""
+        if not any(self.moves(name) for name in names):
+            return None
+        shown = [name for name in names if self.known(name)]
+        found = [METRICS[name] for name in shown if name in METRICS]
+        series = [Series(name=name, colour=COLOURS[at], values=self.values(name)) for at, name in enumerate(shown)]
+        unit = found[0].unit if found else ""
+        meaning = "; ".join(f"{name}: {METRICS[name].meaning}" for name in shown if name in METRICS)
+        return lines(title, self.steps, series, unit=unit, meaning=meaning)
+
+    def group(self, wanted: Iterable[tuple[str, Sequence[str]]]) -> list[Chart]:
+        """Those that have anything to show."""
+        charts = (self.chart(title, names) for title, names in wanted)
+        return [chart for chart in charts if chart is not None]
+
+    def step_times(self) -> Chart | None:
+        """What the trainer did with each step, as areas."""
+        parts = [(name, colour) for name, colour in zip(STEP, STEP_COLOURS, strict=True) if any(self.known(name))]
+        if not parts:
+            return None
+        trained = [at for at, step in enumerate(self.steps) if step >= 0]
+        series = [
+            Series(
+                name=name.partition("/")[2].replace("_", " "),
+                colour=colour,
+                values=[self.values(name)[at] for at in trained],
+            )
+            for name, colour in parts
+        ]
+        return stack("The trainer's time", [self.steps[at] for at in trained], series, unit="s a step")
+
+    def others(self) -> list[Chart]:
+        """Whatever else was written down, user's own numbers too."""
+        shown = {name for _, names in (*LEARNING, *STALENESS, *TIME) for name in names} | set(STEP)
+        return self.group((name, (name,)) for name in self.names if name not in shown)
+
+
+def _is_number(key: str, value: object) -> bool:
+    return key not in PLACES and isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def metric_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``; a torn or strange one is left out, no file is no lines."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    found: list[dict[str, Any]] = []
+    for line in raw.split(b"\n"):
+        try:
+            found.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError:
+            continue
+    return found

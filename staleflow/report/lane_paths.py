@@ -1,0 +1,147 @@
+"""Swim lanes as SVG paths: how much each worker had at once, over the time of a run. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.monitor.lanes import Lane, Span
+from staleflow.report.charts import SIDE, Path, Tick, time_ticks
+
+Numbers = NDArray[np.float64]
+
+MOST_LANES = 64
+CLOSE = 8
+"""Zoom from which more ticks are shown; the page's script knows it too."""
+FINEST = 4_000
+"""Pieces of a lane, that can be zoomed into."""
+MOST_PIECES = 120_000
+"""Of all lanes together: the page stays a file that opens at once."""
+STAGE_COLOURS = ("orange", "teal", "purple", "red", "green")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneRow:
+    """One lane as it is drawn."""
+
+    kind: str
+    worker: str
+    busy: str
+    """Share of the time in which it had anything, for people."""
+    most: int
+    """Most that it had at once."""
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """All of them, on one time axis."""
+
+    rows: list[LaneRow]
+    left_out: int
+    ticks: list[list[Tick]]
+    """Coarse ones, those that come in between when it is looked at closely, and more closely still."""
+    seconds: float
+    legend: list[tuple[str, str]]
+
+
+def lane_rows(shown: Sequence[Lane], window_s: tuple[float, float]) -> Lanes:
+    """Height is what a worker had at once, against the most that any of its kind had."""
+    drawn = _chosen(shown)
+    kinds = list(dict.fromkeys(lane.kind for lane in drawn))
+    pieces = max(min(FINEST, MOST_PIECES // max(len(drawn), 1)), 200)
+    edges = np.linspace(window_s[0], max(window_s[1], window_s[0] + 1e-6), pieces + 1)
+    loads = [_load(lane.spans, edges) for lane in drawn]
+    most = {kind: max(_most(lane.spans) for lane in drawn if lane.kind == kind) for kind in kinds}
+    rows = [
+        LaneRow(
+            kind=lane.kind,
+            worker=lane.worker,
+            busy=f"{100 * _busy(lane.spans, window_s):.0f} %",
+            most=_most(lane.spans),
+            path=Path(kind="area", colour=_colour(lane.kind, kinds), d=_steps(load / most[lane.kind])),
+        )
+        for lane, load in zip(drawn, loads, strict=True)
+    ]
+    return Lanes(
+        rows=rows,
+        left_out=len(shown) - len(drawn),
+        ticks=_ticks(window_s),
+        seconds=window_s[1] - window_s[0],
+        legend=[(_colour(kind, kinds), kind) for kind in kinds],
+    )
+
+
+def _ticks(window_s: tuple[float, float]) -> list[list[Tick]]:
+    found, known = list[list[Tick]](), set[float]()
+    for zoom in (1, CLOSE, CLOSE**2):
+        ticks = [tick for tick in time_ticks(window_s, 7 * zoom) if round(tick.at, 6) not in known]
+        known |= {round(tick.at, 6) for tick in ticks}
+        found.append(ticks)
+    return found
+
+
+def _chosen(shown: Sequence[Lane]) -> list[Lane]:
+    """The trainer and every stage are shown, however many engines there are."""
+    others = [lane for lane in shown if lane.kind != "engine"]
+    engines = [lane for lane in shown if lane.kind == "engine"]
+    chosen = engines[: max(MOST_LANES - len(others), MOST_LANES // 2)]
+    return [*chosen, *others[: MOST_LANES - len(chosen)]]
+
+
+def _colour(kind: str, kinds: Sequence[str]) -> str:
+    if kind in ("engine", "trainer"):
+        return "blue" if kind == "engine" else "ink"
+    stages = [name for name in kinds if name not in ("engine", "trainer")]
+    return STAGE_COLOURS[stages.index(kind) % len(STAGE_COLOURS)]
+
+
+def _load(spans: Sequence[Span], edges: Numbers) -> Numbers:
+    """Mean number of spans under way between two edges."""
+    total = _work(np.array([span.begin_s for span in spans]), edges)
+    total -= _work(np.array([span.end_s for span in spans]), edges)
+    load: Numbers = np.maximum(np.diff(total) / np.diff(edges), 0.0)
+    return load
+
+
+def _work(begins: Numbers, edges: Numbers) -> Numbers:
+    """Seconds since each beginning, summed, at each edge."""
+    begins = np.sort(begins)
+    before = np.searchsorted(begins, edges)
+    sums = np.concatenate([[0.0], np.cumsum(begins)])
+    work: Numbers = before * edges - sums[before]
+    return work
+
+
+def _most(spans: Sequence[Span]) -> int:
+    changes = sorted((moment, change) for span in spans for moment, change in ((span.begin_s, 1), (span.end_s, -1)))
+    most = now = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return max(most, 1)
+
+
+def _busy(spans: Sequence[Span], window_s: tuple[float, float]) -> float:
+    """Share of the window in which at least one is under way."""
+    low, high = window_s
+    total, until = 0.0, low
+    for span in sorted(spans):
+        begin, end = max(span.begin_s, until), min(span.end_s, high)
+        if end > begin:
+            total += end - begin
+            until = end
+    return total / (high - low) if high > low else 0.0
+
+
+def _steps(heights: Numbers) -> str:
+    """A silhouette; pieces of one height are one piece."""
+    levels = np.rint(heights * SIDE / 20).astype(int) * 20
+    width = SIDE / len(levels)
+    changes = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]
+    parts = [f"M0 {SIDE}"]
+    for at, until in pairwise(changes):
+        parts.append(f"V{SIDE - int(levels[at])}H{width * until:.6g}")
+    return "".join(parts) + f"V{SIDE}Z"

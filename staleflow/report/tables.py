@@ -1,0 +1,53 @@
+# pyright: basic, reportMissingImports=false
+"""Events as tables: pandas is the extra ``frames``, pyarrow the extra ``parquet``."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from staleflow.configs.errors import ConfigError
+from staleflow.monitor.lanes import short_name, timed
+
+LEFT_OUT = ("schema", "run", "t", "m", "h")
+"""Fields of a line that no table has: they are the same in every line, or are told by another column."""
+
+
+def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
+    """One list a column, all of one length; None where an event has no such field. ``kinds``: only these, if any."""
+    found: dict[str, list[Any]] = {}
+    rows = 0
+    for seconds, event in timed(events):
+        if kinds and event["ev"] not in kinds:
+            continue
+        row = {"seq": event["seq"], "seconds": seconds, "time": event["t"], "ev": event["ev"]}
+        if "worker" in event:
+            row["name"] = short_name(event["worker"])
+        row |= {key: value for key, value in event.items() if key not in LEFT_OUT}
+        for key, value in row.items():
+            found.setdefault(key, [None] * rows).append(value)
+        rows += 1
+        for column in found.values():
+            if len(column) < rows:
+                column.append(None)
+    return found
+
+
+def frame(held: Mapping[str, list[Any]]) -> Any:
+    """A ``pandas.DataFrame``; ``time`` becomes a moment in UTC. ``ConfigError`` without pandas."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ConfigError("to_frame", "pandas", "it is not installed: pip install 'staleflow[frames]'") from error
+    made = pandas.DataFrame(held)
+    return made.assign(time=pandas.to_datetime(made["time"], unit="ns", utc=True)) if len(made) else made
+
+
+def table(held: Mapping[str, list[Any]]) -> Any:
+    """A ``pyarrow.Table``; lists and structs keep their types. ``ConfigError`` without pyarrow."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError("to_arrow", "pyarrow", "it is not installed: pip install 'staleflow[parquet]'") from error
+    made: dict[str, Any] = dict(held)
+    if made:
+        made["time"] = pyarrow.array(made["time"], pyarrow.timestamp("ns", tz="UTC"))
+    return pyarrow.table(made)

@@ -1,0 +1,81 @@
+"""Every number that ``metrics.jsonl`` may hold, by its one name: there, in Prometheus, TensorBoard and W&B.
+
+In Prometheus ``off_policy/in_queue/mean`` is ``staleflow_off_policy_in_queue_mean``.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+PREFIX: Final = "staleflow_"
+PLACES: Final = ("step", "lineage", "version", "t")
+"""Of a line: where it belongs. ``t`` is unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a number is."""
+
+    unit: str
+    """Empty for a plain number."""
+    meaning: str
+
+
+METRICS: Final[dict[str, Metric]] = {
+    "reward/mean": Metric("", "mean reward of the trained trajectories"),
+    "reward/std": Metric("", "standard deviation of the rewards of the trained trajectories"),
+    "reward/eval": Metric("", "mean reward of the held-out prompts"),
+    "reward/eval_failed": Metric("prompts", "held-out prompts that have no reward"),
+    "length/mean": Metric("tokens", "mean length of the trained trajectories, sampled tokens only"),
+    "length/p99": Metric("tokens", "99th percentile of the length of the trained trajectories"),
+    "length/eval": Metric("tokens", "mean length of the completions of the held-out prompts"),
+    "length/ranker_tau": Metric("", "Kendall's tau between expected and real lengths; 1 is a perfect order"),
+    "length/ranker_n": Metric("groups", "groups that length/ranker_tau is of"),
+    "loss": Metric("", "loss of the step"),
+    "grad_norm": Metric("", "L2 norm of the gradient before it is clipped"),
+    "lr": Metric("", "learning rate"),
+    "clip/low": Metric("share", "trained tokens whose ratio is clipped from below"),
+    "clip/high": Metric("share", "trained tokens whose ratio is clipped from above"),
+    "masked/token": Metric("share", "trained tokens that a mask of the algorithm left out"),
+    "masked/sequence": Metric("share", "trajectories that lost all of their tokens to a mask of the algorithm"),
+    "kl/reference": Metric("nats", "divergence from the reference model, a token"),
+    "mismatch_kl": Metric("nats", "divergence between the engine that wrote and the trainer's model, a token"),
+    "is_weight/mean": Metric("", "mean importance weight of the trained tokens"),
+    "is_weight/max": Metric("", "largest importance weight"),
+    "is_weight/ess": Metric("share", "effective sample size of the importance weights"),
+    "is_weight/truncated": Metric("share", "tokens whose importance weight was cut to its cap"),
+    "off_policy/mean": Metric("versions", "mean age of what the step trained"),
+    "off_policy/max": Metric("versions", "largest age of what the step trained"),
+    "off_policy/in_flight/mean": Metric("versions", "mean age of the groups that are being generated"),
+    "off_policy/in_flight/max": Metric("versions", "largest age of the groups that are being generated"),
+    "off_policy/in_queue/mean": Metric("versions", "mean age of the groups that wait to be trained"),
+    "off_policy/in_queue/max": Metric("versions", "largest age of the groups that wait to be trained"),
+    "staleness/violations": Metric(
+        "groups", "groups delivered beyond the bound since the run began; anything but 0 is a bug"
+    ),
+    "staleness/masked_token_ratio": Metric("share", "tokens of the step that were too old to train"),
+    "staleness/dropped": Metric("groups", "groups that were ready to train and were dropped, since the run began"),
+    "staleness/length_bias": Metric("", "mean length trained over mean length sampled; 1 is no bias"),
+    "rollout/instances": Metric("instances", "engines that are attached"),
+    "rollout/running": Metric("samples", "samples that the engines decode"),
+    "rollout/waiting": Metric("samples", "samples that wait at the engines"),
+    "rollout/idle_ratio": Metric("share", "time of the engines in which they decoded nothing"),
+    "perf/tokens_per_second": Metric("tokens/s", "tokens of the trained trajectories a second"),
+    "perf/samples_per_second": Metric("samples/s", "trained trajectories a second"),
+    "perf/mfu": Metric("share", "floating point operations of the trainer over what its devices can do"),
+    "time/step": Metric("s", "one step of the trainer, waiting included"),
+    "time/wait_for_batch": Metric("s", "time in which the trainer had no batch"),
+    "time/train": Metric("s", "forward and backward passes and the optimizer"),
+    "time/publish": Metric("s", "time until the new version was durable"),
+    "time/pull": Metric("s", "mean time from the order to load a version until an engine had it"),
+    "time/checkpoint": Metric("s", "writing a checkpoint"),
+    "time/eval": Metric("s", "evaluating on the held-out prompts"),
+    "trainer/idle_ratio": Metric("share", "time of the step in which the trainer had no batch"),
+    "trainer/tokens": Metric("tokens", "tokens that the step trained"),
+    "trainer/sampled_tokens": Metric("tokens", "tokens of the step's trajectories, masked ones included"),
+    "trainer/bad_steps": Metric("steps", "steps whose loss or gradient was not finite, since the run began"),
+}
+
+
+def prometheus(name: str) -> str:
+    """The name in Prometheus."""
+    return PREFIX + "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)

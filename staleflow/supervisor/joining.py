@@ -1,0 +1,38 @@
+"""A run as its scheduler knows it, for a process that was told nothing but the address."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from staleflow.clients.admin import Admin
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import RESOLVED, from_json, load, read_run, write_resolved
+from staleflow.configs.schema import Config
+from staleflow.runtime.roles import Role
+from staleflow.runtime.security import client_sockets
+
+_KEYS = {"train": Role.TRAINER, "relay": Role.SERVER}
+"""By word of the command line; the others are called as their keys are."""
+
+
+def joined(
+    address: str, word: str, file: Path | None = None, overrides: Sequence[str] = (), *, timeout_s: float = 10.0
+) -> tuple[Config, Path]:
+    """The run's configuration and its directory: the scheduler's where that is on this host (or on a disk of both),
+    else ``runs/attached-RUN`` here.
+
+    ``word``: rollout, stage, train or relay. ``ConfigError`` when ``file`` and ``overrides`` are of another run,
+    ``Unavailable`` when nobody answers.
+    """
+    sockets = client_sockets(None, _KEYS.get(word) or Role(word))
+    with Admin(address, transport=sockets) as admin:
+        attached = admin.run(timeout_s=timeout_s)
+    theirs = from_json(attached.config)
+    if file is not None and load(file, overrides) != theirs:
+        raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has another configuration')
+    if file is None and overrides:
+        raise ConfigError("override", overrides[0], f'run "{attached.run}" at {address} has its configuration already')
+    folder = Path(attached.run_dir)
+    if not ((folder / RESOLVED).is_file() and read_run(folder) == theirs):
+        folder = Path("runs") / f"attached-{attached.run}"
+        write_resolved(theirs, folder)
+    return theirs, folder

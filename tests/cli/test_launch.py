@@ -1,0 +1,72 @@
+"""``staleflow launch``: what it refuses, and that a dry run touches nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.cli.test_bad_input import refused
+
+CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
+HOSTS = 'launch.hosts=["127.0.0.1", "127.0.0.1", "127.0.0.1"]'
+
+
+@pytest.mark.parametrize("engine", ["ssh", "slurm", "kubernetes", "ray"])
+def test_a_dry_run_says_what_would_be_and_leaves_nothing(cli: Cli, engine: str) -> None:
+    said = cli("launch", "--on", engine, CLUSTER, HOSTS, "--dry-run")
+    assert (said.code, said.err, said.left) == (0, "", [])
+    assert all(word in said.out for word in ("5551", "rollout", "trainer"))
+    assert "secret = " not in said.out, "no key is shown"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--on", "ssh", CLUSTER],
+            "launch.hosts is []; it must name launch.trainer_nodes + launch.rollout_nodes = 3 hosts",
+        ),
+        (
+            ["--on", "ssh", CLUSTER, 'launch.hosts=["no.such.host", "b", "c"]'],
+            'host is "no.such.host"; this machine does',
+        ),
+        (["--on", "ray", CLUSTER, "--out", "x"], '--out is "x"; --on ray writes no files'),
+        (["--on", "slurm"], "which configuration? For example: staleflow launch --on slurm configs/cluster.toml"),
+        (
+            ["--on", "slurm", CLUSTER, "launch.rollout_nodes=5"],
+            "launch.rollout_nodes is 5; it must be at most rollout.workers",
+        ),
+        (["--on", "slurm", CLUSTER, "launch.gpu_per_node=8"], "did you mean launch.gpus_per_node?"),
+        (["--on", "kubernetes", CLUSTER, "launch.image="], 'launch.image is ""; it must name a container image'),
+        (["--on", "nomad", CLUSTER], "'nomad' is not one of 'ssh', 'slurm', 'kubernetes', 'ray'"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(cli: Cli, words: list[object], said: str) -> None:
+    refused(cli("launch", *words), said)
+
+
+def test_files_are_private_and_a_run_of_them_is_resumed_not_overwritten(cli: Cli, short_dir: Path) -> None:
+    assert cli("launch", "--on", "slurm", CLUSTER, "--out", "job").code == 0
+    job = short_dir / "job"
+    assert sorted(path.name for path in job.iterdir()) == ["config.json", "config.toml", "job.sbatch", "keys", "logs"]
+    assert job.stat().st_mode & 0o077 == (job / "keys").stat().st_mode & 0o077 == 0
+    refused(cli("launch", "--on", "slurm", CLUSTER, "--out", "job"), "there is a run in it already", ["job"])
+    before = {path.name: path.read_bytes() for path in (job / "keys").iterdir()}
+    again = cli("launch", "--on", "slurm", CLUSTER, "--out", "job", "--resume", "launch.rollout_nodes=4")
+    assert again.code == 0
+    assert {path.name: path.read_bytes() for path in (job / "keys").iterdir()} == before
+    assert "--machines 4" in (job / "job.sbatch").read_text()
+
+
+@pytest.mark.parametrize(("engine", "tool"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
+def test_without_the_tool_the_files_are_there_and_it_says_what_to_do(short_dir: Path, engine: str, tool: str) -> None:
+    command = [sys.executable, "-m", "staleflow.cli", "launch", "--on", engine, str(CLUSTER), "--run-dir", "made"]
+    environment = {**os.environ, "PATH": str(short_dir)}
+    done = subprocess.run(command, cwd=short_dir, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f'staleflow: {tool} is "{(short_dir / "made").resolve()}' in done.stderr
+    assert "it is not installed here" in done.stderr
+    assert (short_dir / "made" / "keys" / "server.key").is_file()

@@ -1,0 +1,43 @@
+"""The pages that are made from the code are those that the code makes."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from staleflow.configs.describe import tables
+from staleflow.configs.explain import keys
+from staleflow.reference.pages import made
+from tests.docs.markdown import ROOT
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, str]:
+    return made()
+
+
+def test_every_made_page_and_picture_is_fresh(fresh: dict[str, str]) -> None:
+    stale = [name for name, text in fresh.items() if (ROOT / "docs" / name).read_text() != text]
+    assert stale == [], "make reference writes them anew"
+
+
+def test_nothing_else_lies_beside_them(fresh: dict[str, str]) -> None:
+    there = [path for folder in ("reference", "pictures") for path in (ROOT / "docs" / folder).iterdir()]
+    assert sorted(path.relative_to(ROOT / "docs").as_posix() for path in there) == sorted(fresh)
+
+
+def test_a_picture_is_well_formed_and_asks_for_nothing_from_elsewhere(fresh: dict[str, str]) -> None:
+    for name, text in fresh.items():
+        if name.endswith(".svg"):
+            ElementTree.fromstring(text)
+            assert text.count("http") == 1  # its own namespace
+
+
+def test_every_key_has_a_sentence() -> None:
+    found = list(tables())
+    assert [f"{table.name}.{key.name}" for table in found for key in table.keys if not key.says] == []
+    assert [table.name for table in found if not table.says] == []
+
+
+def test_every_key_is_described_once() -> None:
+    found = [f"{table.name}.{key.name}".lstrip(".") for table in tables() for key in table.keys]
+    assert sorted(found) == sorted(keys())

@@ -1,0 +1,119 @@
+"""Every process of a run is on one machine, with GPUs of its own, whatever the numbers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.launch import share
+from staleflow.configs.load import load
+from staleflow.configs.schema import Config
+from staleflow.launch import placement
+from staleflow.launch.placement import Place
+from staleflow.supervisor import roles
+
+CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
+REAL = (
+    *("rollout.engine=vllm", "trainer.backend=fsdp", "model.path=/data/model", "launch.gpus_per_node=8"),
+    *("rollout.vllm.tensor_parallel=2", "rollout.workers=8", "trainer.nproc=4", "trainer.batch_size=64"),
+)
+HERE, THERE = Path("/run/a"), "tcp://10.0.0.1:5551"
+
+
+def cluster(*overrides: str) -> Config:
+    return load(CLUSTER, overrides)
+
+
+def words(config: Config) -> dict[str, tuple[str, ...]]:
+    """Name -> command of each process on each machine, but for the head's."""
+    found: dict[str, tuple[str, ...]] = {}
+    for place in placement.places(config):
+        if place.part == "rollout":
+            there = placement.rollout_roles(config, HERE, THERE, place, "tcp://10.0.0.7:*")
+        else:
+            there = placement.trainer_roles(config, HERE, THERE, place, "10.0.0.2:5651", "10.0.0.3")
+        for role in there:
+            assert role.name not in found, "each name once in the run"
+            found[role.name] = role.command
+    return found
+
+
+def test_a_launched_run_has_the_workers_of_a_run_here_and_a_relay_where_engines_share_weights() -> None:
+    config = cluster("rollout.workers=5", "launch.rollout_nodes=2")
+    placed = {*words(config), *(role.name for role in placement.head_stages(config, HERE, 0))}
+    assert placed == {role.name for role in roles.workers(config, HERE)} | {"relay-0", "relay-1"}
+
+
+def test_a_worker_is_told_where_the_scheduler_is() -> None:
+    command = words(cluster())["rollout-3"]
+    attach = (
+        "-m",
+        "staleflow.cli",
+        "attach",
+        "rollout",
+        "--run-dir",
+        "/run/a",
+        "--connect",
+        THERE,
+        "--name",
+        "rollout-3",
+    )
+    assert command == (sys.executable, *attach)
+
+
+@pytest.mark.parametrize(("count", "machines"), [(5, 2), (4, 4), (7, 3), (1, 1)])
+def test_shares_are_even_and_whole(count: int, machines: int) -> None:
+    shares = [share(count, machine, machines) for machine in range(machines)]
+    assert [one for part in shares for one in part] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_gpus_are_given_out_once_engines_by_their_width_and_judges_behind_the_ranks() -> None:
+    config = cluster(*REAL, "trainer.algorithm.kl_coef=0.01", "reference.workers=2")
+    rollout = Place(part="rollout", number=1, machines=2, gpus=8)
+    engines = placement.rollout_roles(config, HERE, THERE, rollout, "tcp://10.0.0.7:*")
+    assert [(role.name, role.gpus) for role in engines] == [
+        ("relay-1", ()),
+        *((f"rollout-{4 + at}", (2 * at, 2 * at + 1)) for at in range(4)),
+    ]
+    trainer = placement.trainer_roles(config, HERE, THERE, Place(part="trainer", number=0, machines=1, gpus=8), "", "")
+    assert [(role.name, role.gpus) for role in trainer] == [
+        ("reference-0", (4,)),
+        ("reference-1", (5,)),
+        ("trainer", (0, 1, 2, 3)),
+    ]
+    assert [role.name for role in placement.head_stages(config, HERE, 8)] == ["reward-0"]
+
+
+def test_ranks_of_several_machines_meet_under_torchrun_at_the_first() -> None:
+    found = words(cluster(*REAL, "launch.trainer_nodes=2"))
+    first, second = found["trainer"], found["trainer-1"]
+    assert {"--nnodes=2", "--local-addr=10.0.0.3", "--nproc-per-node=4", "--rdzv-endpoint=10.0.0.2:5651"} <= set(first)
+    assert ("--rdzv-conf=is_host=true" in first, "--rdzv-conf=is_host=false" in second) == (True, True)
+    assert first[-8:] == second[-8:] == (*first[-8:-2], "--name", "trainer")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["launch.rollout_nodes=9"], "launch.rollout_nodes is 9; it must be at most rollout.workers, 4"),
+        (["rollout.gpus=[0]"], "rollout.gpus is [0]; GPUs of launched machines are given out by launch.gpus_per_node"),
+        (
+            ["launch.trainer_nodes=2"],
+            'launch.trainer_nodes is 2; with trainer.backend "simulated", which is one process',
+        ),
+        ([*REAL, "rollout.workers=12"], "launch.gpus_per_node is 8; 6 engines a machine need 12"),
+        ([*REAL, "trainer.nproc=9"], "launch.gpus_per_node is 8; the first trainer machine needs 9"),
+        ([*REAL, "trainer.batch_size=6", "launch.trainer_nodes=2"], "trainer.nproc is 8"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        placement.check(cluster(*overrides))
+    assert said in str(refused.value)
+
+
+def test_what_fits_is_not_refused() -> None:
+    placement.check(cluster())
+    placement.check(cluster(*REAL, "launch.trainer_nodes=2", "trainer.algorithm.kl_coef=0.01"))

@@ -1,0 +1,92 @@
+"""The batch file of a run on Slurm: what Slurm reads of it, what its nodes run, and how it ends."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.load import load
+from staleflow.launch import slurm
+
+CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
+REAL = (
+    *("rollout.engine=vllm", "trainer.backend=fsdp", "model.path=/data/model", "launch.gpus_per_node=8"),
+    *("rollout.workers=16", "trainer.nproc=8", "trainer.batch_size=64", "launch.trainer_nodes=2"),
+    *("launch.setup=. /opt/venv/bin/activate", 'launch.options=["--partition=gpu", "--time=24:00:00"]'),
+)
+
+
+def script(*overrides: str, keys: str = "/shared/run/keys") -> str:
+    return slurm.script(load(CLUSTER, overrides), Path("/shared/run"), keys)
+
+
+def components(text: str) -> list[list[str]]:
+    """Options of each component of the job."""
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    found: list[list[str]] = [[]]
+    for line in lines:
+        if line == "hetjob":
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found
+
+
+def test_a_job_has_a_node_of_servers_then_those_of_rollout_and_of_the_trainer() -> None:
+    servers, rollout, trainer = components(script(*REAL))
+    everywhere = ["--no-requeue", "--partition=gpu", "--time=24:00:00"]
+    whole = ["--ntasks-per-node=1", "--gpus-per-node=8", "--exclusive"]
+    assert servers[-6:] == [*everywhere, "--nodes=1", "--ntasks=1", "--cpus-per-task=7"]
+    assert "--signal=B:TERM@60" in servers
+    assert rollout == [*everywhere, "--nodes=2", *whole]
+    assert trainer == [*everywhere, "--nodes=2", *whole]
+
+
+def test_machines_without_gpus_ask_for_the_processors_that_they_use() -> None:
+    _, rollout, trainer = components(script())
+    assert rollout == ["--no-requeue", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=3"]
+    assert trainer == ["--no-requeue", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+
+
+@pytest.mark.parametrize("overrides", [(), REAL], ids=["simulated", "real"])
+def test_it_is_a_shell_script(overrides: tuple[str, ...]) -> None:
+    text = script(*overrides)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "--machine $SLURM_PROCID --machines 2" in text
+    assert ("--meet $first:5651" in text) == (". /opt/venv/bin/activate\n" in text) == bool(overrides)
+
+
+def test_keys_are_named_and_not_shown() -> None:
+    assert "export STALEFLOW_KEY=/shared/run/keys\n" in script()
+    assert "STALEFLOW_KEY" not in script(keys="")
+
+
+STAND_INS = {
+    "scontrol": "echo head",
+    "srun": "case $* in *trainer*) {trainer};; *) {rollout};; esac",
+    "python": 'trap "echo drained; exit 130" TERM; echo serving; for _ in $(seq {steps}); do sleep 0.1; done; exit 0',
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "steps", "code", "said"),
+    [
+        ("exit 0", "exit 0", 3, 0, ["serving"]),
+        ("sleep 0.3; exit 2", "sleep 1", 600, 130, ["serving", "drained"]),
+        ("sleep 1", "sleep 0.3; exit 1", 600, 130, ["serving", "drained"]),
+    ],
+    ids=["the run ends", "no trainer is left", "no engine is left"],
+)
+def test_it_ends_with_the_run_or_when_nothing_is_left_of_a_part(
+    tmp_path: Path, trainer: str, rollout: str, steps: int, code: int, said: list[str]
+) -> None:
+    """With stand-ins for what Slurm and staleflow do."""
+    for name, text in STAND_INS.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{text.format(trainer=trainer, rollout=rollout, steps=steps)}\n")
+        path.chmod(0o755)
+    (tmp_path / "job").write_text(slurm.script(load(CLUSTER, ["launch.setup=:"]), tmp_path, ""))
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST_HET_GROUP_0": "head"}
+    words = ["bash", str(tmp_path / "job")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout.split()) == (code, said), done.stderr

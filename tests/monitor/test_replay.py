@@ -1,0 +1,210 @@
+"""A trace read again says what the scheduler itself said at that moment."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from staleflow.configs.schema import Config, Redundancy, Staleness
+from staleflow.monitor.replay import Retold
+from staleflow.monitor.sources import Replay
+from staleflow.protocols.consistency.effects import ReleaseWhy
+from staleflow.protocols.consistency.groups import State
+from staleflow.protocols.consistency.ids import Step, Version, WorkerId
+from staleflow.protocols.consistency.limits import Bound
+from staleflow.protocols.wire.messages import GetStatus, Join, Joined, NextGroups, Status
+from staleflow.supervisor.watch import NewLines
+from tests.servers.scheduler.table import Seat, Table
+from tests.servers.scheduler.world import config
+
+SAME = (
+    "run",
+    "version",
+    "next_step",
+    "lineage",
+    "trainer_term",
+    "max_staleness",
+    "bound",
+    "batch_size",
+    "window",
+)
+LEDGER = ("leased", "pushed", "occupied", "sealed", "consumed", "claimed", "spares")
+
+
+class Played:
+    """A run at a table, and its trace so far."""
+
+    def __init__(self, run_dir: Path, config: Config, seed: int) -> None:
+        self.table = Table(run_dir, config)
+        self.random = random.Random(seed)
+        self.seats = [Seat(self.table, name, capacity=4) for name in ("a", "b")]
+        self.staged: list[Any] = []
+        self.retold = Retold(steps=config.trainer.steps)
+        self._lines = NewLines(run_dir / "trace.jsonl")
+
+    def step(self) -> None:
+        """Something that can happen happens."""
+        moves: list[tuple[int, Callable[[], object]]] = [
+            (8, self._push),
+            (8, self._occupy),
+            (4, self._train),
+            (1, self._give_up),
+            (2, self._claim),
+            (1, self._roll_back),
+            (2, lambda: self.table.after(150)),
+        ]
+        self.random.choices([move for _, move in moves], [weight for weight, _ in moves])[0]()
+        for seat in self.seats:
+            seat.report()
+
+    def _push(self) -> None:
+        seat = self.random.choice(self.seats)
+        if seat.held:
+            assign = self.random.choice(list(seat.held.values()))
+            del seat.held[assign.lease]
+            if self.table.push(assign, seat.name) is None:
+                self.staged.append(assign)
+
+    def _occupy(self) -> None:
+        if self.staged:
+            assign = self.staged.pop(self.random.randrange(len(self.staged)))
+            held = self.table.interpreter.machine.group(assign.group)
+            if held is not None and held.lease == assign.lease and held.state is State.PUSHED:
+                self.table.occupy(assign)
+
+    def _give_up(self) -> None:
+        seat = self.random.choice(self.seats)
+        if seat.held:
+            assign = self.random.choice(list(seat.held.values()))
+            del seat.held[assign.lease]
+            self.table.release(assign, ReleaseWhy.ABORTED, seat.name)
+
+    def _train(self) -> None:
+        machine = self.table.interpreter.machine
+        if machine.sealed_batch(Step(machine.version)) is not None:
+            self.table.train()
+
+    def _claim(self) -> None:
+        machine = self.table.interpreter.machine
+        held = [member.lease for member in machine.claims()]
+        if int(machine.next_step) == machine.version and len(held) < machine.limits.batch_size:
+            ask = NextGroups(trainer_term=self.table.term, step=machine.next_step, held=held, count=1, wait_ms=10)
+            self.table.call("trainer", ask, lambda _: None)
+
+    def _roll_back(self) -> None:
+        machine = self.table.interpreter.machine
+        version = Version(max(machine.version - self.random.randrange(2), 0))
+        join = Join(trainer=WorkerId("trainer"), lineage=machine.lineage_of(version), version=version)
+        joined = self.table.ask("trainer", join)
+        assert isinstance(joined, Joined)
+        self.table.term = joined.trainer_term
+
+    def both(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """What the scheduler says, and what the trace tells."""
+        reply = self.table.ask("monitor", GetStatus())
+        assert isinstance(reply, Status)
+        for line in self._lines.take():
+            self.retold.feed(line)
+        return reply.values, self.retold.status()
+
+
+def shape(**staleness: Any) -> Config:
+    base = config(batch_size=3)
+    return msgspec.structs.replace(base, staleness=Staleness(**staleness))
+
+
+def spares() -> Config:
+    base = shape(max_staleness=1)
+    return msgspec.structs.replace(
+        base, rollout=msgspec.structs.replace(base.rollout, redundancy=Redundancy(groups=1.5))
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "config", [shape(max_staleness=2), shape(max_staleness=0), shape(bound=Bound.TOKEN, max_staleness=1), spares()],
+    ids=["trajectory", "on-policy", "token", "spares"],
+)  # fmt: skip
+def test_the_trace_tells_what_the_scheduler_said(tmp_path: Path, config: Config, seed: int) -> None:
+    played = Played(tmp_path / "run", config, seed)
+    for _ in range(90):
+        played.step()
+        said, told = played.both()
+        assert {key: told[key] for key in SAME} == {key: said[key] for key in SAME}
+        assert {key: told["ledger"][key] for key in LEDGER} == {key: said["ledger"][key] for key in LEDGER}
+        assert _named(told) == _named(said)
+        assert told["staleness"]["in_flight"] == said["staleness"]["in_flight"]
+        assert said["why"].startswith(told["why"].partition(", about")[0])
+        assert told["violations"] == 0
+    assert played.table.interpreter.machine.version > 0
+    played.table.close()
+
+
+def _named(status: Mapping[str, Any]) -> list[tuple[int, int, str]]:
+    return [(pin["group"], pin["version"], pin["worker"]) for pin in status["pinned"]["groups"]]
+
+
+def written(folder: Path) -> Path:
+    """A trace of one group, trained by step 0, over 100 seconds; then the scheduler starts again."""
+    lease = {"group": 7, "lease": 1, "worker": "rollout-0.aa"}
+    segment = {"lineage": 0, "version": 0, "tokens": 500}
+    member = {"group": 7, "lease": 1, "lineage": 0, "version": 0, "sha": "ab"}
+    sealed = {"batch": 1, "lineage": 0, "step": 0, "trainer_term": 1}
+    opening = {"max_staleness": 1, "batch_size": 1, "group_size": 4, "bound": "trajectory", "on_overdue": "wait"}
+    published = {"lineage": 0, "sha": "ab", "bytes": 5, "trainer_term": 1}
+    lines: list[tuple[float, str, dict[str, Any]]] = [
+        (0, "open", opening),
+        (1, "attach", {"worker": "rollout-0.aa", "role": "rollout", "why": ""}),
+        (2, "join", {"trainer": "trainer.aa", "trainer_term": 1, "checkpoint": {"lineage": 0, "version": -1}}),
+        (3, "publish", {**published, "version": 0}),
+        (4, "pull", {"worker": "rollout-0.aa", "lineage": 0, "version": 0, "sha": "ab", "ok": True}),
+        (5, "reserve", {**lease, "lineage": 0, "version": 0, "deadline": 1, "spare": False}),
+        (25, "push", {**lease, "shard": 0, "sha": "ab", "bytes": 9, "truncated": False, "segments": [segment]}),
+        (26, "occupy", {"group": 7}),
+        (26, "seal", {**sealed, "members": [member], "tokens": 500, "masked_tokens": 0, "digest": "cd"}),
+        (27, "deliver", {**sealed, "attempt": 1, "rank": 0}),
+        (99, "consume", sealed),
+        (99, "publish", {**published, "version": 1}),
+        (100, "open", opening),
+    ]
+    path = folder / "trace.jsonl"
+    with path.open("w") as file:
+        for seq, (at_s, ev, fields) in enumerate(lines, 1):
+            mono_ns = 0 if seq == len(lines) else int(at_s * 1e9)  # another boot has another monotonic clock
+            whole = {"run": "r", "inc": 1, "seq": seq, "t": int((1000 + at_s) * 1e9), "m": mono_ns, "ev": ev, **fields}
+            file.write(json.dumps(whole, separators=(",", ":")) + "\n")
+    (folder / "metrics.jsonl").write_text('{"step":0,"t":1099.5,"loss":0.5}\n')
+    return path
+
+
+def test_a_replay_goes_on_and_back_in_the_runs_own_time(tmp_path: Path) -> None:
+    replay = Replay(written(tmp_path), steps=3)
+    replay.advance(10.0)
+    shot = replay.snapshot()
+    assert (shot.phase, shot.elapsed_s, shot.unix_s, shot.lines) == ("replay", 10.0, 1010.0, ())
+    assert shot.status["instances"][0]["last_command"] == "assign 7"
+    assert shot.status["trainer_waits"] == "engines"
+    replay.advance(20.0)
+    assert (replay.snapshot().status["trainer_waits"], replay.at_s) == ("", 30.0)
+    assert replay.snapshot().status["instances"][0]["tokens_per_s"] == 50.0
+    replay.to_the_end()
+    over = replay.snapshot()
+    assert (over.phase, over.elapsed_s) == ("replay, the end", 100.0)
+    assert over.lines == ({"step": 0, "t": 1099.5, "loss": 0.5},)
+    assert over.status["staleness"]["consumed"] == [(0, 1)]
+    replay.advance(-70.0)
+    back = replay.snapshot()
+    assert (back.elapsed_s, back.status["version"], back.lines) == (30.0, 0, ())
+    replay.to_the_end()
+    assert len(replay.snapshot().lines) == 1, "and what comes after it comes again"
+
+
+def test_a_trace_without_a_line_is_over_at_once(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").touch()
+    replay = Replay(tmp_path / "trace.jsonl")
+    replay.advance(1.0)
+    assert (replay.over, replay.snapshot().status["version"]) == (True, -1)

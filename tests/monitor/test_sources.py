@@ -1,0 +1,84 @@
+"""A service that runs, as those see it who look on: over restarts, from its directory or from its address alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from staleflow.monitor import sources
+from staleflow.monitor.sources import Live
+from tests.monitor.world import STATUS
+
+
+class Watch:
+    """Stands for a thread that asks a server."""
+
+    answers: dict[str, dict[str, Any]]
+    age_s = 0.0
+
+    def __init__(self, address: str, *_: object, **__: object) -> None:
+        self._address = address
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        return self.answers.get(self._address, {})
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    Watch.answers, Watch.age_s = {}, 0.0
+    monkeypatch.setattr(sources, "StatusWatch", Watch)
+    return Watch.answers
+
+
+def test_nothing_is_claimed_before_the_first_answer(answers: dict[str, Any]) -> None:
+    live = Live("tcp://far:1")
+    shot = live.snapshot()
+    assert (live.name, live.answered, shot.phase, shot.status) == ("tcp://far:1", False, "no answer yet", {})
+
+
+def test_the_scheduler_says_where_the_parameter_server_and_the_run_directory_are(
+    answers: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "trace.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"loss":0.5}\n')
+    live = Live("tcp://near:1")
+    answers["tcp://near:1"] = STATUS | {"uptime_s": 50.0, "run_dir": str(tmp_path), "parameters": "tcp://near:2"}
+    answers["tcp://near:2"] = {"versions": []}
+    shot = live.snapshot()
+    assert (live.name, live.trace, live.complete) == (tmp_path.name, tmp_path / "trace.jsonl", True)
+    assert (shot.phase, shot.lines, shot.parameters) == ("running", ({"step": 1, "loss": 0.5},), {"versions": []})
+    assert 50.0 <= shot.elapsed_s < 60.0
+
+
+def test_a_directory_that_is_on_another_machine_is_out_of_reach(answers: dict[str, Any], tmp_path: Path) -> None:
+    answers["tcp://far:1"] = STATUS | {"run_dir": str(tmp_path / "there")}
+    live = Live("tcp://far:1")
+    assert live.snapshot().lines == ()
+    assert (live.name, live.trace) == ("there", None)
+
+
+def test_time_goes_on_when_the_scheduler_starts_again(answers: dict[str, Any]) -> None:
+    answers["a"] = STATUS | {"uptime_s": 500.0}
+    live = Live("a")
+    live.snapshot()
+    answers["a"] = STATUS | {"uptime_s": 1.0}
+    assert live.snapshot().elapsed_s >= 500.0
+
+
+@pytest.mark.parametrize(
+    ("status", "age_s", "phase"),
+    [
+        ({"version": -1}, 0.0, "starting"),
+        ({"version": 3}, 0.0, "running"),
+        ({"version": 3, "finished": True}, 0.0, "finished"),
+        ({"version": 3}, 9.0, "no answer"),
+    ],
+)
+def test_the_phase_is_said_in_a_word(answers: dict[str, Any], status: dict[str, Any], age_s: float, phase: str) -> None:
+    answers["a"] = status
+    Watch.age_s = age_s
+    assert Live("a").snapshot().phase == phase

@@ -1,0 +1,72 @@
+"""``top`` without a terminal: lines, one picture, an object; and stories, read beside the screen."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from staleflow.monitor.sources import Live, Replay
+from staleflow.monitor.top import GONE_S, Stories, lines, once
+from staleflow.runtime.errors import Unavailable
+from tests.monitor.test_replay import written
+from tests.monitor.test_sources import Watch
+from tests.monitor.world import STATUS
+
+
+def test_a_replay_is_a_line_every_five_seconds_of_the_run(tmp_path: Path) -> None:
+    out = io.StringIO()
+    waits = list(lines(Replay(written(tmp_path), steps=3), out, as_json=False, speed=10.0))
+    said = out.getvalue().splitlines()
+    assert set(waits) == {0.5}
+    assert len(said) == len(waits) + 1 == 21
+    assert "   0:10  replay  step 0/3  " in said[2]
+    assert "replay, the end  step 1/3" in said[-1]
+
+
+def test_an_object_a_second_has_everything_that_a_screen_shows(tmp_path: Path) -> None:
+    out = io.StringIO()
+    waits = list(lines(Replay(written(tmp_path)), out, as_json=True, speed=1.0))
+    boards = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert (waits[0], len(boards)) == (1.0, 101)
+    assert boards[30]["trainer"] == "step 0 trains"
+    assert [row["name"] for row in boards[-1]["instances"]] == ["rollout-0"]
+    assert boards[-1]["ages"][0] == {"age": 0, "in_flight": 0, "in_queue": 0, "consumed": 1}
+
+
+def test_one_picture_of_a_replay_is_its_end(tmp_path: Path) -> None:
+    out = io.StringIO()
+    once(Replay(written(tmp_path)), Console(file=out, width=150), as_json=False)
+    assert "replay, the end 1:40" in out.getvalue()
+    assert len(out.getvalue().splitlines()) == 50
+
+
+def test_lines_end_when_the_scheduler_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("staleflow.monitor.sources.StatusWatch", Watch)
+    Watch.answers, Watch.age_s = {"a": STATUS}, GONE_S + 1
+    out = io.StringIO()
+    with pytest.raises(Unavailable, match="no answer from a for 31"):
+        list(lines(Live("a"), out, as_json=False, speed=None))
+    assert "the scheduler has not answered for 31 s" in out.getvalue()
+
+
+def test_a_story_is_read_beside_the_screen_once(tmp_path: Path) -> None:
+    trace = written(tmp_path)
+    stories = Stories(lambda: trace)
+    told = stories.of(7)
+    while told is None:
+        told = stories.of(7)
+    assert told.headline.startswith("group 7: trained by step 0")
+    assert stories.of(7) is told
+    assert stories.of(None) is None
+    stories.close()
+
+
+def test_a_story_that_is_out_of_reach_says_where_it_is() -> None:
+    stories = Stories(lambda: None)
+    told = stories.of(7)
+    while told is None:
+        told = stories.of(7)
+    assert "staleflow trace show RUN_DIR" in told.headline
+    stories.close()

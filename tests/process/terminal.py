@@ -1,0 +1,114 @@
+"""A command in a terminal of its own: what a person would see, and keys to press."""
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from types import TracebackType
+
+import pyte
+
+from staleflow.cli.main import VERBS
+
+LEAVES_S = 20.0
+ALTERNATE, MAIN = b"\x1b[?1049h", b"\x1b[?1049l"
+"""Bytes that begin and end a screen of its own."""
+
+
+class Terminal:
+    """``staleflow`` with these words in ``columns`` x ``rows`` cells."""
+
+    def __init__(self, *words: object, columns: int = 80, rows: int = 24) -> None:
+        assert words[0] in VERBS
+        self._screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self._screen)
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.modes = termios.tcgetattr(slave)
+        """Of the terminal before the command began."""
+        environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "staleflow.cli", *map(str, words)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment | {"TERM": "xterm-256color"},
+            preexec_fn=_own_terminal,
+        )
+        self._slave = slave
+        self.written = b""
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(LEAVES_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        os.close(self._slave)
+        os.close(self._master)
+
+    @property
+    def lines(self) -> list[str]:
+        """What is on the screen."""
+        return [line.rstrip() for line in self._screen.display]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def modes_now(self) -> list[object]:
+        return termios.tcgetattr(self._slave)
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def read(self, timeout_s: float) -> None:
+        """Take in what is written, for at most so long."""
+        ready, _, _ = select.select([self._master], [], [], timeout_s)
+        if ready:
+            chunk = os.read(self._master, 65536)
+            self.written += chunk
+            self._stream.feed(chunk)
+
+    def until(self, words: str, timeout_s: float = 30.0) -> str:
+        """The screen as soon as it shows these words."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"{words!r} never came:\n{self.text}"
+            assert self.process.poll() is None or words in self._rest(), f"it ended:\n{self.text}"
+            self.read(0.05)
+        return self.text
+
+    def _rest(self) -> str:
+        self.read(0.05)
+        return self.text
+
+    def ended(self) -> int:
+        """The exit code, once it has ended by itself."""
+        deadline = time.monotonic() + LEAVES_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it stays:\n{self.text}"
+            self.read(0.05)
+        while select.select([self._master], [], [], 0)[0]:
+            self.read(0)
+        return self.process.returncode
+
+
+def _own_terminal() -> None:
+    """In the child: Ctrl-C of this terminal is its business."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -1,0 +1,78 @@
+"""``staleflow top`` and the live view of ``staleflow run``, in a real terminal, driven by keys."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.load import addresses, read_run
+from tests.monitor.test_replay import written
+from tests.process.running import ROOT
+from tests.process.terminal import ALTERNATE, MAIN, Terminal
+
+SIMULATED = ROOT / "configs" / "simulated.toml"
+
+
+def test_a_replay_is_driven_by_keys_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    with Terminal("top", written(tmp_path), "--replay", "--speed", "1000") as terminal:
+        assert " 1000x " in terminal.until("replay, the end")
+        assert "leaves" not in terminal.until("engine▲")
+        terminal.press("5")
+        assert "the scheduler is up: bound 1, batches of 1" in terminal.until("ago  event")
+        terminal.press("/version 1\r")
+        terminal.until("only 'version 1'")
+        assert "the scheduler is up" not in terminal.text
+        terminal.press("g7\r")
+        assert "trained: step 0 is done, version 1 exists" in terminal.until("group 7: trained by step 0")
+        terminal.press("q")
+        terminal.until("3 stages")
+        terminal.press("?")
+        terminal.until("the story of any group")
+        terminal.press("x")
+        terminal.until("3 stages")
+        terminal.press("q")
+        assert terminal.ended() == 0
+        assert terminal.written.count(ALTERNATE) == terminal.written.count(MAIN) == 1
+        assert terminal.modes_now == terminal.modes
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(200, 60), (60, 16)])
+def test_it_fills_any_terminal(tmp_path: Path, columns: int, rows: int) -> None:
+    with Terminal("top", written(tmp_path), "--replay", "--speed", "1000", columns=columns, rows=rows) as terminal:
+        terminal.until("replay, the end" if columns > 100 else "replay")
+        terminal.until("▓ staged")
+        assert terminal.lines[0].startswith("staleflow ")
+        assert " q leave " in terminal.lines[-1]
+        terminal.press("\x03")
+        assert terminal.ended() == 0
+
+
+@pytest.mark.xdist_group("machine")
+def test_a_run_is_watched_from_beside_and_ended_from_within(run_dir: Path) -> None:
+    longer = ("trainer.steps=1000", "trainer.simulated_step_s=0.05")
+    with Terminal("run", SIMULATED, "--run-dir", run_dir, *longer) as run:
+        run.until("of 1,000", 60.0)
+        run.press("5")
+        run.until("is published")
+        with Terminal("top", run_dir, columns=200, rows=60) as top:
+            text = top.until("versions")
+            top.until("▓ staged")
+            for words in ("2 engines", "rollout-1", "bound 2", "trainer", "stages", "events", "processes", "why "):
+                assert words in text, text
+            top.press("q")
+            assert top.ended() == 0
+        address = addresses(read_run(run_dir), run_dir).scheduler
+        from_afar = json.loads(_said("top", "--connect", address, "--once", "--json"))
+        assert (from_afar["name"], from_afar["bound"]) == (run_dir.name, 2)
+        assert from_afar["loss"] == 0.0, "the scheduler says where the curves are"
+        run.press("\x03")
+        assert run.ended() == 130
+        assert "interrupted" in run.text
+        assert run.modes_now == run.modes
+
+
+def _said(*words: object) -> str:
+    command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -1,0 +1,66 @@
+"""The pages in a real browser: their scripts run, nothing is wider than a phone, nothing is asked of anybody."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from staleflow.configs.load import load, write_resolved
+from staleflow.monitor.lanes import lanes
+from staleflow.report.page import report, timeline
+from staleflow.report.reading import Reader
+from staleflow.runtime.trace import read_events
+from tests.report.traces import PLAIN, save
+
+ROOT = Path(__file__).parent.parent.parent
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(not BROWSER, reason="there is no Chromium here")]
+
+LOOK = """<script>
+const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+const box = document.querySelector("figure[data-hover] .box"), place = box.getBoundingClientRect();
+const stretch = document.querySelector(".stretch"), tip = box.querySelector(".tip");
+box.dispatchEvent(new PointerEvent("pointermove", { clientX: place.right - 1, clientY: place.top + 1 }));
+document.querySelector("[data-by='2']").click();
+const asked = performance.getEntriesByType("resource").length;
+document.body.dataset.seen = [wide, tip.textContent, stretch.style.cssText, asked].join("|");
+</script></body>"""
+
+
+def seen(page: Path, width: int) -> str:
+    """What a browser of that width makes of it."""
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'browser'}"]
+    command += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert 'data-ready="yes"' in done.stdout
+    found = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert found is not None
+    return found[1]
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """The timeline and the report of a run whose trace was tampered with: it has no hashes at all."""
+    trace = save(folder, PLAIN)
+    write_resolved(load(ROOT / "configs" / "simulated.toml"), folder)
+    facts = Reader().read(read_events(trace))
+    shown = lanes(read_events(trace), [])
+    return {"timeline": timeline(trace, shown, facts, (0.0, 12.0)), "report": report(folder)}
+
+
+@pytest.mark.parametrize("width", [500, 1400])
+@pytest.mark.parametrize(("name", "tip"), [("timeline", "second 11"), ("report", "step 1")])
+def test_it_fits_answers_to_a_finger_and_loads_nothing(tmp_path: Path, width: int, name: str, tip: str) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(pages(tmp_path)[name].replace("</body>", LOOK))
+    assert seen(page, width) == f"0|{tip}: oldest 1, mean 1|--zoom: 2;|0"
+
+
+def test_a_broken_promise_is_the_first_thing_that_is_said(tmp_path: Path) -> None:
+    text = pages(tmp_path)["report"]
+    assert re.search(r'<p class="verdict bad">\d+ violations in \d+ events. The first, at line 1: ', text)
+    assert "<details open><summary>every rule" in text

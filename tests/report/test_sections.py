@@ -1,0 +1,83 @@
+"""What the page says in words."""
+
+from staleflow.configs.errors import MISSING
+from staleflow.configs.schema import Config, Prompts, Reward, Stage, Trainer
+from staleflow.report import sections
+from staleflow.report.curves import Curves
+from staleflow.report.facts import Facts, Spent
+from staleflow.report.reading import Reader
+from staleflow.report.settings import changes
+from staleflow.runtime.audit import AuditReport, Violation
+from staleflow.runtime.audit_books import Rule
+from tests.report.traces import PLAIN
+
+
+def facts(**changed: object) -> Facts:
+    found = Reader().read(PLAIN)
+    for name, value in changed.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_the_verdict_names_the_oldest_and_the_bound() -> None:
+    kept, words = sections.verdict(facts(), AuditReport(lines=22))
+    assert (kept, words) == (
+        True,
+        "The promise was kept: of 2 trained groups the oldest was 1 version old, the bound is 2. "
+        "The audit found nothing wrong in 22 events.",
+    )
+    assert "no trained token was older than 2 versions" in sections.verdict(facts(bound="token"), AuditReport())[1]
+    assert (
+        sections.verdict(Facts(), AuditReport(lines=3))[1] == "No step was trained yet; nothing is wrong in 3 events."
+    )
+
+
+def test_a_violation_is_the_verdict() -> None:
+    found = AuditReport(lines=22, num_violations=2, violations=[Violation(Rule.I1, 9, "group 4 is 3 versions old")])
+    kept, words = sections.verdict(facts(), found)
+    assert not kept
+    assert words == "2 violations in 22 events. The first, at line 9: group 4 is 3 versions old."
+
+
+def test_waits_are_told_longest_first_with_what_came_last() -> None:
+    assert sections.waits_words(facts()) == "For 7.0 s, 70 % of the time, the trainer had no complete batch to work on."
+    assert [row["waited"] for row in sections.wait_rows(facts())] == ["4.00 s", "3.00 s"]
+    assert sections.wait_rows(facts())[1]["text"] == "group 2 of version 0 from rollout-0, 3.00 s on its way"
+
+
+def test_every_token_that_was_not_trained_has_its_row() -> None:
+    spent = facts(
+        released={"expired": Spent(2, 30)}, dropped={"quarantine": Spent(1, 10)}, undone_steps=1, undone_tokens=5
+    )
+    rows = [(row.name, row.groups, row.tokens, row.share) for row in sections.waste_meters(spent, 100)]
+    assert rows == [
+        ("trained", "2", "20", 20),
+        ("taken back", "", "5", 5),
+        ("expired", "2", "30", 30),
+        ("dropped, quarantine", "1", "10", 10),
+    ]
+    assert sections.waste_words(spent, 100).endswith("20 % were trained.")
+
+
+def test_the_last_word_on_a_step_counts_and_what_never_moves_has_no_chart() -> None:
+    curves = Curves(
+        [
+            {"step": 1, "t": 5.0, "loss": 0.5, "lr": 0.1},
+            {"step": 0, "t": 4.0, "loss": 0.9, "lr": 0.1},
+            {"step": 1, "t": 9.0, "loss": 0.4, "my/score": None},
+        ]
+    )
+    assert (curves.steps, curves.values("loss"), curves.names) == ([0, 1], [0.9, 0.4], ["loss", "lr"])
+    assert [chart.title for chart in curves.group([("Loss", ("loss",)), ("Rate", ("lr",))])] == ["Loss"]
+
+
+def test_what_differs_from_the_defaults_is_shown_and_secrets_are_not() -> None:
+    stage = Stage(name="judge", run="a:b", makes=["x"], options={"api_key": "sk-1", "model": "m"})
+    config = Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"), trainer=Trainer(steps=3), stage=[stage])
+    found = {key: (value, default) for key, value, default in changes(config)}
+    assert found["trainer.steps"] == (3, 100)
+    assert set(found) == {"prompts.path", "reward.run", "trainer.steps", "stage"}
+    assert "sk-1" not in str(found)
+    assert "(not shown)" in str(found["stage"])
+    options = Config(prompts=Prompts(options={"n": 1}), reward=Reward(run="r:f"))
+    assert ("prompts.options.n", 1, MISSING) in changes(options)

@@ -1,0 +1,149 @@
+# pyright: basic, reportMissingImports=false
+"""The numbers of a run in TensorBoard and W&B: same names, and never the run's concern."""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from staleflow.configs.metrics import Metrics, Writer
+from staleflow.configs.schema import Config, Prompts, Reward
+from staleflow.report import writers
+from staleflow.report.writers import numbers, with_writers
+from staleflow.supervisor.summary import Summary
+from staleflow.supervisor.view import Snapshot
+
+LINES: tuple[Mapping[str, Any], ...] = (
+    {"step": 0, "lineage": 0, "version": 1, "t": 1000.0, "reward/mean": 0.25, "loss": None},
+    {"step": 1, "lineage": 0, "version": 2, "t": 1001.0, "reward/mean": 0.75, "off_policy/max": 2},
+)
+
+
+class Seen:
+    """A view that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def start(self) -> None:
+        self.heard.append("start")
+
+    def show(self, snapshot: Snapshot) -> None:
+        self.heard.append(snapshot.phase)
+
+    def say(self, text: str) -> None:
+        self.heard.append(text)
+
+    def stop(self) -> None:
+        self.heard.append("stop")
+
+    def summary(self, summary: Summary) -> None:
+        self.heard.append(summary.outcome)
+
+
+def config(*names: Writer) -> Config:
+    return Config(name="it", prompts=Prompts(), reward=Reward(run="a:b"), metrics=Metrics(writers=list(names)))
+
+
+def shown(run_dir: Path, *names: Writer) -> list[str]:
+    """A run of two lines, looked at; what its person saw."""
+    seen = Seen()
+    view = with_writers(seen, config(*names), run_dir)
+    view.start()
+    view.show(Snapshot(phase="training", elapsed_s=1.0, lines=LINES))
+    view.stop()
+    return seen.heard
+
+
+def test_tensorboard_has_every_number_by_its_name_and_step(tmp_path: Path) -> None:
+    told = f"tensorboard has the numbers: tensorboard --logdir {tmp_path / 'tensorboard'}"
+    assert sorted(shown(tmp_path, "tensorboard")) == sorted(["start", "training", told, "stop"])
+    found = {
+        (value.tag, event.step, value.simple_value, event.wall_time)
+        for file in (tmp_path / "tensorboard").iterdir()
+        for event in events(file)
+        for value in event.summary.value
+    }
+    assert found == {("reward/mean", 0, 0.25, 1000), ("reward/mean", 1, 0.75, 1001), ("off_policy/max", 1, 2, 1001)}
+
+
+def events(file: Path) -> list[Any]:
+    """Of a TensorBoard file: length, checksum, event, checksum."""
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    raw, found = file.read_bytes(), list[Any]()
+    while raw:
+        size = int.from_bytes(raw[:8], "little")
+        found.append(Event.FromString(raw[12 : 12 + size]))
+        raw = raw[16 + size :]
+    return found
+
+
+def test_wandb_has_them_with_the_configuration_and_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    run = SimpleNamespace(
+        define_metric=lambda *names, **more: said.append((*names, more)),
+        log=lambda values: said.append(values),
+        finish=lambda: said.append("finish"),
+        url="https://there/it-1",
+    )
+
+    def init(**more: Any) -> Any:
+        said.append(more)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    run_dir = tmp_path / "it-1"
+    assert "wandb has the numbers: https://there/it-1" in shown(run_dir, "wandb")
+    settings = msgspec.to_builtins(config("wandb"))
+    quiet = {"silent": True, "console": "off", "login_timeout": 10.0}
+    assert said == [
+        {"name": "it-1", "id": "it-1", "resume": "allow", "dir": str(run_dir), "config": settings, "settings": quiet},
+        ("step", {}),
+        ("*", {"step_metric": "step"}),
+        {"step": 0, "reward/mean": 0.25},
+        {"step": 1, "reward/mean": 0.75, "off_policy/max": 2.0},
+        "finish",
+    ]
+
+
+def test_a_writer_that_fails_is_told_of_once_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Config, __: Path) -> writers.Writer:
+        raise OSError("no network")
+
+    monkeypatch.setitem(writers.MAKERS, "wandb", broken)
+    heard = shown(tmp_path, "wandb", "tensorboard")
+    assert heard.count("metrics.writers: wandb writes no more: OSError: no network") == 1
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_writer_that_hangs_does_not_keep_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging:
+        where = "nowhere"
+
+        def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+            time.sleep(60)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(writers, "LAST_WORDS_S", 0.05)
+    monkeypatch.setitem(writers.MAKERS, "wandb", lambda *_: Hanging())
+    assert shown(tmp_path, "wandb")[-2:] == [
+        "writer wandb does not come to an end; it may lack the last numbers",
+        "stop",
+    ]
+
+
+def test_without_writers_the_view_is_the_view(tmp_path: Path) -> None:
+    seen = Seen()
+    assert with_writers(seen, config(), tmp_path) is seen
+    assert numbers({"step": 3, "t": 1.0, "x": float("nan"), "y": "word", "z": 1}) == {"z": 1.0}

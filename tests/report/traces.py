@@ -1,0 +1,69 @@
+"""A run of five groups as its trace, written by hand: a wait, a rollback, a loss, an engine that joins."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+SECOND = 10**9
+
+
+def event(ev: str, at_s: float, **fields: Any) -> dict[str, Any]:
+    return {"inc": 1, "ev": ev, "t": round((1000 + at_s) * SECOND), "m": round((100 + at_s) * SECOND), **fields}
+
+
+def opened(at_s: float, inc: int = 1, **found: int) -> dict[str, Any]:
+    limits = {"max_staleness": 2, "batch_size": 1, "group_size": 4, "bound": "trajectory", "on_overdue": "wait"}
+    recovered = {"reserved": 0, "occupied": 0, "version": -1, **found}
+    return event("open", at_s, run="hand-1", recovered=recovered, **limits) | {"inc": inc}
+
+
+def attach(at_s: float, worker: str, role: str, why: str = "") -> dict[str, Any]:
+    return event("attach", at_s, worker=worker, role=role, why=why)
+
+
+def publish(at_s: float, version: int, lineage: int = 0) -> dict[str, Any]:
+    return event("publish", at_s, lineage=lineage, version=version, bytes=2**20)
+
+
+def written(group: int, version: int, *, reserved_s: float, pushed_s: float, occupied_s: float) -> list[dict[str, Any]]:
+    return [
+        event("reserve", reserved_s, group=group, lease=group, worker="rollout-0.aa", version=version),
+        event("push", pushed_s, group=group, lease=group, segments=[{"tokens": 10}]),
+        event("occupy", occupied_s, group=group),
+    ]
+
+
+def sealed(at_s: float, batch: int, step: int, group: int, version: int, lineage: int = 0) -> dict[str, Any]:
+    members = [{"group": group, "version": version}]
+    fields = {"lineage": lineage, "step": step, "members": members, "tokens": 10, "masked_tokens": 0}
+    return event("seal", at_s, batch=batch, **fields)
+
+
+def consume(at_s: float, batch: int, step: int) -> dict[str, Any]:
+    return event("consume", at_s, batch=batch, step=step)
+
+
+PLAIN = [
+    opened(0),
+    attach(0, "rollout-0.aa", "rollout"),
+    event("join", 0, trainer="trainer.tt", trainer_term=1),
+    publish(1, 0),
+    event("pull", 1.5, lineage=0, version=0, ok=True),
+    *written(1, 0, reserved_s=2, pushed_s=4, occupied_s=4.5),
+    sealed(5, 1, 0, 1, 0),
+    event("deliver", 5, batch=1, step=0),
+    consume(7, 1, 0),
+    publish(7, 1),
+    *written(2, 0, reserved_s=7, pushed_s=8, occupied_s=10),
+    sealed(10, 2, 1, 2, 0),
+    event("deliver", 10, batch=2, step=1),
+    consume(11, 2, 1),
+    publish(11, 2),
+    event("close", 12, why="finished"),
+]
+
+
+def save(run_dir: Path, events: list[dict[str, Any]]) -> Path:
+    path = run_dir / "trace.jsonl"
+    path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in events))
+    return path

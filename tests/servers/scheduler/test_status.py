@@ -1,0 +1,145 @@
+"""What the scheduler says to those who look on, and what it costs it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from staleflow.configs.schema import Staleness
+from staleflow.protocols.consistency.effects import ReleaseWhy
+from staleflow.protocols.consistency.limits import Bound
+from staleflow.protocols.wire.messages import GetStatus, Status
+from tests.servers.scheduler.table import Seat, Table
+from tests.servers.scheduler.world import config
+
+
+def asked(table: Table) -> dict[str, Any]:
+    reply = table.ask("monitor", GetStatus())
+    assert isinstance(reply, Status)
+    return reply.values
+
+
+def trained(table: Table, seat: Seat, steps: int) -> None:
+    for _ in range(steps):
+        seat.report()
+        for group in seat.holds()[:2]:
+            seat.finish(group)
+        table.train()
+
+
+def test_groups_are_counted_by_how_many_versions_they_are_behind(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(max_staleness=1))
+    seat = Seat(table, "a", capacity=4)
+    trained(table, seat, 2)
+    seat.report()
+    seat.finish(seat.holds()[0])
+    spread = asked(table)["staleness"]
+    assert spread["consumed"] == [(0, 2), (1, 2)]
+    live = asked(table)["window"]
+    newest = asked(table)["version"]
+    assert spread["in_flight"] == [(newest + 1 - row["deadline"], row["leased"]) for row in reversed(live)]
+    assert sum(count for _, count in spread["in_queue"]) == 1
+
+
+def test_under_the_token_bound_only_what_was_trained_has_an_age(tmp_path: Path) -> None:
+    staleness = Staleness(max_staleness=1, bound=Bound.TOKEN)
+    table = Table(tmp_path / "run", msgspec.structs.replace(config(), staleness=staleness))
+    trained(table, Seat(table, "a"), 1)
+    assert asked(table)["staleness"] == {"in_flight": [], "in_queue": [], "consumed": [(0, 2)]}
+
+
+def test_what_was_trained_is_counted_over_a_restart(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    trained(table, Seat(table, "a"), 2)
+    before = asked(table)["staleness"]["consumed"]
+    table.restart()
+    assert asked(table)["staleness"]["consumed"] == before
+    assert sum(count for _, count in before) == 4
+
+
+def test_a_pinning_group_is_told_with_its_engine_and_its_times(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a", capacity=8)
+    slow, *others = list(seat.held.values())
+    for assign in others[:2]:
+        seat.finish(assign.group)
+    table.train()
+    seat.report()
+    table.after(5_000)
+    for group in [group for group in seat.holds() if group != slow.group][:2]:
+        seat.finish(group)
+    table.wait_for_batch()
+    values = asked(table)
+    (pin,) = values["pinned"]["groups"]
+    assert (pin["group"], pin["version"], pin["worker"], list(pin["stages"])) == (slow.group, 0, "a", [])
+    assert (pin["so_far_s"], pin["left_s"]) == (5.0, None), "four groups say nothing of one that took longer"
+    assert values["why"].endswith(f"group {slow.group} of version 0, on a, for 5 s so far; policy: wait")
+    assert values["trainer_waits"] == "older groups"
+
+
+def test_the_word_for_what_the_trainer_waits_for_follows_the_groups(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    assert asked(table)["trainer_waits"] == "", "it has asked for nothing"
+    table.wait_for_batch()
+    assert asked(table)["trainer_waits"] == "engines"
+    assigns = list(seat.held.values())[:2]
+    for assign in assigns:
+        assert table.push(assign, "a") is None
+        del seat.held[assign.lease]
+    assert asked(table)["trainer_waits"] == "stages"
+    table.silent("a")
+    assert asked(table)["trainer_waits"] == "workers"
+    seat.report()
+    for assign in assigns:
+        table.occupy(assign)
+    assert asked(table)["trainer_waits"] == "", "it has its batch"
+
+
+def test_an_engine_says_what_it_was_told_last(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    (row,) = asked(table)["instances"]
+    assert row["last_command"] == f"assign {seat.holds()[-1]}"
+    assert (row["name"], row["version"], row["loading"], row["slots"]) == ("a", 0, None, 2)
+    seat.loads = False
+    trained(table, seat, 1)
+    (row,) = asked(table)["instances"]
+    assert (row["loading"], row["last_command"].split()[0]) == (1, "pull")
+
+
+def test_noteworthy_lines_are_kept_at_hand_and_the_life_of_a_group_is_not(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    lost = seat.assign(seat.holds()[-1])
+    del seat.held[lost.lease]
+    table.release(lost, ReleaseWhy.ABORTED, "a")
+    filtered = seat.assign(seat.holds()[-1])
+    assert table.push(filtered, "a") is None
+    del seat.held[filtered.lease]
+    table.release(filtered, ReleaseWhy.FILTERED, "trajectories-0")
+    trained(table, seat, 30)
+    recent = asked(table)["recent"]
+    kinds = [line["ev"] for line in recent]
+    assert kinds[:2] == ["open", "attach"]
+    assert [(line["group"], line["why"]) for line in recent if line["ev"] == "release"] == [(lost.group, "aborted")]
+    assert {"reserve", "push", "occupy", "consume", "deliver"}.isdisjoint(kinds)
+    assert kinds.count("seal") + kinds.count("publish") == 24, "what comes with every step drives out its own kind only"
+    assert all("members" not in line and "recovered" not in line for line in recent)
+    assert [line["t"] for line in recent] == sorted(line["t"] for line in recent)
+
+
+def test_with_many_processes_an_answer_serves_for_a_second(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    for number in range(64):
+        table.attach(f"rollout-{number}", "rollout", capacity=0)
+    first = asked(table)
+    table.clock.ms += 999
+    assert asked(table) is first
+    table.clock.ms += 1
+    assert asked(table)["uptime_s"] == first["uptime_s"] + 1.0
+
+
+def test_with_few_processes_every_answer_is_new(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    assert asked(table) is not asked(table)
