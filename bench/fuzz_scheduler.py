@@ -111,7 +111,7 @@ class SchedulerTarget:
             Said(WORKER, loaded),
             Said(SHARD, messages.Retention(shard=0, groups=[group for group, _ in held])),
             Said(SHARD, messages.Described(shard=0, rows=[], frames=[])),
-            Said(SHARD, messages.StageLoads(shard=0, loads=[_load([group for group, _ in held])])),
+            Said(SHARD, messages.StageLoads(shard=0, loads=[_load([group for group, _ in held])], used_share=0.1)),
             Said("x", messages.GetStatus()),
         ]
 

@@ -1,4 +1,4 @@
-"""What the trajectory servers last said of their stages: how many groups each has, and which."""
+"""What the trajectory servers last said of themselves: how many groups each stage has, which, and how full they are."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ class Loads:
         self._stages = set(stages)
         self._answers = answers
         self._shards: list[list[StageLoad]] = [[] for _ in range(shards)]
+        self.used_shares: list[float | None] = [None] * shards
+        """Of the map of each shard; None: it has not said yet."""
 
     def report(self, call: Call, body: StageLoads) -> None:
         """One shard's."""
@@ -36,6 +38,7 @@ class Loads:
             self._answers.refuse(call, Code.MALFORMED, f"there is no stage {min(unknown)!r}")
             return
         self._shards[body.shard] = body.loads
+        self.used_shares[body.shard] = body.used_share
         self._answers.hold(call, Done())
 
     def by_stage(self) -> dict[str, Load]:

@@ -86,6 +86,7 @@ class StatusView:
             "instances": self._instance_rows(now, present),
             "workers": [self._worker_row(process, now, present) for process in self._registry.processes()],
             "stages": self._stage_rows(),
+            "shards": [{"shard": shard, "used_share": share} for shard, share in enumerate(self._loads.used_shares)],
             "totals": msgspec.to_builtins(self._interpreter.totals.counts),
             "off_policy": {
                 "mean": self._metrics.last.get("off_policy/mean", 0.0),

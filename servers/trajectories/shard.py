@@ -427,13 +427,17 @@ class Shard:
         if recovered:
             log.info("%d groups recovered", len(recovered))
 
+    def used_share(self) -> float:
+        """Of the map."""
+        return self._store.used_share()
+
     def status(self) -> dict[str, Any]:
         """Counts."""
         phases = Counter(held.phase.name.lower() for held in self.holdings)
         return {
             "shard": self.shard,
             "groups": dict(phases),
-            "used_share": self._store.used_share(),
+            "used_share": self.used_share(),
             "slabs": self.slabs.counts() if self.slabs is not None else {},
             "queues": {stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
             "unregistered": len(self._registrar),

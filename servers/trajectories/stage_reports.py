@@ -1,7 +1,8 @@
-"""Tells the scheduler where groups are among the stages, so that ``status --why`` can name the stage that they wait in.
+"""Tells the scheduler where groups are among the stages, so that ``status --why`` can name the stage that they wait in,
+and how full the shard is.
 
-Consumes the queues of a shard; produces a report a second while they hold groups, so that a scheduler that starts again
-knows it too. Nothing is decided by it.
+Consumes the queues of a shard; produces a report a second, so that a scheduler that starts again knows it too. Nothing
+is decided by it.
 """
 
 import asyncio
@@ -17,17 +18,13 @@ EVERY_S = 1.0
 
 async def report_stages(scheduler: Client, shard: Shard) -> None:
     """Until the run is over."""
-    said: list[StageLoad] = []
     while True:
         await asyncio.sleep(EVERY_S)
-        loads = loads_of(shard)
-        if not loads and not said:
-            continue
+        report = StageLoads(shard=shard.shard, loads=loads_of(shard), used_share=shard.used_share())
         try:
-            await scheduler.ask(StageLoads(shard=shard.shard, loads=loads), Done, timeout_s=None)
+            await scheduler.ask(report, Done, timeout_s=None)
         except Refused:
             return
-        said = loads
 
 
 def loads_of(shard: Shard) -> list[StageLoad]:

@@ -41,7 +41,7 @@ def main() -> int:
 def _once(reach: Reach, stop: StopSignals) -> int:
     if reach.keys_in and (code := _hand_out_keys(reach)):
         return code
-    remote = subprocess.Popen((*reach.shell, reach.host, reach.command), stdin=subprocess.PIPE)
+    remote = subprocess.Popen((*reach.through, reach.host, reach.command), stdin=subprocess.PIPE)
     assert remote.stdin is not None
     while remote.poll() is None:
         if stop.wait(LOOK_S) and not remote.stdin.closed:
@@ -57,7 +57,7 @@ def _hand_out_keys(reach: Reach) -> int:
     """Puts the files into a folder that only their owner can enter; the exit code of the remote shell."""
     folder = f'"$HOME"/{shlex.quote(reach.keys_in)}'
     command = f"umask 077 && mkdir -p {folder} && chmod 700 {folder} && tar -xf - -C {folder}"
-    sent = subprocess.run((*reach.shell, reach.host, command), input=_packed(reach.key_files), check=False)
+    sent = subprocess.run((*reach.through, reach.host, command), input=_packed(reach.key_files), check=False)
     return sent.returncode
 
 

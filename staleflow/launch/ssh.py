@@ -24,7 +24,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     """What ``staleflow.launch.remote`` needs to know of one machine; written to its standard input as JSON."""
 
     host: str
-    shell: list[str]
+    through: list[str]
     command: str
     """Run there, by the shell of its user."""
     keys_in: str = ""
@@ -54,7 +54,7 @@ def machines(config: Config, launch: Launch, run_dir: Path, connect: str) -> lis
     for place, host in zip(places(whole), launch.hosts, strict=True):
         reach = Reach(
             host=host,
-            shell=launch.shell,
+            through=launch.shell,
             command=command_of(place, launch, connect, keys=_keys_in(config, run_dir)),
             keys_in=_keys_in(config, run_dir),
             key_files=[str(path) for path in files_for(config, place)],

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.monitor.words import plural
+from staleflow.runtime.store import FULL_SHARE
 from staleflow.supervisor.view import ProcessState, Snapshot
 
 Engines = Mapping[str, Mapping[str, Any]]
@@ -14,6 +15,8 @@ SILENT_S = 3.0
 """A scheduler or worker not heard from for this long is said to be silent."""
 NOT_STAGES = ("rollout", "trainer", "scheduler", "trajectories", "parameters", "relay", "model")
 """Names of processes that are no worker of a stage: a stage may have any other."""
+NOTED_SHARE = 0.1
+"""Of a trajectory server's map: from there on it is said how much is in use."""
 GROUP_STATES = ("leased", "pushed", "occupied", "sealed", "consumed")
 
 
@@ -76,12 +79,22 @@ def _doing(name: str, role: str, status: Mapping[str, Any], engines: Engines) ->
         case "scheduler":
             return _scheduler(status)
         case "trajectories":
-            return f"keeps {plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), 'group')} to train"
+            return _trajectories(name, status)
         case "parameters":
             version = int(status.get("version", -1))
             return f"serves version {version}" if version >= 0 else "waits for version 0"
         case _:
             return "running"
+
+
+def _trajectories(name: str, status: Mapping[str, Any]) -> str:
+    kept = f"keeps {plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), 'group')} to train"
+    number = name.partition("-")[2]
+    shares = [shard.get("used_share") for shard in status.get("shards") or () if str(shard.get("shard")) == number]
+    share = next((float(share) for share in shares if share is not None), 0.0)
+    if share >= FULL_SHARE:
+        return f"full: pushes wait until a checkpoint lets go; {kept}"
+    return f"{kept}, {100 * share:.0f} % full" if share >= NOTED_SHARE else kept
 
 
 def _staged(name: str, status: Mapping[str, Any]) -> int:

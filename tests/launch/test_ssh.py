@@ -74,7 +74,7 @@ def test_what_ssh_cannot_do_is_refused(override: str, said: str) -> None:
 def remote(command: str, home: Path, keys: list[Path]) -> "subprocess.Popen[bytes]":
     told = {
         "host": "here",
-        "shell": LOCAL,
+        "through": LOCAL,
         "command": command,
         "keys_in": "kept",
         "key_files": [str(key) for key in keys],

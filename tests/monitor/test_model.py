@@ -182,6 +182,11 @@ def test_each_role_says_what_it_does() -> None:
     assert doing("reward-0", stages=[]) == "waits for groups"
     assert doing("scheduler") == "5 leases out, 3 engines"
     assert doing("trajectories-0") == "keeps 19 groups to train"
+    shards = [{"shard": 0, "used_share": 0.42}, {"shard": 1, "used_share": None}]
+    assert doing("trajectories-0", shards=shards) == "keeps 19 groups to train, 42 % full"
+    assert doing("trajectories-1", shards=shards) == "keeps 19 groups to train"
+    full = "full: pushes wait until a checkpoint lets go; keeps 19 groups to train"
+    assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.9}]) == full
     assert doing("parameters") == "serves version 23"
     assert doing("parameters", version=-1) == "waits for version 0"
 

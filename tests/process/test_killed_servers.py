@@ -21,11 +21,17 @@ def proven(tally: Tally, rounds: int) -> None:
 
 @pytest.mark.timeout(240)
 async def test_what_was_acknowledged_survives_twenty_kills(run_dir: Path) -> None:
-    """Synced commits take longer, so more of the kills hit one; `make faults` kills without them too."""
-    tally = await campaign(run_dir, rounds=20, seed=1, durability="power")
-    proven(tally, 20)
-    assert tally.doubtful >= IN_DOUBT, f"void: {tally.in_doubt}"
-    assert tally.events["open"] == 1 + tally.kills["scheduler"]
+    """Synced commits take longer, so more of the kills hit one; `make faults` kills without them too.
+
+    Twenty random instants hit too few now and then. Such a campaign proves nothing, and another one is made.
+    """
+    for seed in (1, 2, 3):
+        tally = await campaign(run_dir.with_name(f"run-{seed}"), rounds=20, seed=seed, durability="power")
+        proven(tally, 20)
+        assert tally.events["open"] == 1 + tally.kills["scheduler"]
+        if tally.doubtful >= IN_DOUBT:
+            return
+    pytest.fail("void: three campaigns hit too few commits")
 
 
 @pytest.mark.timeout(120)

@@ -1,4 +1,8 @@
-"""To the scheduler: where the groups of a trajectory server are among its stages."""
+"""To the scheduler: where the groups of a trajectory server are among its stages, and how full it is."""
+
+from typing import Annotated
+
+from msgspec import Meta
 
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages.base import Count, Message, Part
@@ -24,3 +28,5 @@ class StageLoads(Message, frozen=True, kw_only=True):
 
     shard: int
     loads: list[StageLoad]
+    used_share: Annotated[float, Meta(ge=0, le=1)]
+    """Of its map."""

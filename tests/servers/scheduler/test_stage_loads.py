@@ -30,7 +30,7 @@ def load(stage: str, waiting: int, taken: int, *groups: int) -> StageLoad:
 
 def told(loads: Loads, shard: int, *given: StageLoad) -> None:
     call: Any = None
-    loads.report(call, StageLoads(shard=shard, loads=list(given)))
+    loads.report(call, StageLoads(shard=shard, loads=list(given), used_share=0.25))
 
 
 def test_the_newest_word_of_each_shard_counts_and_shards_add_up() -> None:
@@ -42,6 +42,7 @@ def test_the_newest_word_of_each_shard_counts_and_shards_add_up() -> None:
     assert heard.said == [Done()] * 3
     assert loads.by_stage() == {"reward": Load(1, 0), "judge": Load(5, 1)}
     assert [loads.of_group(GroupId(group)) for group in (4, 5, 1)] == [["reward", "judge"], ["judge"], []]
+    assert loads.used_shares == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,9 @@ async def test_a_group_that_pins_a_step_is_said_to_be_in_its_stage(world: World)
     await cast.shard.finish(newer[:2], cast.instance.worker)
     said = f"step 1 waits for 2 groups of version 0 ({old[3].group} and {old[2].group}), in "
     assert (await world.status())["why"] == f"{said}stages; policy: wait"
-    report = StageLoads(shard=0, loads=[load("reward", 2, 0, old[2].group, old[3].group)])
+    report = StageLoads(shard=0, loads=[load("reward", 2, 0, old[2].group, old[3].group)], used_share=0.25)
     await cast.shard.client.ask(report, Done)
     values = await world.status()
     assert values["why"] == f"{said}the stage reward; policy: wait"
     assert [group["stages"] for group in values["pinned"]["groups"]] == [["reward"]] * 2
+    assert values["shards"][0] == {"shard": 0, "used_share": 0.25}
