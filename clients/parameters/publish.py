@@ -74,7 +74,7 @@ class Publisher:
         raise AssertionError("the last try returns or raises")
 
     async def damaged(self, lineage: Lineage, version: Version) -> bool:
-        """Whether the server has found that its bytes of this version are not what was published."""
+        """Whether the server has lost a version that was published, or found that its bytes are others."""
         return await damaged(self._client, lineage, version)
 
     def close(self) -> None:
@@ -93,11 +93,10 @@ class Publisher:
 
 
 async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
-    """Whether the parameter server has found that its bytes of this version are not what was published."""
+    """Whether the parameter server has lost a version that was published, or found that its bytes are others."""
     status = await server.ask(GetStatus(), Status, timeout_s=None)
-    return any(
-        (one["lineage"], one["version"]) == (lineage, version) and one["corrupt"] for one in status.values["versions"]
-    )
+    whole = [(one["lineage"], one["version"]) for one in status.values["versions"] if not one["corrupt"]]
+    return (lineage, version) not in whole
 
 
 async def _upload(

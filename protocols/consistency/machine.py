@@ -143,6 +143,11 @@ class Machine:
         """The newest checkpoint that a trainer was promised to be able to come back from."""
         return self._ledger.kept
 
+    @property
+    def newest_sha(self) -> str:
+        """Of the newest version's manifest; empty where a rollback went back to it."""
+        return self._ledger.newest_sha
+
     def lineage_of(self, version: Version) -> Lineage:
         """The lineage in which a surviving version was published."""
         return self._ledger.lineages.of(version)

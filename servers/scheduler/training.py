@@ -214,7 +214,7 @@ class Training:
 
     def register_version(self, call: Call, body: RegisterVersion) -> None:
         if body.batch is None and body.version != 0:
-            self._answers.refuse(call, Code.BAD_VERSION, f"version {body.version} needs the batch it was trained on")
+            self._again(call, body)
             return
         lineage = self._interpreter.machine.lineage_of(body.version)
         if self.is_current(body.trainer_term) and body.lineage != lineage:
@@ -232,6 +232,20 @@ class Training:
                 nbytes=body.nbytes,
             )
         if not self._refuse(call, self._interpreter.apply(event)):
+            self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
+
+    def _again(self, call: Call, body: RegisterVersion) -> None:
+        """The newest version once more, from a trainer that came back with it: the parameter server has lost it."""
+        if not self.current(call, body.trainer_term):
+            return
+        machine = self._interpreter.machine
+        if (body.lineage, body.version) != (machine.lineage_of(machine.version), machine.version):
+            detail = f"version {body.version} needs the batch it was trained on"
+            self._answers.refuse(call, Code.BAD_VERSION, detail)
+        elif machine.newest_sha not in ("", body.sha):
+            detail = f"version {body.version} was published as {machine.newest_sha}"
+            self._answers.refuse(call, Code.CONFLICT, detail)
+        else:
             self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
 
     def register_checkpoint(self, call: Call, body: RegisterCheckpoint) -> None:

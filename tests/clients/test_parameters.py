@@ -162,6 +162,7 @@ async def test_what_a_reader_finds_corrupt_the_server_looks_at_and_takes_again(r
     with pytest.raises(CorruptWeights):
         await reader(run).pull(Lineage(0), Version(0))
     assert await trainer.publisher.damaged(Lineage(0), Version(0))
+    assert await trainer.publisher.damaged(Lineage(0), Version(1)), "what is not there is lost"
     with pytest.raises(Refused, match="corrupt"):
         await reader(run).pull(Lineage(0), Version(0))
     await trainer.publish(0, WEIGHTS)

@@ -23,4 +23,9 @@ def test_a_version_of_another_lineage_is_refused(tmp_path: Path) -> None:
     assert answer.code is Code.BAD_VERSION
     assert run.interpreter.machine.version == 0
     assert isinstance(run.publish(1, sealed.batch), Registered)
+    seq = run.interpreter.trace.seq
+    assert isinstance(run.publish(1, None), Registered), "the parameter server has lost it, a trainer brings it again"
+    assert run.interpreter.trace.seq == seq
+    assert isinstance(run.publish(2, None), Refusal)
+    assert run.interpreter.machine.version == 1
     run.stop()
