@@ -1,6 +1,6 @@
 """An engine without a model: it takes as long as the cost model says and writes random tokens, all by seed.
 
-``T(n, kv) = n / (k1 * kv + max(k2, k3 * n) + k4)`` tokens a second (DESIGN section 4), so a step of ``n`` running
+``T(n, kv) = n / (k1 * kv + max(k2, k3 * n) + k4)`` tokens a second, so a step of ``n`` running
 trajectories that hold ``kv`` tokens lasts ``k1 * kv + max(k2, k3 * n) + k4`` seconds. Lengths are those of ``lengths``.
 Nobody looks at the weights.
 """

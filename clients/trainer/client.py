@@ -229,14 +229,16 @@ class TrainerClient:
         return found
 
     def _mend(self) -> None:
-        """Publish the newest version once more if its bytes were damaged."""
+        """Publish the newest version once more if its bytes were lost or damaged."""
         assert self._publisher is not None
         lineage, version = self._lineage, self.version
         looked = within(STATUS_TIMEOUT_S, self._publisher.damaged(lineage, version))
         if not self._wait(looked) or self._held is None:
             return
         weights, batch = self._held
-        log.warning("version %d of lineage %d is damaged at the parameter server: published again", version, lineage)
+        log.warning(
+            "version %d of lineage %d is lost or damaged at the parameter server: published again", version, lineage
+        )
         try:
             self._publish(weights, lineage, version, batch)
         except Refused as refused:

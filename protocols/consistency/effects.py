@@ -1,7 +1,7 @@
 """Outputs of the machine, in the order in which they must be carried out.
 
 Each effect but ``Refused`` and ``Truncate`` is a transition of the ledger: the shell stores it and its trace event in
-one transaction before any reply leaves. Field names are those of the trace (DESIGN section 7).
+one transaction before any reply leaves. Field names are those of the trace.
 """
 
 from dataclasses import dataclass

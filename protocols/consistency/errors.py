@@ -21,7 +21,7 @@ class TransitionError(ConsistencyError):
 
 
 class InvariantError(ConsistencyError):
-    """The ledger contradicts DESIGN section 2."""
+    """The ledger contradicts an invariant of docs/consistency.md."""
 
 
 class RestoreError(ConsistencyError):

@@ -1,4 +1,4 @@
-"""I1 to I6 of DESIGN section 2, recounted from the groups alone: a pass over the ledger, for debug mode and tests.
+"""I1 to I6 of docs/consistency.md, recounted from the groups alone: a pass over the ledger, for debug mode and tests.
 
 I4 (only the current lease pushes) and the single publication of I5 are about events, so they are kept by the handlers
 and proved on the trace; here is what a state can show.

@@ -44,7 +44,7 @@ from staleflow.servers.scheduler.yields import Yields
 log = logging.getLogger(__name__)
 
 COMMIT_MS = 2
-"""A drain that takes longer commits in between; DESIGN allows 5."""
+"""A drain that takes longer commits in between, so that no answer waits much longer for its commit."""
 TICK_S = 0.05
 ROOM_TICKS = 10
 """Ticks between two looks at the room that the store has left."""

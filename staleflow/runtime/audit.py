@@ -1,4 +1,4 @@
-"""Is a trace true? Reads ``trace.jsonl`` line by line and checks it against DESIGN sections 2 and 7.
+"""Is a trace true? Reads ``trace.jsonl`` line by line and checks it against docs/consistency.md.
 
 Two layers. Here: the file itself, that is hashes, numbers, incarnations and well-formed lines. In ``audit_rules``: what
 the lines say the ledger did, recounted with counters of its own; nothing of the ledger's code is asked.

@@ -1,4 +1,4 @@
-"""Every line that a trace may hold (DESIGN section 7), one struct each, and how the ledger's effects become lines.
+"""Every line that a trace may hold, one struct each, and how the ledger's effects become lines.
 
 The field names are the contract that anyone can check; ``schema`` is raised when one changes. Fields that are ``UNSET``
 are left out of the line.

@@ -1,4 +1,4 @@
-"""How long an engine's steps last: ``k1 * kv + max(k2, k3 * n) + k4`` seconds (DESIGN section 4)."""
+"""How long an engine's steps last: ``k1 * kv + max(k2, k3 * n) + k4`` seconds."""
 
 import math
 from dataclasses import dataclass

@@ -184,6 +184,40 @@ def test_a_newest_version_that_was_damaged_on_disk_is_published_again(
         assert [event["ok"] for event in service.trace("pull")][0 :: len(service.trace("pull")) - 1] == [False, True]
 
 
+@pytest.mark.parametrize("returning", [False, True])
+def test_a_newest_version_that_the_server_has_lost_is_published_again(
+    returning: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart found nothing of it that it could read. Who came back with it does not know its batch."""
+    monkeypatch.setattr("staleflow.clients.trainer.client.LOOK_S", 0.2)
+    with serving("staleness.max_staleness=0") as service:
+        with joined(service) as trainer:
+            batches = trainer.batches(2)
+            next(batches)
+            end(service, "rollout")
+            trainer.commit(weights(1))
+            batches.close()
+            end(service, "parameters")
+            lost = [path for path in (service.run_dir / "parameters").iterdir() if path.name.startswith("0-1.")]
+            for path in lost:
+                path.unlink()
+            assert lost
+            service.start("parameters", "serve", "parameters")
+            if returning:
+                trainer.close()
+                trainer = joined(service)
+                trainer.holds(weights(1))
+            service.start("rollout", "attach", "rollout", "--name", "rollout-0")
+            assert one(trainer).step == 1
+            trainer.close()
+        assert [event["version"] for event in service.trace("publish")] == [0, 1]
+
+
+def end(service: Service, name: str) -> None:
+    service.processes[name].kill()
+    service.processes[name].wait()
+
+
 def damage(path: Path) -> None:
     """One bit, as a disk does it."""
     data = bytearray(path.read_bytes())
