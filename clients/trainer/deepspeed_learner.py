@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from staleflow.clients.trainer.deepspeed_build import build
 from staleflow.clients.trainer.ranks import ManyRanks, OneRank
 from staleflow.clients.trainer.schedule import learning_rate
 from staleflow.clients.trainer.tensors import named
@@ -27,9 +26,11 @@ from staleflow.clients.trainer.torch_optimizer import groups
 from staleflow.clients.trainer.weight_files import WeightFiles, distinct, layers
 from staleflow.configs.presence import DEEPSPEED, check_package
 from staleflow.configs.schema import Config
-from staleflow.runtime.builds import FOLDER, extensions
 
 _MASTER = "master"
+_FOR_INFERENCE = "deepspeed_shm_comm"
+"""C++ that DeepSpeed would build on CPUs before its first collective, for ``inference_all_reduce`` alone: it takes a
+compiler and half a minute to minutes, and an interrupted build leaves a lock at which the next one waits for ever."""
 
 
 class _Guarded(torch.optim.AdamW):
@@ -57,11 +58,8 @@ class DeepspeedLearner:
         check_package("trainer.backend", "deepspeed", "deepspeed", DEEPSPEED)
         if ranks.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            os.environ.setdefault(FOLDER, str(extensions()))
-        if ranks.place.local_rank == 0:
-            build(ranks.device.type)
-        ranks.any(False)  # nobody goes on before it is built
         deepspeed: Any = importlib.import_module("deepspeed")
+        deepspeed.ops.__compatible_ops__[_FOR_INFERENCE] = False
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         self.model = model
         self._config = config.trainer

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.protocols.consistency.effects import Consumed, Sealed
-from staleflow.protocols.consistency.ids import BatchId, Step, Version
+from staleflow.protocols.consistency.effects import Consumed, Pushed, Released, Reserved, Sealed
+from staleflow.protocols.consistency.ids import BatchId, LeaseId, Step, Version
 from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.consistency.machine import Machine
+from staleflow.runtime.clock import Clock
 from staleflow.servers.scheduler.instance import Instance
 from staleflow.servers.scheduler.lengths import Lengths
 from staleflow.servers.scheduler.totals import Totals
@@ -26,8 +27,11 @@ Line = dict[str, float | int | None]
 class Metrics:
     """Gathers what the scheduler sees between two steps."""
 
-    def __init__(self, path: Path, limits: Limits, group_size: int, totals: Totals, lengths: Lengths) -> None:
+    def __init__(
+        self, path: Path, limits: Limits, group_size: int, totals: Totals, lengths: Lengths, clock: Clock
+    ) -> None:
         self._path = path
+        self._clock = clock
         self._limits = limits
         self._group_size = group_size
         self._totals = totals
@@ -40,6 +44,9 @@ class Metrics:
         self._busy: dict[str, tuple[float, int]] = {}
         self._pulls_s: list[float] = []
         """Of this step."""
+        self._since_ms: dict[LeaseId, int] = {}
+        self._leases_s: list[float] = []
+        """Of the groups that were pushed in this step."""
         self.last = _last_line(path)
         """The line written last."""
         self.newest: Line = dict(self.last)
@@ -54,6 +61,17 @@ class Metrics:
     def pulled(self, seconds: float) -> None:
         """An instance has weights so long after it was told to load them."""
         self._pulls_s.append(seconds)
+
+    def on_reserved(self, effect: Reserved) -> None:
+        self._since_ms[effect.lease] = self._clock.now_ms()
+
+    def on_pushed(self, effect: Pushed) -> None:
+        since_ms = self._since_ms.pop(effect.lease, None)
+        if since_ms is not None:  # a restarted scheduler does not know when it began
+            self._leases_s.append((self._clock.now_ms() - since_ms) / 1000)
+
+    def on_released(self, effect: Released) -> None:
+        self._since_ms.pop(effect.lease, None)
 
     def on_sealed(self, effect: Sealed) -> None:
         self._batches[effect.batch] = effect
@@ -90,7 +108,7 @@ class Metrics:
             line.update(in_flight(machine, self._limits))
             line.update(self._rollout(list(instances), now_ns))
             line.update(self._rates(now_ns))
-            line.update(self._pulls())
+            line.update(self._waits())
             line.update(self._lengths.quality())
         line.update(values)
         self.last = line
@@ -129,10 +147,11 @@ class Metrics:
             "rollout/idle_ratio": max(0.0, 1.0 - busy / share) if share else 0.0,
         }
 
-    def _pulls(self) -> Line:
-        """Nothing when no instance has loaded anything since the step before."""
-        taken, self._pulls_s = self._pulls_s, []
-        return {"time/pull": sum(taken) / len(taken)} if taken else {}
+    def _waits(self) -> Line:
+        """Of what no instance has done since the step before: nothing."""
+        taken = {"time/pull": self._pulls_s, "time/reserve": self._leases_s}
+        self._pulls_s, self._leases_s = [], []
+        return {name: sum(seconds) / len(seconds) for name, seconds in taken.items() if seconds}
 
     def _rates(self, now_ns: int) -> Line:
         counts = self._totals.counts

@@ -75,7 +75,12 @@ class Service:
         self._instances.newest = interpreter.machine.version
         group_size = config.rollout.group_size
         self._metrics = Metrics(
-            run_dir / "metrics.jsonl", interpreter.limits, group_size, interpreter.totals, interpreter.deck.lengths
+            run_dir / "metrics.jsonl",
+            interpreter.limits,
+            group_size,
+            interpreter.totals,
+            interpreter.deck.lengths,
+            interpreter.clock,
         )
         self._setbacks = Setbacks()
         self._loads = Loads(config.trajectories.shards, stages(config), self._answers)
@@ -169,6 +174,9 @@ class Service:
         listen(effects.Released, self._on_released)
         listen(effects.Truncate, instances.on_truncate)
         listen(effects.Dropped, totals.dropped)
+        listen(effects.Reserved, self._metrics.on_reserved)
+        listen(effects.Pushed, self._metrics.on_pushed)
+        listen(effects.Released, self._metrics.on_released)
         listen(effects.Sealed, self._metrics.on_sealed)
         listen(effects.Consumed, self._metrics.on_consumed)
         listen(effects.Published, self._on_published)

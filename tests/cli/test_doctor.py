@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -104,34 +103,12 @@ def test_a_vllm_that_trips_over_the_wrong_torchvision_is_named(monkeypatch: pyte
     assert checkup.vllm().found.startswith("it does not know staleflow")
 
 
-def test_deepspeed_needs_a_compiler_and_no_lock_of_an_interrupted_build(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def package(name: str) -> Finding:
-        return Finding(name, "good", "1.0")
-
+def test_without_deepspeed_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Finding:
         return Finding(name, "missing", "not installed")
 
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    monkeypatch.setenv("PATH", str(tools))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(checkup, "package", package)
-    assert (checkup.deepspeed().state, "no g++" in checkup.deepspeed().found) == ("bad", True)
-    (tools / "g++").write_text("")
-    (tools / "g++").chmod(0o755)
-    assert checkup.deepspeed() == Finding("deepspeed", "good", "1.0, with g++")
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    os.utime(lock, (0, 0))
-    assert checkup.deepspeed() == Finding(
-        "deepspeed",
-        "bad",
-        f"1.0, but an interrupted build left {lock}: builds wait for it for ever; a run removes it, or do it yourself",
-    )
     monkeypatch.setattr(checkup, "package", absent)
+    assert checkup.deepspeed().state == "missing"
     assert "pip install 'staleflow[deepspeed]'" in checkup.deepspeed().found
 
 

@@ -92,7 +92,8 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             world.ended = True
             return _judge(world, faults, events)
         finally:
-            world.conductor.close()
+            with world.machine.over():
+                world.conductor.close()
 
 
 def _until(world: World, holds: "Any", most_s: float = MOST_S) -> bool:

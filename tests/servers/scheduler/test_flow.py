@@ -23,6 +23,7 @@ from staleflow.protocols.wire.messages import (
     VersionsInUse,
 )
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.trace import read_events
 from tests.servers.scheduler.world import Cast, Instance, Shard, Someone, TrainerOf, World, config
 
 
@@ -286,6 +287,14 @@ async def test_one_line_of_metrics_a_step(world: World) -> None:
     } <= lines[1].keys()
     assert lines[1]["off_policy/max"] <= 1
     assert lines[1]["staleness/length_bias"] == 1.0
+    began_ns, held_s = dict[int, int](), list[float]()
+    for event in read_events(world.run_dir / "trace.jsonl"):
+        if event["ev"] == "reserve":
+            began_ns[event["lease"]] = event["m"]
+        elif event["ev"] == "push":
+            held_s.append((event["m"] - began_ns[event["lease"]]) / 1e9)
+    assert len(held_s) == 4
+    assert (lines[0]["time/reserve"] + lines[1]["time/reserve"]) / 2 == pytest.approx(sum(held_s) / 4, abs=0.01)
 
 
 async def test_after_the_last_step_nothing_new_is_handed_out_and_the_trace_closes(world: World) -> None:

@@ -7,6 +7,7 @@ from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
+from staleflow.runtime.clock import WALL, Clock
 from staleflow.servers.scheduler.lengths import Lengths
 from staleflow.servers.scheduler.metrics import Metrics, length_bias
 from staleflow.servers.scheduler.totals import Totals
@@ -21,8 +22,8 @@ def machine() -> Machine:
     return made
 
 
-def metrics(path: Path) -> Metrics:
-    return Metrics(path, LIMITS, 2, Totals(), Lengths())
+def metrics(path: Path, clock: Clock = WALL) -> Metrics:
+    return Metrics(path, LIMITS, 2, Totals(), Lengths(), clock)
 
 
 def lines(path: Path) -> list[dict[str, float]]:

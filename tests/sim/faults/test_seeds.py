@@ -20,7 +20,7 @@ from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import Outcome, run_seed
 
 SEEDS = range(1, 21)
-EVENTS = 2_000
+EVENTS = 10_000
 """Lines of the trace after which the faults of a run stop."""
 CODES = ("stale_lease", "duplicate", "fenced", "busy", "bad_version", "stale", "malformed")
 
