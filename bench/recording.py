@@ -1,9 +1,10 @@
-"""A picture of what ``staleflow top`` shows of a run that was, for pages that cannot move.
+"""What ``staleflow top`` showed of a run that was, as one picture that moves.
 
-    python -m bench.recording runs/quickstart-... docs/recordings/top.svg --at 0.5
+    python -m bench.recording runs/quickstart-... docs/recordings/top.svg --frames 24
 
-The screen is the monitor's own, drawn from the run's trace as it was at that share of its time. Whoever looks at it
-fetches no font nor anything else.
+The screens are the monitor's own, drawn from the run's trace as it was at even distances of its time. What all of them
+have in common is in the file once. Whoever looks at it fetches no font nor anything else; who wants nothing to move
+(``prefers-reduced-motion``) sees the middle of the run.
 """
 
 import argparse
@@ -22,36 +23,75 @@ from staleflow.monitor.screen import dashboard
 from staleflow.monitor.sources import Replay
 
 WIDTH, HEIGHT = 110, 26
-STEPS = 200
-"""Looks at the run before the picture is drawn: sparklines have a past."""
+LOOKS = 10
+"""Looks at the run between two frames: sparklines have a past."""
+FRAME_S = 0.8
+_DRAWN = re.compile(r"<rect [^>]*?/>|<text [^>]*>[^<]*</text>")
+_RULE = re.compile(r"\.top-(r\d+) \{(.*?)\}")
+_SCREEN = '<g class="top-matrix">'
 
 
-def picture(run_dir: Path, share: float) -> str:
-    """SVG of the screen at that share of the run."""
-    trace = run_dir / "trace.jsonl"
+def screens(run_dir: Path, frames: int) -> list[str]:
+    """SVG of the screen at up to ``frames`` moments of the run: those at which engines are there."""
+    trace, config = run_dir / "trace.jsonl", read_run(run_dir)
     whole = Replay(trace)
     whole.to_the_end()
-    replay, history = Replay(trace, read_run(run_dir).trainer.steps), History()
-    snapshot = replay.snapshot()
-    for _ in range(STEPS):
-        history.see(snapshot)
-        replay.advance(share * whole.at_s / STEPS)
-        snapshot = replay.snapshot()
-    history.see(snapshot)
-    console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
-    console.print(dashboard(board(read_run(run_dir).name, snapshot, history), Look(), WIDTH, HEIGHT))
-    plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    plain = re.sub(r"<!--.*?-->", "", plain).replace("Fira Code", "DejaVu Sans Mono")
-    return console.export_svg(title="staleflow top", code_format=plain, unique_id="top")
+    replay, history, drawn = Replay(trace, config.trainer.steps), History(), list[str]()
+    for _ in range(frames):
+        for _ in range(LOOKS):
+            replay.advance(whole.at_s / (frames * LOOKS))
+            snapshot = replay.snapshot()
+            history.see(snapshot)
+        shown = board(config.name, snapshot, history)
+        if not shown.instances:
+            continue  # before the first engine came, or after the last one left
+        console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)
+        console.print(dashboard(shown, Look(), WIDTH, HEIGHT))
+        plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+        plain = re.sub(r"<!--.*?-->", "", plain).replace("Fira Code", "DejaVu Sans Mono")
+        drawn.append(console.export_svg(title="staleflow top", code_format=plain, unique_id="top"))
+    return drawn
+
+
+def film(drawn: list[str]) -> str:
+    """One SVG of many: a group for each, seen in turn, over what they all show."""
+    names = dict[str, str]()
+    """Style of a word -> its class; every screen has numbered its styles anew."""
+    frames = list[list[str]]()
+    for svg in drawn:
+        rules = dict(_RULE.findall(svg))
+        classes = {old: names.setdefault(rule.strip(), f"s{len(names)}") for old, rule in rules.items()}
+        content = svg[svg.index('<g transform="translate(9, 41)"') :]
+        for old, new in classes.items():
+            content = content.replace(f'class="top-{old}"', f'class="{new}"')
+        frames.append([one for one in _DRAWN.findall(content) if not one.endswith(">\n</text>")])
+    common = set(frames[0]).intersection(*frames[1:])
+    middle, turn_s = len(frames) // 2, len(frames) * FRAME_S
+    style = [f".{name} {{ {rule} }}" for rule, name in names.items()]
+    style += [
+        f".f {{ opacity: 0; animation: turn {turn_s:g}s step-end infinite; }}",
+        f"@keyframes turn {{ 0% {{ opacity: 1; }} {100 / len(frames):.6f}%, 100% {{ opacity: 0; }} }}",
+        "@media (prefers-reduced-motion) { .f { animation: none; } .f.m { opacity: 1; } }",
+    ]
+    moving = list[str]()
+    for number, frame in enumerate(frames):
+        own = "".join(one for one in frame if one not in common)
+        still = " m" if number == middle else ""
+        moving.append(f'<g class="f{still}" style="animation-delay:{number * FRAME_S:.3g}s">{own}</g>')
+    first = drawn[0]
+    head, foot = first[: first.index(_SCREEN)], first[first.rindex("</g>\n    </g>") :]
+    head = _RULE.sub("", head).replace("</style>", "\n".join(style) + "\n</style>")
+    head = re.sub(r'(clip-path="url\(#top-clip-terminal\)">).*', r"\1", head, flags=re.DOTALL)
+    return head + _SCREEN + "".join(one for one in frames[0] if one in common) + "\n".join(moving) + foot
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--at", type=float, default=0.5, help="share of the run's time, from 0 to 1")
+    parser.add_argument("--frames", type=int, default=24)
     given = parser.parse_args()
-    given.picture.write_text(picture(given.run_dir, given.at))
+    given.picture.write_text(film(screens(given.run_dir, given.frames)))
 
 
 if __name__ == "__main__":
