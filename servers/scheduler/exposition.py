@@ -103,6 +103,7 @@ class Exposition:
         metrics: Metrics,
         loads: Loads,
         phase: Phase,
+        trainer_waits: Callable[[], bool],
     ) -> None:
         self._config, self._identity, self._interpreter = config, identity, interpreter
         self._registry, self._instances, self._metrics = registry, instances, metrics
@@ -111,8 +112,7 @@ class Exposition:
         self._started_ms = interpreter.clock.now_ms()
         self._made: tuple[int, bytes] = (-FRESH_MS, b"")
         self._making = asyncio.Lock()
-        self.trainer_waits: Callable[[], bool] = bool
-        """Whether the trainer waits for its batch; the owner of the service sets it."""
+        self._trainer_waits = trainer_waits
 
     async def text(self) -> bytes:
         """The whole, UTF-8; as of the last second."""
@@ -155,7 +155,7 @@ class Exposition:
         yield "batch_size", (), config.trainer.batch_size
         yield "max_staleness", (), config.staleness.max_staleness
         yield "finished", (), self._phase.finished
-        yield "trainer_waits", (), self.trainer_waits()
+        yield "trainer_waits", (), self._trainer_waits()
         yield "store_used_ratio", (), self._interpreter.store.used_share()
 
     def _of_ledger(self) -> Iterator[Sample]:

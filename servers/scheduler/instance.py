@@ -42,9 +42,11 @@ class CommandQueue:
         self.acked = number
         self.sent = max(self.sent, number)
 
-    def unsend(self) -> None:
-        """Forget what was never sent."""
-        del self.pending[max(self.sent - self.acked, 0) :]
+    def unsend(self) -> list[Command]:
+        """Forget what was never sent; returns it."""
+        kept = max(self.sent - self.acked, 0)
+        never, self.pending = self.pending[kept:], self.pending[:kept]
+        return never
 
     def take(self) -> list[Command]:
         """All of it, to be sent now."""
@@ -95,6 +97,10 @@ class Instance:
         """The weights that it reported last."""
         return self.stats.lineage, self.stats.version
 
+    def will_have(self, lineage: Lineage, version: Version) -> bool:
+        """Whether these weights or newer ones are loaded, or on their way by the newest order."""
+        return (lineage, version) <= (self.loaded() if self.pull is None else self.pull)
+
     def hear(self, stats: InstanceStats) -> None:
         """What its engine says."""
         self.stats = stats
@@ -104,7 +110,10 @@ class Instance:
             self.stuck = False
 
     def reload(self, leases: Mapping[LeaseId, GroupView]) -> None:
-        """Its leases are these now; those that no sent command assigned were assigned by an earlier incarnation."""
+        """Its leases are these now, and what was not sent was never ordered; leases that no sent command assigned were
+        assigned by an earlier incarnation."""
+        if any(isinstance(command, Pull) for command in self.commands.unsend()):
+            self.pull, self.pull_ms = None, 0
         sent = self.commands.sent
         known = {lease: number for lease, (_, number) in self.leases.items() if number <= sent}
         self.leases = {lease: (held.group, known.get(lease, 0)) for lease, held in leases.items()}

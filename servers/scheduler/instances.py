@@ -4,6 +4,8 @@
   assigned again; one that it should not have is aborted. So a lost command, a lost reply and a restart all heal.
 - An interrupt is ordered again whenever the instance may not have heard it: when it comes back, and with a lease that
   is assigned again.
+- A lease at weights that the instance neither has nor was told to load comes after the order to load them: the overdue
+  policy ``retry`` leases at the newest version whatever the instance has.
 - Nothing is answered before ``answer`` is called, which is after the commit.
 """
 
@@ -15,6 +17,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Versi
 from staleflow.protocols.coordination.view import Move
 from staleflow.protocols.wire.messages import Abort, Assign, Command, Commands, Interrupt, Report, Yield
 from staleflow.protocols.wire.trajectory import shard_of
+from staleflow.runtime.clock import Clock
 from staleflow.runtime.endpoint import Call
 from staleflow.servers.scheduler.instance import Instance
 from staleflow.servers.scheduler.moves import Moves
@@ -28,8 +31,9 @@ MOST_ABORTS = 4_096
 class Instances:
     """All rollout instances that are alive, and what the ledger's effects mean to them."""
 
-    def __init__(self, shards: int, leases_of: LeasesOf) -> None:
+    def __init__(self, shards: int, leases_of: LeasesOf, clock: Clock) -> None:
         self._shards = shards
+        self._clock = clock
         self._leases_of = leases_of
         self._by_worker: dict[WorkerId, Instance] = {}
         self._to_answer: dict[WorkerId, Instance] = {}
@@ -90,7 +94,6 @@ class Instances:
         self.moves.clear()
         self._cut.clear()
         for instance in self:
-            instance.commands.unsend()
             instance.reload(self._leases_of(instance.worker))
             self._touch(instance.worker)
 
@@ -100,8 +103,7 @@ class Instances:
         self.moves.arrives(effect.group)
         instance = self._by_worker.get(effect.worker)
         if instance is not None:
-            number = self._order(instance, self._assign(effect.group, effect.lease, effect.lineage, effect.version))
-            instance.leases[effect.lease] = (effect.group, number)
+            self._assign(instance, effect.group, effect.lease, effect.lineage, effect.version)
 
     def on_pushed(self, effect: Pushed) -> None:
         self._over(effect.group, effect.lease)
@@ -170,8 +172,7 @@ class Instances:
             known = self._leases_of(instance.worker)
             for lease in missing:
                 view = known[lease]
-                number = self._order(instance, self._assign(view.group, lease, view.lineage, view.version))
-                instance.leases[lease] = (view.group, number)
+                self._assign(instance, view.group, lease, view.lineage, view.version)
                 self._cut_again(instance, lease)
         instance.pushed = {lease: None for lease in instance.pushed if lease in held}
         instance.aborting = {x: number for x, number in instance.aborting.items() if x in held or number > acked}
@@ -244,7 +245,10 @@ class Instances:
         self._to_answer[instance.worker] = instance
         return instance.commands.add(command)
 
-    def _assign(self, group: GroupId, lease: LeaseId, lineage: Lineage, version: Version) -> Assign:
+    def _assign(self, instance: Instance, group: GroupId, lease: LeaseId, lineage: Lineage, version: Version) -> None:
+        if not instance.will_have(lineage, version):
+            self.order_pull(instance, lineage, version, self._clock.now_ms())
         shard = shard_of(group, self._shards) if self._shards > 1 else 0
         partial = self.moves.partial(group)
-        return Assign(group=group, lease=lease, lineage=lineage, version=version, shard=shard, partial=partial)
+        command = Assign(group=group, lease=lease, lineage=lineage, version=version, shard=shard, partial=partial)
+        instance.leases[lease] = (group, self._order(instance, command))

@@ -71,7 +71,7 @@ class Service:
         self._registry = Registry(config.trajectories.shards, interpreter.clock)
         with interpreter.store.read() as txn:
             self._registry.load(txn)
-        self._instances = Instances(config.trajectories.shards, self._leases_of)
+        self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
         group_size = config.rollout.group_size
         self._metrics = Metrics(
@@ -119,8 +119,8 @@ class Service:
             self._metrics,
             self._loads,
             self.phase,
+            self._training.asked,
         )
-        self.exposition.trainer_waits = self._training.asked
         self._describing = Describing(interpreter.deck, self._registry)
         yields = Yields(interpreter, self._instances)
         self._operations = GroupOperations(

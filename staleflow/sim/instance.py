@@ -92,6 +92,8 @@ class SimInstance:
         self._loaded = (Lineage(0), Version(-1))
         self._wanted: tuple[Lineage, Version] | None = None
         self._pulling = False
+        self._to_begin: list[Held] = []
+        """Their weights are on their way."""
         self._dead = False
         self._hung = False
         self._reports = 0
@@ -201,7 +203,17 @@ class SimInstance:
             samples = self._workload.samples(assign.group, assign.lease)
             self._begun.append((assign.version, samples))
         held = self._held[assign.lease] = Held(assign, samples, 0)
-        self._submit(held)
+        self._begin(held)
+
+    def _begin(self, held: Held) -> None:
+        """Now, or when the weights have come that are on their way; without them it is given up, as a worker does."""
+        needed = held.assign.lineage, held.assign.version
+        if needed <= self._loaded:
+            self._submit(held)
+        elif self._wanted is None or self._wanted < needed:
+            self._give_up(held, f"version {held.assign.version} is not loaded here")
+        else:
+            self._to_begin.append(held)
 
     def _submit(self, held: Held) -> None:
         """Let the engine write what is not written yet."""
@@ -259,6 +271,9 @@ class SimInstance:
 
     def _yield(self, held: Held) -> None:
         held.yielding = True
+        if held in self._to_begin:
+            self._to_begin.remove(held)
+            self._hand_over(held)
         for sample in held.samples:
             if sample in self._group_of:
                 self.engine.withdraw(sample)
@@ -283,7 +298,7 @@ class SimInstance:
             if code is Code.STALE_LEASE:
                 self._throw_away(held)
             else:
-                self._submit(held)
+                self._begin(held)
 
     def _settled(self, held: Held, result: Result) -> None:
         """The shard's verdict on a push."""
@@ -320,6 +335,10 @@ class SimInstance:
             return
         self._pulling = False
         self._loaded = (lineage, version)
+        waiting, self._to_begin = self._to_begin, []
+        for held in waiting:
+            if held.assign.lease in self._held:
+                self._begin(held)
         pulled = Pulled(worker=self.worker, lineage=lineage, version=version, sha=sha_of(lineage, version), ok=True)
         self._ask(pulled)
         self._report()

@@ -1,6 +1,7 @@
 """Every strategy in whole runs: they end, keep the bound, and do what they are for."""
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 from typing import get_args
@@ -10,12 +11,13 @@ from msgspec.structs import replace
 
 from staleflow.configs.schema import Config, Coordination, Redundancy
 from staleflow.configs.simulation import Fleet, Occurrence
-from staleflow.protocols.consistency.limits import Bound
+from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.protocols.coordination.admission import Admission
 from staleflow.protocols.coordination.migration import Migration
 from staleflow.protocols.coordination.routing import Routing
 from staleflow.protocols.coordination.sync import Sync
 from staleflow.runtime.audit import audit
+from staleflow.runtime.trace import read_events
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 from tests.sim.configs import config
@@ -50,6 +52,23 @@ def test_a_run_with_failing_engines_filters_and_spares_ends_and_keeps_the_bound(
     result = simulate(chosen(of, **named), run_dir=tmp_path)
     assert (len(result.steps), result.violations) == (12, 0)
     assert audit(tmp_path / "trace.jsonl").violations == []
+
+
+@pytest.mark.parametrize("sync", get_args(Sync))
+@pytest.mark.parametrize("on_update", ["keep", "recompute", "drain"])
+def test_a_group_that_is_begun_anew_at_the_newest_version_finds_it_loaded(
+    sync: Sync, on_update: str, tmp_path: Path
+) -> None:
+    """``retry`` leases at the newest version, whatever the strategy has let the engine load."""
+    of = config(
+        on_overdue=OnOverdue.RETRY, batch_size=2, group_size=4, engines=5, slots=12, steps=20, train_s=0.15, pull_s=0.1
+    )
+    of = replace(of, rollout=replace(of.rollout, on_update=on_update))
+    result = simulate(chosen(of, sync=sync), run_dir=tmp_path)
+    assert (len(result.steps), result.violations) == (20, 0)
+    told = Counter(event["why"] for event in read_events(tmp_path / "trace.jsonl") if event["ev"] == "release")
+    assert told["overdue"] >= 5
+    assert told["aborted"] == 0
 
 
 def heavy(admission: Admission, max_staleness: int, **more: object) -> list[Result]:

@@ -78,3 +78,26 @@ def test_a_pull_without_an_answer_is_ordered_again() -> None:
     assert not instance.stuck
     instance.order_pull(Lineage(0), Version(1), PULL_PATIENCE_MS)
     assert instance.stuck
+
+
+def test_weights_are_there_or_on_their_way_by_the_newest_order() -> None:
+    instance = Instance(WorkerId("w"), 1)
+    instance.hear(LOADED)
+    assert instance.will_have(Lineage(0), Version(1))
+    assert not instance.will_have(Lineage(0), Version(2))
+    assert not instance.will_have(Lineage(1), Version(0))
+    instance.order_pull(Lineage(1), Version(2), 100)
+    assert instance.will_have(Lineage(1), Version(1))
+    instance.order_pull(Lineage(0), Version(1), 200)
+    assert not instance.will_have(Lineage(1), Version(1))
+
+
+def test_an_order_to_load_that_was_never_sent_is_given_again_after_a_failed_commit() -> None:
+    instance = Instance(WorkerId("w"), 1)
+    instance.order_pull(Lineage(0), Version(1), 100)
+    instance.reload({})
+    assert (instance.pull, instance.pulling(101), instance.commands.pending) == (None, False, [])
+    instance.order_pull(Lineage(0), Version(1), 102)
+    instance.commands.take()
+    instance.reload({})
+    assert instance.pulling(103)
