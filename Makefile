@@ -9,14 +9,21 @@ CONFIG ?= configs/quickstart.toml
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-.venv/.installed: pyproject.toml constraints.txt
+# What a run on CPUs can need. The same pins as below: what is here stays as it is when the rest comes.
+.venv/.run: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "staleflow needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V)" >&2; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,docs,dev]'
-	touch $@
+	@echo "installing torch, transformers and what else constraints.txt pins into .venv: once, a minute or two, 1.7 GB"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,parquet,ranker,plot]'
+	@touch $@
 
-run: .venv/.installed ## train the quickstart: make run [CONFIG=configs/...toml]
+.venv/.installed: .venv/.run
+	@echo "installing the tools of make test into .venv: once, another minute"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,deepspeed,parquet,ranker,plot,docs,dev]'
+	@touch $@
+
+run: .venv/.run ## train the quickstart: make run [CONFIG=configs/...toml]
 	$(BIN)/staleflow run $(CONFIG)
 
 test: lint type unit ## everything that proves the project

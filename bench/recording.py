@@ -40,9 +40,8 @@ def screens(run_dir: Path, frames: int) -> list[str]:
     for _ in range(frames):
         for _ in range(LOOKS):
             replay.advance(whole.at_s / (frames * LOOKS))
-            snapshot = replay.snapshot()
-            history.see(snapshot)
-        shown = board(config.name, snapshot, history)
+            history.see(replay.snapshot())
+        shown = board(config.name, replay.snapshot(), history)
         if not shown.instances:
             continue  # before the first engine came, or after the last one left
         console = Console(record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True)

@@ -40,6 +40,10 @@ PEERS = (
     "Redis list, tcp",
     "Ray queue",
     "Ray queue of references",
+    "TransferQueue, 16 a put",
+    "TransferQueue, 256 a put",
+    "TransferQueue, one a put",
+    "Reverb",
 )
 COMMIT = 32
 """Groups of one transaction of the raw store."""
@@ -55,13 +59,18 @@ def own(shape: Shape, seconds: float) -> Row:
     return row
 
 
-def peer(name: str, python: str, seconds: float) -> Row:
-    """A peer in its own environment; a row that says why when it cannot run there."""
-    command = [python, "-m", "bench.trajectories_peers", name, "--seconds", str(seconds)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    if ended.returncode:
-        return Row(what=name, skipped=ended.stderr.strip().splitlines()[-1][:200])
-    return row_of(ended.stdout.strip().splitlines()[-1])
+def peer(name: str, pythons: list[str], seconds: float) -> Row:
+    """A peer in the first environment that has it; a row that says why when none does."""
+    row = Row(what=name)
+    for python in pythons:
+        command = [python, "-m", "bench.trajectories_peers", name, "--seconds", str(seconds)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if ended.returncode:
+            return Row(what=name, skipped=ended.stderr.strip().splitlines()[-1][:200])
+        row = row_of(ended.stdout.strip().splitlines()[-1])
+        if not row.skipped:
+            return row
+    return row
 
 
 def raw_store(seconds: float, *, sync: bool) -> Row:
@@ -119,6 +128,10 @@ RATIOS = (
     ("frames, ipc / queue, one a put", "staleflow, frames, ipc", "multiprocessing queue, one a put", 1.0),
     ("mapped / frames, ipc", "staleflow, mapped", "staleflow, frames, ipc", 1.5),
     ("frames, ipc / Ray queue", "staleflow, frames, ipc", "Ray queue", 4.0),
+    ("frames, ipc / TransferQueue, 16 a put", "staleflow, frames, ipc", "TransferQueue, 16 a put", 8.0),
+    ("frames, ipc / TransferQueue, 256 a put", "staleflow, frames, ipc", "TransferQueue, 256 a put", 5.0),
+    ("frames, ipc / TransferQueue, one a put", "staleflow, frames, ipc", "TransferQueue, one a put", 25.0),
+    ("frames, ipc / Reverb", "staleflow, frames, ipc", "Reverb", 5.0),
     ("mapped, power / LMDB alone, power", "staleflow, mapped, power", "LMDB alone, power", 0.7),
     ("frames, power / LMDB alone, power", "staleflow, frames, power", "LMDB alone, power", 0.7),
     ("2 shards / 1, mapped", "staleflow, mapped, 2 shards", "staleflow, mapped", 1.8),
@@ -157,7 +170,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement, after a warm-up")
-    parser.add_argument("--peers-python", default=sys.executable, help="of an environment that has the peers")
+    parser.add_argument(
+        "--peers-python", nargs="+", default=[sys.executable], help="of environments that have the peers"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="contenders whose names contain one of these")
     parser.add_argument("--markdown", action="store_true", help="tables for bench/results")
     asked = parser.parse_args()

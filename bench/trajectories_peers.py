@@ -163,6 +163,105 @@ class RayQueue:
         ray.shutdown()
 
 
+class TransferQueue:
+    """``TransferQueue`` with its storage in memory: rows of one field, ``together`` rows a put, each taken once."""
+
+    def __init__(self, *, together: int) -> None:
+        import ray
+        import transfer_queue
+
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)
+        transfer_queue.init()
+        self._together = together
+        self._address = ray.get_runtime_context().gcs_address
+        self._kept: list[bytes] = []
+
+    def __getstate__(self) -> tuple[str, int]:
+        return self._address, self._together
+
+    def __setstate__(self, state: tuple[str, int]) -> None:
+        self._address, self._together = state
+        self._kept = []
+
+    def connect(self) -> "TransferQueue":
+        import ray
+        import transfer_queue
+
+        ray.init(address=self._address, log_to_driver=False)
+        transfer_queue.init()
+        self._client: Any = transfer_queue.get_client()
+        return self
+
+    def put(self, trajectories: list[bytes]) -> None:
+        import torch
+        from tensordict import TensorDict
+
+        self._kept += trajectories
+        while len(self._kept) >= self._together:
+            rows, self._kept = self._kept[: self._together], self._kept[self._together :]
+            data = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).reshape(len(rows), -1)
+            self._client.put(TensorDict({"trajectory": data}, batch_size=len(rows)), partition_id="train")
+
+    def take(self, count: int) -> list[bytes]:
+        found = None
+        while found is None:
+            try:
+                found = self._client.get_meta(["trajectory"], count, "train", task_name="train")
+            except RuntimeError as error:
+                if "Timeout" not in str(error):
+                    raise  # what it says when nobody has put enough for some seconds
+        rows = self._client.get_data(found)["trajectory"]
+        self._client.clear_samples(found)
+        return [row.numpy().data for row in rows]
+
+    def close(self) -> None:
+        import ray
+        import transfer_queue
+
+        transfer_queue.close()
+        ray.shutdown()
+
+
+class Reverb:
+    """A FIFO table of a Reverb server, each item one trajectory, sampled once."""
+
+    def __init__(self) -> None:
+        import reverb
+
+        first, oldest = reverb.selectors.Fifo(), reverb.selectors.Fifo()
+        table = reverb.Table("trajectories", first, oldest, 4 * IN_FLIGHT, reverb.rate_limiters.MinSize(1), 1)
+        self._server = reverb.Server([table])
+        self._address = f"localhost:{self._server.port}"
+
+    def __getstate__(self) -> str:
+        return self._address
+
+    def __setstate__(self, address: str) -> None:
+        self._address = address
+
+    def connect(self) -> "Reverb":
+        import reverb
+
+        self._client: Any = reverb.Client(self._address)
+        self._writer: Any = self._client.trajectory_writer(num_keep_alive_refs=PUT)
+        return self
+
+    def put(self, trajectories: list[bytes]) -> None:
+        import numpy as np
+
+        for one in trajectories:
+            self._writer.append([np.frombuffer(one, np.uint8)])
+            self._writer.create_item("trajectories", 1.0, [self._writer.history[0][-1]])
+        self._writer.flush()
+
+    def take(self, count: int) -> list[bytes]:
+        found = self._client.sample("trajectories", num_samples=count, emit_timesteps=False)
+        return [sample.data[0].data for sample in found]
+
+    def close(self) -> None:
+        self._server.stop()
+
+
 PEERS: dict[str, Callable[[], Any]] = {
     "multiprocessing queue, one a put": lambda: Queue(together=False),
     "multiprocessing queue, 16 a put": lambda: Queue(together=True),
@@ -170,6 +269,10 @@ PEERS: dict[str, Callable[[], Any]] = {
     "Redis list, tcp": lambda: Redis(unix=False),
     "Ray queue": lambda: RayQueue(refs=False),
     "Ray queue of references": lambda: RayQueue(refs=True),
+    "TransferQueue, 16 a put": lambda: TransferQueue(together=16),
+    "TransferQueue, 256 a put": lambda: TransferQueue(together=256),
+    "TransferQueue, one a put": lambda: TransferQueue(together=1),
+    "Reverb": Reverb,
 }
 
 

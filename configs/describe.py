@@ -67,7 +67,7 @@ def _struct(kind: kinds.Type) -> kinds.StructType | None:
 
 
 def _key(field: kinds.Field, says: str) -> Key:
-    return Key(name=field.name, allowed=allowed(field.type), default=_default(field), says=says)
+    return Key(name=field.name, allowed=allowed(field.type, brief=True), default=_default(field), says=says)
 
 
 def _default(field: kinds.Field) -> str:

@@ -4,12 +4,13 @@ from enum import Enum
 
 
 class Absent(Enum):
-    """Stands for a value that is not there."""
+    """Stands for a value that is not there, or too long to be read in a line."""
 
     MISSING = "missing"
+    TABLE = "a table"
 
 
-MISSING = Absent.MISSING
+MISSING, TABLE = Absent.MISSING, Absent.TABLE
 
 
 class ConfigError(Exception):
@@ -30,7 +31,12 @@ def shown(value: object, limit: int = 120) -> str:
         case bool():
             text = "true" if value else "false"
         case str():
-            text = f'"{value}"'
+            text = f'"{"".join(map(_visible, value))}"'
         case _:
             text = str(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _visible(letter: str) -> str:
+    """A letter; what a terminal would obey instead of showing it, as its escape."""
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")

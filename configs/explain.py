@@ -3,6 +3,7 @@
 The decoder says where it stopped; what is allowed there comes from the schema itself.
 """
 
+import datetime
 import difflib
 import math
 import re
@@ -12,18 +13,21 @@ from typing import Any, NoReturn, cast
 import msgspec
 import msgspec.inspect as kinds
 
-from staleflow.configs.errors import MISSING, ConfigError
+from staleflow.configs.errors import MISSING, TABLE, ConfigError
 from staleflow.configs.schema import Config
+from staleflow.configs.section import MOST
 
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _ITEM = re.compile(r"\[[^\]]*\]")
 _NAMED = re.compile(r"(unknown|missing required) field `([^`]*)`")
 _BIGGEST = 2**63 - 1
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""What bytes that are not UTF-8 become on a command line."""
 
 
 def decode(table: dict[str, Any]) -> Config:
     """The configuration that ``table`` describes, or a ``ConfigError``."""
-    _finite(table, ())
+    _usable(table, ())
     try:
         return msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
@@ -36,7 +40,8 @@ def _explain(message: str, table: dict[str, Any]) -> NoReturn:
     if named := _NAMED.search(message):
         path = (*path, named[2])
         if named[1] == "unknown":
-            raise ConfigError(".".join(path), _value(table, path), nearest(path))
+            value = _value(table, path)
+            raise ConfigError(".".join(path), TABLE if isinstance(value, dict) else value, nearest(path))
         raise ConfigError(".".join(path), MISSING, f"it must be {allowed(_kind(path))}")
     path = (*path[:-1], _ITEM.sub("", path[-1])) if path else path
     raise ConfigError(".".join(path), _value(table, path), f"it must be {allowed(_kind(path))}")
@@ -81,12 +86,14 @@ def nearest(path: tuple[str, ...]) -> str:
     """What to say of a key that does not exist."""
     *above, wrong = (_ITEM.sub("", part) for part in path)
     known = [key.split(".") for key in keys()]
+    if above in known:
+        return f"there is no such key; {'.'.join(above)} is one itself"
     here = {key[len(above)]: ".".join(key[: len(path)]) for key in known if key[: len(above)] == above}
     leaves = {key[-1]: ".".join(key) for key in reversed(known)}
     names = {**leaves, **here}
     if close := difflib.get_close_matches(wrong, names, n=1, cutoff=0.65):
         return f"there is no such key, did you mean {names[close[0]]}?"
-    return f"there is no such key; allowed here: {', '.join(here)}"
+    return f"there is no such key; allowed here: {', '.join(here)}" if here else "there is no such key"
 
 
 def _kind(path: tuple[str, ...]) -> kinds.Type:
@@ -104,15 +111,15 @@ def _kind(path: tuple[str, ...]) -> kinds.Type:
     return kind
 
 
-def allowed(kind: kinds.Type) -> str:
-    """What a value of this type may be, in words."""
+def allowed(kind: kinds.Type, *, brief: bool = False) -> str:
+    """What a value of this type may be, in words. ``brief``: but for what holds for every number and string."""
     match kind:
         case kinds.IntType():
-            return f"an integer{_range(kind)}"
+            return f"an integer{_range(kind, brief=brief)}"
         case kinds.FloatType():
-            return f"a number{_range(kind)}"
+            return f"a number{_range(kind, brief=brief)}"
         case kinds.StrType():
-            return "a string"
+            return "a string" if kind.pattern is None or brief else "a printable string"
         case kinds.BoolType():
             return "true or false"
         case kinds.LiteralType():
@@ -120,7 +127,7 @@ def allowed(kind: kinds.Type) -> str:
         case kinds.EnumType():
             return _one_of(tuple(member.value for member in kind.cls))
         case kinds.ListType():
-            return f"a list, each {allowed(kind.item_type)}"
+            return f"a list, each {allowed(kind.item_type, brief=brief)}"
         case kinds.TupleType():
             return f"a list of {len(kind.item_types)}, each {allowed(kind.item_types[0])}"
         case kinds.DictType():
@@ -135,25 +142,32 @@ def _one_of(values: tuple[Any, ...]) -> str:
     return f"one of {', '.join(repr(str(value)) for value in sorted(values))}".replace("'", '"')
 
 
-def _range(kind: kinds.IntType | kinds.FloatType) -> str:
-    if kind.ge is not None and kind.le is not None:
-        return f" from {kind.ge} to {kind.le}"
-    signs = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-    return "".join(f" {sign} {limit}" for sign, limit in signs if limit is not None)
+def _range(kind: kinds.IntType | kinds.FloatType, *, brief: bool) -> str:
+    most = None if brief and kind.le == MOST else kind.le
+    if kind.ge is not None and most is not None:
+        return f" from {kind.ge} to {most}"
+    signs = ((">=", kind.ge), (">", kind.gt), ("<=", most), ("<", kind.lt))
+    return " and".join(f" {sign} {limit}" for sign, limit in signs if limit is not None)
 
 
-def _finite(value: object, path: tuple[str, ...]) -> None:
-    """Refuses what TOML can write and nothing downstream can use: infinities, NaN, integers past 64 bits."""
+def _usable(value: object, path: tuple[str, ...]) -> None:
+    """Refuses what TOML can write and nothing downstream can use: infinities, NaN, integers past 64 bits; dates, which
+    a run's own file would give back as strings; and what no file can hold as text."""
     match value:
         case dict():
             for key, inner in cast(dict[str, object], value).items():
-                _finite(inner, (*path, key))
+                _usable(key, path)
+                _usable(inner, (*path, key))
         case list():
             for inner in cast(list[object], value):
-                _finite(inner, path)
+                _usable(inner, path)
         case float() if not math.isfinite(value):
             raise ConfigError(".".join(path), value, "it must be a finite number")
         case int() if abs(value) > _BIGGEST:
             raise ConfigError(".".join(path), value, "it must be an integer of at most 64 bits")
+        case datetime.date() | datetime.time():
+            raise ConfigError(".".join(path), value, f'it must be no date and no time: write the string "{value}"')
+        case str() if _SURROGATE.search(value):
+            raise ConfigError(".".join(path), value, "it must be text: UTF-8 cannot write it")
         case _:
             pass

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from staleflow.configs.section import NonNegative, Positive, Section
+from staleflow.configs.section import NonNegative, Processes, Section, Text
 
 
 class Launch(Section, frozen=True, kw_only=True):
@@ -13,30 +13,30 @@ class Launch(Section, frozen=True, kw_only=True):
     resumed may have other machines. Servers, and stages without a model, are on the machine that launches (Slurm: on a
     node of their own, Kubernetes: in pods of their own)."""
 
-    rollout_nodes: Positive = 1
+    rollout_nodes: Processes = 1
     """Machines of rollout; ``rollout.workers`` engines are spread over them. A relay of the weights is on each that has
     several, and on all of more than four."""
-    trainer_nodes: Positive = 1
+    trainer_nodes: Processes = 1
     """Machines of the trainer, ``trainer.nproc`` ranks on each."""
     gpus_per_node: NonNegative = 0
     """GPUs of each of these machines, given out from 0: to engines; to ranks, then to stages with a model. 0: none are
     asked for, every process sees what there is, and stages with a model are beside the servers."""
     port: Annotated[int, Meta(ge=1024, le=65_000)] = 5551
     """First TCP port of the servers: scheduler, trajectory servers, parameter server, one after another."""
-    hosts: list[str] = field(default_factory=list[str])
+    hosts: list[Text] = field(default_factory=list[Text])
     """ssh: names of the trainer's machines, then of those of rollout."""
-    shell: list[str] = field(
+    shell: list[Text] = field(
         default_factory=lambda: ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5"]
     )
     """ssh: what reaches a machine, called as ``SHELL... HOST COMMAND``."""
-    setup: str = ""
+    setup: Text = ""
     """ssh, Slurm: a shell command that makes ``python`` the one with staleflow, say ``. /opt/venv/bin/activate``.
     Empty: Python is where it is on the machine that launches."""
-    options: list[str] = field(default_factory=list[str])
+    options: list[Text] = field(default_factory=list[Text])
     """Slurm: ``#SBATCH`` options of every component, say ``--partition=gpu``."""
-    image: str = ""
+    image: Text = ""
     """Kubernetes: the container image; see the file ``Containerfile``."""
-    volume: str = ""
+    volume: Text = ""
     """Kubernetes: a PersistentVolumeClaim with models and data, mounted at ``/data`` in every pod, read by many."""
 
 

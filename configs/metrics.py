@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from msgspec import field
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.section import Section
+from staleflow.configs.section import Section, Text
 
 LEAST_TOKEN = 16
 """Characters of a token."""
@@ -21,10 +21,10 @@ Writer = Literal["tensorboard", "wandb"]
 class Metrics(Section, frozen=True, kw_only=True):
     """Where the numbers of a run can be read, beside ``metrics.jsonl``; everywhere by the same names."""
 
-    bind: str = ""
+    bind: Text = ""
     """``http://host:port``: the scheduler answers ``GET /metrics`` there, for Prometheus. Plain HTTP: loopback only,
     unless there is a ``token``. Empty: nowhere."""
-    token: str = ""
+    token: Text = ""
     """File of mode 0600 with a word of at least 16 characters that a reader must bear (``Authorization: Bearer WORD``).
     Empty: whoever reaches ``bind`` may read."""
     writers: list[Writer] = field(default_factory=list[Writer])

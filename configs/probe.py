@@ -13,10 +13,15 @@ from typing import Any, cast
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
+from staleflow.configs.row_files import prompt_row
 
 Question = dict[str, Any]
 """``specs``: key -> import path; ``calls``: key -> (positional count, keyword names) that it must take;
-``sources``: key -> (keyword arguments, column that its rows must have, whether to count them all)."""
+``sources``: key -> (keyword arguments, renames of its columns, whether to count its rows); ``rows``: key -> columns of
+a file's first row; ``scored``: keyword names that ``reward.run`` is given besides the columns of a row, and whether
+there may be more of them."""
+
+REWARD = "reward.run"
 
 OFFERED = {"trainer.algorithm.advantage": ("stages",), "trainer.algorithm.loss": ("stages",)}
 """key -> keyword arguments that it is given if it has them."""
@@ -47,16 +52,34 @@ def _reply(text: str) -> dict[str, Any]:
         return {}
 
 
+def count_gpus(timeout_s: float = 120.0) -> int:
+    """GPUs that torch sees here, asked in a process of its own: none without torch, or when it cannot say."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return int(done.stdout.strip().rpartition("\n")[2])
+    except (subprocess.TimeoutExpired, ValueError):
+        return 0
+
+
 def answer(question: Question) -> dict[str, int]:
     """Imports and calls what ``question`` names; ``ConfigError`` for what cannot be."""
     specs: dict[str, str] = question["specs"]
     found = {key: load_object(spec, key) for key, spec in specs.items()}
     for key, (positional, names) in question["calls"].items():
         _takes(found[key], key, specs[key], positional, names)
-    return {key: _rows(found[key], key, specs[key], *how) for key, how in question["sources"].items()}
+    read = {key: _rows(found[key], key, specs[key], *how) for key, how in question["sources"].items()}
+    if REWARD in found:
+        columns = {**question["rows"], **{key: first for key, (_, first) in read.items()}}
+        for key, first in columns.items():
+            _scores(found[REWARD], specs[REWARD], key, first, *question["scored"])
+    return {key: number for key, (number, _) in read.items()}
 
 
-def _rows(source: Any, key: str, spec: str, options: dict[str, Any], column: str, count: bool) -> int:
+def _rows(
+    source: Any, key: str, spec: str, options: dict[str, Any], columns: dict[str, str], count: bool
+) -> tuple[int, list[str]]:
+    """How many there are (1 where not counted), and the columns of the first."""
     try:
         rows = iter(source(**options))
         first: Any = next(rows, None)
@@ -65,22 +88,30 @@ def _rows(source: Any, key: str, spec: str, options: dict[str, Any], column: str
         raise ConfigError(key, spec, f"calling it failed ({type(error).__name__}: {error})") from error
     if first is None:
         raise ConfigError(key, spec, "it gave no rows")
-    if not isinstance(first, dict) or column not in cast(dict[str, Any], first):
-        begins = str(cast(object, first))[:80]
-        raise ConfigError(key, spec, f'its rows must be dicts with a column "{column}"; the first is {begins}')
-    return number
+    return number, prompt_row(key, spec, "row 0", first, columns)[0]
 
 
-def _takes(function: Any, key: str, spec: str, positional: int, names: list[str]) -> None:
+def _scores(reward: Any, spec: str, key: str, columns: list[str], needs: list[str], more: bool) -> None:
+    """The reward takes what it is called with for a row of ``key``."""
+    names = [name for name in dict.fromkeys((*columns, *needs)) if name not in ("prompt", "completion")]
+    given = f"(prompt, completion{''.join(f', {name}=...' for name in names)}), as the rows of {key} are"
+    _takes(reward, REWARD, spec, 2, names, given, more)
+
+
+def _takes(
+    function: Any, key: str, spec: str, positional: int, names: list[str], given: str = "", more: bool = False
+) -> None:
+    """``more``: it may be given other keyword arguments too, so none is missing."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
     offered = [name for name in OFFERED.get(key, ()) if name in signature.parameters]
+    bind = signature.bind_partial if more else signature.bind
     try:
-        signature.bind(*range(positional), **dict.fromkeys([*names, *offered]))
+        bind(*range(positional), **dict.fromkeys([*names, *offered]))
     except TypeError as error:
-        given = ", ".join(names) or f"{positional} values"
+        given = given or ", ".join(names) or f"{positional} values"
         raise ConfigError(key, spec, f"it is called with {given}, but {error}") from error
 
 

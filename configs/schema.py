@@ -9,9 +9,23 @@ from msgspec import Meta, field
 
 from staleflow.configs.launch import Launch
 from staleflow.configs.metrics import Metrics
-from staleflow.configs.section import NonNegative, Positive, PositiveFloat, Section, Share
+from staleflow.configs.section import (
+    MOST,
+    Groups,
+    Mebibytes,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Processes,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Text,
+)
 from staleflow.configs.simulation import Simulated, Simulation
-from staleflow.protocols.consistency.limits import Bound, OnOverdue
+from staleflow.protocols.consistency.limits import MOST_STALENESS, Bound, OnOverdue
 
 Durability = Literal["process", "power"]
 DeltaKind = Literal["off", "raw", "compressed"]
@@ -21,9 +35,9 @@ Preset = Literal["", "areal", "prime-rl", "slime", "staleflow", "verl"]
 class Model(Section, frozen=True, kw_only=True):
     """The policy: a model directory as ``save_pretrained`` writes it, tokenizer included."""
 
-    path: str = ""
+    path: Text = ""
     """Model directory. Empty: ``build`` makes one in the run directory."""
-    build: str = ""
+    build: Text = ""
     """``module:function`` or ``file.py:function``, called as ``build(directory, seed=..., **options)`` once a run."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of ``build``."""
@@ -34,13 +48,13 @@ class Model(Section, frozen=True, kw_only=True):
 class Prompts(Section, frozen=True, kw_only=True):
     """Where prompts come from. One of ``path`` and ``source``."""
 
-    path: str = ""
+    path: Text = ""
     """A .jsonl or .parquet file, one prompt a row."""
-    source: str = ""
+    source: Text = ""
     """Import path of a callable that returns an iterable of rows (dicts): ``source(seed=..., **options)``."""
-    eval_path: str = ""
+    eval_path: Text = ""
     """Held-out prompts, as ``path``."""
-    eval_source: str = ""
+    eval_source: Text = ""
     """Held-out prompts, as ``source``."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of ``source`` and ``eval_source``."""
@@ -56,17 +70,17 @@ class Reward(Section, frozen=True, kw_only=True):
     """The stage that every run has: ``reward(prompt, completion, **columns) -> float``, sync or async, in processes of
     its own. What ``rollout.filter`` does not want after it goes through no stage that needs it."""
 
-    run: str
+    run: Text
     """``module:function`` or ``file.py:function``. May be empty where the environment returns the reward."""
-    workers: Positive = 1
+    workers: Processes = 1
     """Processes started by ``staleflow run``; more may attach."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Of one call; a call that takes longer is killed and counts as failed."""
     retries: NonNegative = 2
     """More tries for a sample whose call raised or hung; then its group is released."""
-    batch: Positive = 16
+    batch: Groups = 16
     """Groups that a worker takes at once."""
-    needs: list[str] = field(default_factory=list[str])
+    needs: list[Text] = field(default_factory=list[Text])
     """Columns of a value a sample, ``stage/column``, that it waits for and gets as keyword arguments by their names."""
 
 
@@ -76,21 +90,21 @@ class Stage(Section, frozen=True, kw_only=True):
     Stages whose needs are there work at the same time. A group trains once every stage is done with it.
     """
 
-    name: str
+    name: Text
     """Lower-case letters, digits and ``_``; with a number behind it the name of its workers."""
-    run: str
+    run: Text
     """``module:function`` or ``file.py:function``. Called with one ``clients.stage.group.Group``."""
-    makes: list[str]
+    makes: list[Text]
     """Its columns, float32: ``score`` holds a value a sample, ``values:token`` one a completion token."""
-    needs: list[str] = field(default_factory=list[str])
+    needs: list[Text] = field(default_factory=list[Text])
     """Columns of other stages, ``stage/column``, that it waits for and gets. None: it starts with the push."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of ``run``."""
-    workers: Positive = 1
+    workers: Processes = 1
     """Processes started by ``staleflow run``; more may attach."""
-    batch: Positive = 16
+    batch: Groups = 16
     """Groups that a worker takes at once; an ``async def`` has them all under way."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """Of one call; a call that takes longer is killed and counts as failed."""
     retries: NonNegative = 2
     """More tries for a group whose call raised, hung or gave too little; then it is released."""
@@ -105,56 +119,56 @@ class Environment(Section, frozen=True, kw_only=True):
     numbers as keyword arguments. It writes the messages itself: ``prompts.chat_template`` is without effect.
     """
 
-    run: str = ""
+    run: Text = ""
     """``module:Class`` or ``file.py:Class``; empty: plain prompts."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments of the class; one object a process plays all of its episodes."""
-    processes: Positive = 1
+    processes: Processes = 1
     """A rollout worker's, and the trainer's while it evaluates; episodes run side by side in each."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Seconds = 120.0
     """Of one episode, waiting for the engine included; then its group is released."""
     max_turns: NonNegative = 0
     """Calls an episode may make, each of at most ``rollout.max_new_tokens``; 0 sets no limit."""
-    memory_mb: Positive = 4096
+    memory_mb: Mebibytes = 4096
     """Most private memory of one process, in MiB; what asks for more gets a MemoryError."""
 
 
 class Reference(Section, frozen=True, kw_only=True):
     """The stage of the KL term, when ``trainer.algorithm.kl_coef`` is above 0: a frozen model's log-probabilities."""
 
-    path: str = ""
+    path: Text = ""
     """Model directory, with the policy's tokens. Empty: the model that the run begins with."""
-    workers: Positive = 1
+    workers: Processes = 1
     """Processes started by ``staleflow run``, each with a copy of the model; more may attach."""
-    batch: Positive = 16
+    batch: Groups = 16
     """Groups that a worker takes at once; its forward passes have ``trainer.micro_tokens`` padded tokens."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """Of one group; a worker that takes longer loses what it has to another one."""
-    threads: Positive = 1
+    threads: Processes = 1
     """Torch threads of a worker."""
 
 
 class Critic(Section, frozen=True, kw_only=True):
     """The stage of ``trainer.algorithm.advantage = "gae"``: a value model that learns from the groups it judges."""
 
-    path: str = ""
+    path: Text = ""
     """Model directory of its backbone, with the policy's tokens. Empty: the model that the run begins with."""
     lr: PositiveFloat = 1e-5
     """Of its AdamW."""
-    batch: Positive = 8
+    batch: Groups = 8
     """Groups that it takes at once, and groups of one step of its own; passes have ``trainer.micro_tokens``."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """Of one group, learning included."""
-    threads: Positive = 1
+    threads: Processes = 1
     """Torch threads."""
 
 
 class Staleness(Section, frozen=True, kw_only=True):
     """The promise."""
 
-    max_staleness: NonNegative = 2
+    max_staleness: Annotated[int, Meta(ge=0, le=MOST_STALENESS)] = 2
     """Versions between a trajectory's oldest token and the step that trains it. 0 waits for every batch; more keeps
-    engines busy while the trainer works, at the price of older data."""
+    engines busy while the trainer works, at the price of older data. A status has a row for each, hence the limit."""
     bound: Bound = Bound.TRAJECTORY
     """``trajectory``: every token of a trained group obeys the bound. ``token``: every trained token does, older ones
     are masked, and no long trajectory ever holds up a step."""
@@ -180,9 +194,9 @@ class Vllm(Section, frozen=True, kw_only=True):
     """Most tokens of prompt and completion together; 0: the model's own context. Fewer leave room for more requests."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of each GPU's memory, weights included; less where a trainer shares the GPU."""
-    tensor_parallel: Positive = 1
+    tensor_parallel: Processes = 1
     """GPUs that share one instance's model."""
-    kv_cache_mb: Positive = 512
+    kv_cache_mb: Mebibytes = 512
     """Size of the KV cache in MiB, on a CPU only."""
     prefix_caching: bool = True
     """Samples of one prompt read it once. Never shared between versions."""
@@ -196,24 +210,24 @@ class Rollout(Section, frozen=True, kw_only=True):
     engine: Literal["transformers", "vllm", "simulated"] = "transformers"
     """What writes. ``transformers``: continuous batching on CPUs or one GPU. ``vllm``: vLLM, an extra. ``simulated``:
     sleeps by the cost model of ``[rollout.simulated]`` and writes random tokens; needs neither model nor torch."""
-    workers: Positive = 1
+    workers: Processes = 1
     """Processes started by ``staleflow run``; more may attach."""
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
     """GPUs of the workers that ``staleflow run`` starts, shared out over them in order; empty: all there are."""
-    group_size: Positive = 8
+    group_size: Groups = 8
     """Trajectories a prompt."""
-    max_inflight: Positive = 64
+    max_inflight: Groups = 64
     """Samples that one instance decodes at once."""
     max_new_tokens: Positive = 64
     """Longest completion in tokens; one that reaches it is cut off and trained as it is."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     """Of the sampling; log-probabilities are those of the distribution that was sampled from."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """In-flight samples when a new version comes. ``keep``: go on with the new weights (a new segment) over the KV
     cache of the old ones. ``recompute``: the same, read in anew by the new weights first. ``drain``: end first."""
     filter: Literal["none", "zero_spread"] = "zero_spread"
     """Groups released after the reward: those whose samples all have the same reward teach nothing."""
-    threads: Positive = 1
+    threads: Processes = 1
     """Torch threads of an instance."""
     redundancy: Redundancy = field(default_factory=Redundancy)
     simulated: Simulated = field(default_factory=Simulated)
@@ -238,13 +252,14 @@ class Coordination(Section, frozen=True, kw_only=True):
     migration: Literal["none", "idle", "throughput"] = "none"
     """Groups under way that go on elsewhere. ``idle``: from instances where samples queue to instances with nothing to
     do. ``throughput``: also when one is ``migration_gap`` times slower than another."""
-    migration_gap: Annotated[float, Meta(ge=1)] = 2.0
+    migration_gap: Annotated[float, Meta(ge=1, le=MOST)] = 2.0
     """Ratio of two instances' tokens a second a sample from which ``throughput`` moves groups; lower moves more."""
     composition: Literal["iid", "length_clustered"] = "iid"
     """Which prompts share a step. ``iid``: the next ones. ``length_clustered``: ones of like expected length, so that
     the long ones stall few steps rather than all of them; correlates length within a step."""
-    lookahead: Positive = 20
-    """``length_clustered``: batches of prompts put in order together. More sorts better, and correlates more."""
+    lookahead: Groups = 20
+    """``length_clustered``: batches of prompts put in order together, at most 1048576 groups. More sorts better, and
+    correlates more."""
     ranker: Literal["none", "history", "learned"] = "history"
     """How lengths are expected. ``history``: what the prompt had before. ``learned``: also a model of the prompt's
     features, for those not seen yet."""
@@ -257,11 +272,11 @@ class Coordination(Section, frozen=True, kw_only=True):
 class Algorithm(Section, frozen=True, kw_only=True):
     """From rewards to gradients. A key that means nothing with the chosen loss is left at its default."""
 
-    advantage: str = "grpo"
+    advantage: Text = "grpo"
     """``grpo``, ``dr_grpo``, ``rloo``: against the group. ``reinforce_pp``: against the batch. ``gae``: against a
     critic, token by token; starts the critic stage. Or the import path of ``f(rewards [N], group_ids [N]) -> [N]``,
     tensors; with an argument ``stages`` it gets the stages' columns of one value a sample too."""
-    loss: str = "ppo_clip"
+    loss: Text = "ppo_clip"
     """``ppo_clip``, ``gspo``, ``cispo``, ``aipo``, ``m2po``, ``opsm``; all but the first bound the ratio to the engine,
     so they need no ``correction``. Or the import path of ``f(logprobs, old, behavior, advantages, row) -> loss``,
     tensors over the trained tokens of some whole trajectories; the mean over the batch's tokens is trained. With an
@@ -273,7 +288,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """PPO ratio is clipped below 1 - ``clip_low``."""
     clip_high: PositiveFloat = 0.2
     """PPO ratio is clipped above 1 + ``clip_high``."""
-    dual_clip: Annotated[float, Meta(ge=0)] = 0.0
+    dual_clip: NonNegativeFloat = 0.0
     """Second clip, for negative advantages: a ratio above it (3, say) pushes no harder. 0 switches it off."""
     correction: Literal["none", "tis", "decoupled", "masked_is", "masked_is_sequence"] = "tis"
     """What becomes of the weight k = trainer/engine of each token. ``none``: 1, old data is taken for new. ``tis``: k
@@ -282,7 +297,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     ``sequence_cap``, and trajectories above it are left out."""
     tis_cap: PositiveFloat = 2.0
     """Largest weight; lower loses more of what old data says, higher makes gradients noisier."""
-    mask_low: Annotated[float, Meta(ge=0)] = 0.5
+    mask_low: NonNegativeFloat = 0.5
     """Weights below it are 0. A narrow band up to ``mask_high`` learns from less, and from what is nearly its own."""
     mask_high: PositiveFloat = 5.0
     """Weights above it are 0."""
@@ -304,7 +319,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     likely); the farthest of these are left out until it holds. Costs a second forward pass."""
     opsm_delta: PositiveFloat = 0.01
     """Bad trajectories that the model has moved away from by more than this, in nats a token, are left out."""
-    kl_coef: Annotated[float, Meta(ge=0)] = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference model; starts the reference stage. 0: no such term, no such stage."""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Its estimator: ``k2`` has the gradient of KL, ``k1`` the same with an unbiased value, ``k3`` one that pushes less
@@ -337,13 +352,13 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Trajectories of a pass one behind the other in one row, without padding; ``micro_tokens`` are real ones then."""
     steps: Positive = 100
     """Train steps of the whole run."""
-    batch_size: Positive = 8
+    batch_size: Groups = 8
     """Groups a step."""
     streaming: bool = False
     """Train a step's groups as they come, while its batch still fills: hides a step's computing behind the rollout of
     its longest groups. The same step, but for the cut into passes, which is by groups in their order then. Not with
     ``deepspeed``; for algorithms that need no more than a group at once."""
-    stream_groups: Positive = 1
+    stream_groups: Groups = 1
     """``streaming``: groups trained at once, one at least for each rank. Fewer start earlier; more fill the passes of
     ``micro_tokens`` better."""
     micro_tokens: Positive = 16_384
@@ -352,7 +367,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """AdamW's learning rate after the warm-up. The higher, the more a version of age costs."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the first and second moment, each from 0 up to but not including 1."""
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's, a step and unit of learning rate, off each weight matrix."""
     warmup_steps: NonNegative = 0
     """Steps of linear learning-rate warm-up."""
@@ -371,9 +386,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Steps between evaluations on the held-out prompts; 0: at the start and at the end only."""
     eval_prompts: NonNegative = 256
     """Held-out prompts used; 0 switches evaluation off."""
-    threads: Positive = 1
+    threads: Processes = 1
     """Torch threads."""
-    simulated_step_s: Annotated[float, Meta(ge=0)] = 0.1
+    simulated_step_s: NonNegativeFloat = 0.1
     """Seconds of a train step with ``backend = "simulated"`` and in ``staleflow simulate``."""
     algorithm: Algorithm = field(default_factory=Algorithm)
 
@@ -381,13 +396,13 @@ class Trainer(Section, frozen=True, kw_only=True):
 class Scheduler(Section, frozen=True, kw_only=True):
     """The ledger's process."""
 
-    bind: str = ""
+    bind: Text = ""
     """``tcp://host:port`` or ``ipc://path``; empty: a socket in the run directory."""
-    lease_s: PositiveFloat = 30.0
+    lease_s: Seconds = 30.0
     """A worker not heard from for this long loses its leases."""
     durability: Durability = "process"
     """What an acknowledged transition survives: ``kill -9``, or a power failure too (synced before the answer)."""
-    map_mb: Positive = 1024
+    map_mb: Mebibytes = 1024
     """Size of its LMDB map; writes are refused at 90 %."""
 
 
@@ -396,11 +411,11 @@ class Trajectories(Section, frozen=True, kw_only=True):
 
     shards: Annotated[int, Meta(ge=1, le=64)] = 1
     """Trajectory servers; a group lives at one of them, chosen by its number. More where one process cannot keep up."""
-    bind: list[str] = field(default_factory=list[str])
+    bind: list[Text] = field(default_factory=list[Text])
     """One address a shard; empty: sockets in the run directory."""
     durability: Durability = "process"
     """What an acknowledged push survives: ``kill -9``, or a power failure too (synced before the answer)."""
-    map_mb: Positive = 4096
+    map_mb: Mebibytes = 4096
     """Payload that each shard holds, in its LMDB map and in slabs together; pushes are refused at 90 %."""
     mapped: bool = True
     """Workers on a shard's host write payload into files (slabs) in its folder, which the trainer maps; the shard only
@@ -410,25 +425,25 @@ class Trajectories(Section, frozen=True, kw_only=True):
 class Parameters(Section, frozen=True, kw_only=True):
     """The process that holds weights."""
 
-    bind: str = ""
+    bind: Text = ""
     """``tcp://host:port`` or ``ipc://path``; empty: a socket in the run directory."""
     transport: Literal["server", "direct"] = "server"
     """How engines get a new version. `server`: from this process, through a file that both see, or in chunks. `direct`:
     from the trainer's rank 0 itself, through a process group of torch.distributed (NCCL between GPUs, else gloo), while
     that is the newest version; then, and whenever it fails, as with `server`. Costs the trainer a version more in main
     memory, and has no keys. What a version is, and whether its bytes are right, this process says either way."""
-    direct_bind: str = ""
+    direct_bind: Text = ""
     """`direct`: ``tcp://host:port`` where the trainer meets engines of other hosts; empty: a free port of loopback."""
     durability: Durability = "process"
     """What a published version survives: ``kill -9``, or a power failure too (synced before it counts)."""
     keep_versions: Positive = 2
     """Newest versions kept even if nobody uses them."""
-    budget_mb: NonNegative = 0
+    budget_mb: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     """MiB of all versions together; 0: what the disk holds. Where a new version would not fit, older ones go that
     nobody uses, whatever ``keep_versions`` says; a publish waits while all are in use. At least two versions must
     fit."""
-    chunk_kb: Positive = 4096
-    """Bytes of one chunk to a reader on another host, in KiB."""
+    chunk_kb: Annotated[int, Meta(ge=1, le=1 << 17)] = 4096
+    """Bytes of one chunk to a reader on another host, in KiB: at most half of the largest message."""
     delta: DeltaKind = "compressed"
     """What a reader on another host may get instead of a whole version: the bits that changed since the one it has,
     through zstd, or raw (three times the bytes, for a third less work). It asks only where its link is so slow that
@@ -438,7 +453,7 @@ class Parameters(Section, frozen=True, kw_only=True):
 class Security(Section, frozen=True, kw_only=True):
     """Who may connect over TCP. Sockets in the run directory are guarded by the modes of their files."""
 
-    keys: str = ""
+    keys: Text = ""
     """Folder made by ``staleflow keygen``: every TCP connection is encrypted, and each key may do what its role may.
     A process takes its role's file there, or in the folder that the environment's STALEFLOW_KEY names (it may name the
     file, too). Empty: no keys, and servers bind to loopback only."""
@@ -449,14 +464,14 @@ class Security(Section, frozen=True, kw_only=True):
 class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
-    name: str = "run"
+    name: Text = "run"
     """Of run directories (``runs/NAME-TIMESTAMP``) and of everything that shows the run: letters, digits, ``.``, ``_``,
     ``-``."""
     preset: Preset = ""
     """Rule of a system that people know, for every key that neither the file nor an override sets. Named by an
     override it comes before the file. ``configs/presets`` has them."""
-    seed: NonNegative = 0
-    """Of the prompt order, the model's build, sampling and the trainer."""
+    seed: Seed = 0
+    """Of the prompt order, the model's build, sampling and the trainer; at most what numpy's generator takes."""
     model: Model = field(default_factory=Model)
     prompts: Prompts
     environment: Environment = field(default_factory=Environment)

@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from staleflow.configs.section import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section, Share
+from staleflow.configs.section import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Processes,
+    Section,
+    Share,
+    Text,
+)
 
 
 class Simulated(Section, frozen=True, kw_only=True):
@@ -27,9 +36,9 @@ class Simulated(Section, frozen=True, kw_only=True):
     """``bimodal``: mean of the long lengths."""
     long_share: Share = 0.1
     """``bimodal``: share of trajectories that are long."""
-    trace: str = ""
+    trace: Text = ""
     """``trace``: a .jsonl or .parquet file, one trajectory a row."""
-    trace_column: str = "tokens"
+    trace_column: Text = "tokens"
     """``trace``: the column with its tokens."""
     prompt_share: Share = 0.5
     """Share of a length's spread (the variance of its place in the distribution) that is the prompt's: what a ranker
@@ -47,7 +56,7 @@ class Simulated(Section, frozen=True, kw_only=True):
 class Fleet(Section, frozen=True, kw_only=True):
     """Some engines alike."""
 
-    count: Positive
+    count: Processes
     """How many of them."""
     speed: PositiveFloat = 1.0
     """Times as fast as ``[rollout.simulated]`` says."""

@@ -1,25 +1,43 @@
 """Reinforcement learning post-training that never learns from data older than the bound you asked for.
 
-``run``, ``connect`` and ``Trace`` are all there is to it from Python; docs/python.md shows them at work.
+``run``, ``connect``, ``TrainerClient`` and ``Trace``, and the errors that they raise, are all there is to it from
+Python; docs/python.md shows them at work.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from staleflow.api import Result, Run, Trace, connect, run
+    from staleflow.clients.trainer.client import Fenced, TrainerClient
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.load import load
+    from staleflow.runtime.errors import Refused, Unavailable
 
-__all__ = ["ConfigError", "Result", "Run", "Trace", "connect", "load", "run"]
+__all__ = [
+    "ConfigError",
+    "Fenced",
+    "Refused",
+    "Result",
+    "Run",
+    "Trace",
+    "TrainerClient",
+    "Unavailable",
+    "connect",
+    "load",
+    "run",
+]
 __version__ = "0.1.0"
+
+_TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.runtime.errors"
+_ELSEWHERE = {"Fenced": _TRAINER, "TrainerClient": _TRAINER, "Refused": _ERRORS, "Unavailable": _ERRORS}
+"""What a training loop on another machine needs comes without the rest of ``staleflow.api``."""
 
 
 def __getattr__(name: str) -> object:
     """Nothing is imported before it is asked for: ``import staleflow`` costs nothing."""
     if name in __all__:
-        from staleflow import api
-
-        return getattr(api, name)
+        return getattr(import_module(_ELSEWHERE.get(name, "staleflow.api")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,13 +3,17 @@
 Nothing here belongs to an event loop, so all of it works where one is running already.
 """
 
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
@@ -19,11 +23,14 @@ from staleflow.configs.schema import Config
 from staleflow.monitor.story import events_about
 from staleflow.report.writers import with_writers
 from staleflow.runtime.audit import AuditReport, audit
+from staleflow.runtime.metric_lines import metric_lines
+from staleflow.runtime.printable import printable
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import LOOKING, client_sockets
 from staleflow.runtime.trace import read_events
+from staleflow.runtime.trace_lines import decoded
 from staleflow.supervisor import rundir, summary
-from staleflow.supervisor.addresses import check_free
+from staleflow.supervisor.addresses import check_free, in_use
 from staleflow.supervisor.supervisor import Supervisor
 from staleflow.supervisor.view import Snapshot, View
 
@@ -43,7 +50,8 @@ def run(
     """Start every role of a configuration on this machine and train; returns when all of them have ended.
 
     ``config``: a file, or what ``load`` made of one. ``overrides``: ``"trainer.steps=4"``, as on the command line.
-    ``run_dir``: default ``runs/NAME-TIMESTAMP``. ``resume``: go on there. ``progress``: a line every few seconds.
+    ``run_dir``: default ``runs/NAME-TIMESTAMP``. ``resume``: go on there; a finished run is left as it is.
+    ``progress``: a line every few seconds.
     An interrupt (Ctrl-C, a notebook's stop button) drains the run, and is the result's ``outcome``.
 
     ``ConfigError`` for whatever is wrong with the configuration, before anything is started.
@@ -56,13 +64,31 @@ def run(
         chosen = config
     else:
         chosen = load(config, overrides)
-    folder = rundir.choose(chosen, None if run_dir is None else Path(run_dir), resume=resume)
+    with _said_here():
+        folder = rundir.choose(chosen, None if run_dir is None else Path(run_dir), resume=resume)
+    if resume and (done := summary.finished(folder)) is not None:
+        if progress:
+            sys.stdout.write(f"{summary.how_to_go_on(done, chosen)}\n")
+        return Result(folder)
     present(chosen)
     check_free(chosen, folder)
     view = with_writers(_view(chosen, progress), chosen, folder)
-    with rundir.claim(chosen, folder, resume=resume):
+    with _said_here(), rundir.claim(chosen, folder, resume=resume):
         Supervisor(chosen, folder, view, f"run(..., run_dir={str(folder)!r}, resume=True)").run()
     return Result(folder)
+
+
+@contextmanager
+def _said_here() -> Generator[None]:
+    """What the command line calls by its options has the names of arguments here."""
+    try:
+        yield
+    except ConfigError as error:
+        what, allowed = (re.sub(r"--run-dir\b", "run_dir", text) for text in (error.what, error.allowed))
+        what, allowed = what.replace("--resume", "resume"), allowed.replace("--resume", "resume=True")
+        if (what, allowed) == (error.what, error.allowed):
+            raise
+        raise ConfigError(what, error.value, allowed) from None
 
 
 def _view(config: Config, progress: bool) -> View:
@@ -112,7 +138,7 @@ class Result:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, one a step and one an evaluation; numbers by name."""
-        return summary.lines_of(self.run_dir / "metrics.jsonl")
+        return metric_lines(self.run_dir / "metrics.jsonl")
 
     def report(self, path: Path | str | None = None) -> Path:
         """Write one HTML page about the run, by default ``report.html`` in its directory; where it is."""
@@ -126,13 +152,26 @@ class Result:
 def connect(where: Path | str, *, timeout_s: float = 5.0) -> "Run":
     """A run that is under way, by its directory or its scheduler's address (``tcp://...``, ``ipc://...``).
 
-    ``ConfigError`` if there never was one, ``Unavailable`` if its scheduler does not answer within ``timeout_s``.
+    ``ConfigError`` if there never was one, or by its directory if it has ended; ``Unavailable`` if its scheduler does
+    not answer within ``timeout_s``.
     """
     text = str(where)
     if "://" in text:
         return Run(text, None, timeout_s)
     folder = Path(where)
-    return Run(addresses(read_run(folder), folder).scheduler, folder, timeout_s)
+    address = addresses(read_run(folder), folder).scheduler
+    _check_under_way(folder, address)
+    return Run(address, folder, timeout_s)
+
+
+def _check_under_way(folder: Path, address: str) -> None:
+    """``ConfigError`` where nobody can answer: there is a summary or a socket of this machine, and nobody listens."""
+    found = summary.read(folder)
+    if in_use(address) or not (found or address.startswith("ipc://")):
+        return
+    ended = f"{found.outcome}, {found.steps:,} of {found.steps_wanted:,} steps" if found else "or was never started"
+    read = "staleflow.Result(Path(...)) and staleflow.Trace.open read what a run leaves"
+    raise ConfigError("run", str(folder), f"nobody answers there: it has ended ({ended}); {read}")
 
 
 class Run:
@@ -184,7 +223,7 @@ class Run:
         self._admin.drain(why, timeout_s=self._timeout_s)
 
     def trainer(self, name: str = "trainer", *, rank: int = 0, world: int = 1) -> "TrainerClient":
-        """A training loop's side of the service: ``join``, ``batches``, ``commit``. Its module says how to use it."""
+        """A training loop's side of the service: ``join``, ``batches``, ``commit``. docs/python.md has a whole loop."""
         from staleflow.clients.trainer.client import TrainerClient
         from staleflow.configs.load import config_sha
 
@@ -243,6 +282,15 @@ class Trace:
         if not file.is_file():
             raise ConfigError("trace", str(file), "no such file")
         return cls(file)
+
+    def __repr__(self) -> str:
+        try:
+            with self.path.open("rb") as file:
+                run = printable(decoded(file.readline())["run"])
+                lines = 1 + sum(1 for _ in file)
+        except (OSError, msgspec.DecodeError):
+            return f"Trace({str(self.path)!r}, no lines that can be read)"
+        return f"Trace({str(self.path)!r}, {lines:,} lines, run {run})"
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Each event as it stands in the file; ``ev`` says which, ``staleflow.runtime.trace_events`` what it has."""

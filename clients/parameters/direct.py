@@ -2,7 +2,8 @@
 """What trainer and reader agree on when a version goes from one's memory into the other's, without the server.
 
 - They meet at a store of ``torch.distributed`` in the trainer's process: the reader puts an ``Ask`` into its
-  queue, the trainer an ``Answer`` under the name of the group that the ask proposes.
+  queue, the trainer an ``Answer`` under the name of the group that the ask proposes, and the reader says that it has
+  it. An ask that has grown old is not answered, and no group is opened for a reader that is silent: it has left.
 - Each transfer has a group of its own, of two. Whoever dies, hangs or leaves ends that group and no other, and nobody
   waits for who comes later.
 - A version travels as the bytes of its file, from first to last, a span after another. gloo carries them; NCCL where
@@ -33,6 +34,8 @@ UNDER_WAY = 2
 """Spans handed to the group at once: one is carried while the next is made ready, or the last one looked at."""
 MEET_S = 5.0
 """In which the trainer answers a reader. One that takes longer is away, or too busy to be the faster way."""
+HERE_S = 1.0
+"""In which a reader says that it has its answer, for which it waits. One that takes longer has left."""
 STALLED_S = 10.0
 """In which a span arrives. A peer that takes longer hangs."""
 _MAKING = threading.Lock()
@@ -166,6 +169,11 @@ def card() -> str:
 def answer_key(group: str) -> str:
     """Where the answer to an ask is."""
     return f"{group}/answer"
+
+
+def here_key(group: str) -> str:
+    """Where the reader says that it has the answer."""
+    return f"{group}/here"
 
 
 def _own_address(store: Store) -> str:

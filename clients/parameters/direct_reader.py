@@ -16,6 +16,7 @@ from staleflow.clients.parameters.direct import (
     card,
     check_torch,
     connect,
+    here_key,
 )
 from staleflow.clients.parameters.remote import is_free
 from staleflow.protocols.consistency.ids import WorkerId
@@ -39,6 +40,7 @@ class DirectReader:
             ask = Ask(group=name, lineage=asked.lineage, version=asked.version, nbytes=manifest.nbytes, card=self._card)
             store.queue_push(ASKS, msgspec.json.encode(ask))
             answer = msgspec.json.decode(store.get(answer_key(name)), type=Answer)
+            store.set(here_key(name), b"")
             if not answer.backend:
                 return f"{endpoint}: {answer.why}"
             buffer = self._memory(manifest.nbytes)

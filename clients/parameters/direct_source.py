@@ -5,16 +5,17 @@
   before is written over, unless somebody still takes it.
 - A step is never held up: giving happens in threads of its own, and a reader that does not keep up is left behind.
 - A version that is not the newest any more is not to be had here. Who asks for it is told so at once.
+- Who has left takes next to nothing from those who are there, and nobody but this process ends the giving.
 """
 
 import logging
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from staleflow.clients.parameters.direct import (
     check_torch,
     connect,
     dist,
+    here_key,
 )
 from staleflow.clients.parameters.tensors import NamedTensors, in_memory, layout, placed
 from staleflow.configs.errors import ConfigError
@@ -45,8 +47,6 @@ log = logging.getLogger(__name__)
 GIVING = 8
 """Readers that are given to at once; more wait."""
 WAIT = timedelta(days=7)
-_END = b"end"
-"""In the queue of asks: the last one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +72,7 @@ class DirectSource:
         self._card = card()
         self._store: Store | None
         self._store, self.endpoint = _open(bind)
+        self._ended = threading.Event()
         self._givers = ThreadPoolExecutor(GIVING, thread_name_prefix="give weights")
         self._thread = threading.Thread(target=self._serve, name="direct weights", daemon=True)
         self._thread.start()
@@ -101,8 +102,9 @@ class DirectSource:
         """Give to nobody any more; what is under way is left behind. May be called again."""
         if self._store is None:
             return
-        self._store.queue_push(ASKS, _END)
-        self._thread.join()
+        self._ended.set()
+        self._store.queue_push(ASKS, b"")  # wakes the thread, if no stranger takes it; else the end of the store does
+        self._thread.join(direct.HERE_S)
         self._givers.shutdown(wait=False, cancel_futures=True)
         self._store = None
 
@@ -114,35 +116,48 @@ class DirectSource:
         while True:
             try:
                 found = asks.queue_pop(ASKS)
-            except RuntimeError:  # nobody asked for that long
+            except dist.DistStoreError:  # nobody asked for that long
                 continue
-            if found == _END:
+            except RuntimeError as error:
+                if not self._ended.is_set():
+                    log.error("weights are given to nobody any more: %s", error)
+                return
+            if self._ended.is_set():
                 return
             try:
-                self._givers.submit(self._give, msgspec.json.decode(found, type=Ask))
+                self._givers.submit(self._give, msgspec.json.decode(found, type=Ask), time.monotonic())
             except msgspec.DecodeError as error:
                 log.warning("an ask for weights cannot be read: %s", error)
 
-    def _give(self, ask: Ask) -> None:
+    def _give(self, ask: Ask, asked_s: float) -> None:
+        if time.monotonic() - asked_s > direct.MEET_S:
+            return  # its reader waits no more
         held = self._taken(ask)
         try:
             store = connect(self.endpoint)
-            if held is None:
-                answer = Answer(backend="", why=f"version {ask.version} of lineage {ask.lineage} is not the newest")
-                store.set(answer_key(ask.group), msgspec.json.encode(answer))
-                return
-            backend: Literal["gloo", "nccl"] = "nccl" if ask.card and self._card and ask.card != self._card else "gloo"
-            answer = Answer(backend=backend, span=direct.SPAN_BYTES)
-            store.set(answer_key(ask.group), msgspec.json.encode(answer))
-            with closing(Group(answer, store, ask.group, rank=0)) as group:
-                group.give(held.data)
-            _forget(store, ask.group)
+            try:
+                self._answered(ask, held, store)
+            finally:
+                _forget(store, ask.group)
         except (OSError, RuntimeError) as error:
             log.warning("version %d is not given to %s: %s", ask.version, ask.group, error)
         finally:
             if held is not None:
                 with self._lock:
                     held.takers -= 1
+
+    def _answered(self, ask: Ask, held: Held | None, store: Store) -> None:
+        """Say yes or no, and after a yes give. ``RuntimeError`` when the reader has left, or does not keep up."""
+        if held is None:
+            answer = Answer(backend="", why=f"version {ask.version} of lineage {ask.lineage} is not the newest")
+        else:
+            other = ask.card and self._card and ask.card != self._card
+            answer = Answer(backend="nccl" if other else "gloo", span=direct.SPAN_BYTES)
+        store.set(answer_key(ask.group), msgspec.json.encode(answer))
+        store.wait([here_key(ask.group)], timedelta(seconds=direct.HERE_S))
+        if held is not None:
+            with closing(Group(answer, store, ask.group, rank=0)) as group:
+                group.give(held.data)
 
     def _taken(self, ask: Ask) -> Held | None:
         """The version that was asked for, which nobody writes over now; None when it is not the one that is here."""
@@ -168,7 +183,7 @@ def _open(bind: str) -> tuple[Store, str]:
 
 
 def _forget(store: Store, group: str) -> None:
-    """What a group that ended left in the store."""
+    """What a group that ended, or was not opened, left in the store."""
     for key in store.list_keys():
         if key.startswith(f"{group}/"):
             store.delete_key(key)

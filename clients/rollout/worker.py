@@ -51,6 +51,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushing: list[asyncio.Task[None]] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._said = Seldom()
         self.counts = {"pushed": 0, "moved": 0, "thrown_away": 0, "released": 0, "loaded": 0}
 
     async def run(self) -> None:
@@ -288,7 +290,8 @@ class Worker:
         """Release a lease that cannot be served, here at all when it is hopeless. Held until the scheduler knows."""
         assign = held.assign
         self.counts["released"] += 1
-        log.warning("group %d, lease %d: given up, %s", assign.group, assign.lease, detail)
+        if (more := self._said.due()) is not None:
+            log.warning("group %d, lease %d: given up, %s%s", assign.group, assign.lease, detail, more)
         why, detail = ReleaseWhy.ABORTED, f"group {assign.group}: {detail}"
         op = RegisterRelease(group=assign.group, lease=assign.lease, why=why, detail=detail, hopeless=hopeless)
         self._spawn(self._release(assign, op))

@@ -14,6 +14,7 @@ from typing import Any
 from staleflow.clients.stage import pipe
 from staleflow.clients.stage.child import NOUN
 from staleflow.clients.stage.process import Killed, Program, UserProcess
+from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class CallRunner:
         self._child: UserProcess | None = None
         self._starting = asyncio.Lock()
         self._slots = asyncio.Semaphore(1)
+        self._said = Seldom()
         self.failed_calls = 0
         """Tries that failed."""
 
@@ -60,7 +62,8 @@ class CallRunner:
             if not answer.error:
                 return answer
             self.failed_calls += 1
-            log.info("try %d of %d: %s", attempt + 1, self._retries + 1, answer.error)
+            if (more := self._said.due()) is not None:
+                log.info("try %d of %d: %s%s", attempt + 1, self._retries + 1, answer.error, more)
         raise CallFailed(f"{answer.error} ({self._retries + 1} tries)")
 
     async def _call(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:

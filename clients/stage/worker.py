@@ -23,6 +23,7 @@ from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.host import boot_id
+from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class StageWorker:
         self._name = name
         self._stage = stage
         self._max_groups = max_groups
+        self._said = Seldom()
         self.worked = Worked()
 
     async def serve(self, shards: Sequence[Client]) -> None:
@@ -134,8 +136,8 @@ class StageWorker:
 
     def _result(self, item: StageItem, made: Made) -> tuple[StageResult, list[memoryview]]:
         error, columns = (made.why, {}) if isinstance(made, Failed) else ("", made)
-        if error:
-            log.error("group %d has no %s: %s", item.group, self._name, error)
+        if error and (more := self._said.due()) is not None:
+            log.error("group %d has no %s: %s%s", item.group, self._name, error, more)
         specs, frames = specs_and_frames(columns)
         result = StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs, error=error)
         return result, frames

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from typing import Any, Self, TypeVar, cast
 
 import uvloop
@@ -161,7 +161,7 @@ class TrainerClient:
         """These are the weights of the version joined with: published again should the server's copy be damaged."""
         self._held = weights, None
 
-    def batches(self, steps: int) -> Iterator[TrainBatch]:
+    def batches(self, steps: int) -> Generator[TrainBatch]:
         """The batch of every step up to ``steps``, one fetched ahead; each must be committed before the next.
 
         Ends early after ``interrupt``. Leaving a batch uncommitted keeps it: whoever joins next is served it again.
@@ -184,7 +184,7 @@ class TrainerClient:
         finally:
             feeding.cancel()
 
-    def stream(self, steps: int, *, size: int = 1) -> Iterator[Piece]:
+    def stream(self, steps: int, *, size: int = 1) -> Generator[Piece]:
         """The batch of every step up to ``steps``, in pieces of ``size`` whole groups, each as soon as it may be used.
 
         Gradients of a step's pieces add up; the piece that has ``batch`` completes it, and must be committed before the

@@ -91,6 +91,8 @@ class Attachments:
             return Code.DENIED, f'role is "{body.role}"; it must be one of {", ".join(ROLES)}'
         if not body.name or len(body.name.encode()) > 200:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
+        if not (body.name + body.worker).isprintable():  # it is shown on the terminals of others
+            return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has characters that do not print"
         if len((body.endpoint + body.prompts_sha + body.stage).encode()) > MOST_TEXT_BYTES:
             return Code.MALFORMED, f"what {body.name} says of itself is longer than {MOST_TEXT_BYTES} bytes"
         if (no := self._name_objection(call, body)) is not None:

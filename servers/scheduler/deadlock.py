@@ -1,10 +1,12 @@
 """Nothing can ever progress: when that is certain, the run ends with the reason; while it is likely, ``why`` says it.
 
-Certain is only what no engine, stage or trainer that is here could change, however long one waited:
+Certain is only what no engine, stage or trainer that is here could change, however long one waited (but for the last,
+where nobody would wait longer):
 
 - the step needs groups, none is under way, and there are no prompts left;
 - the prompts that are left were all refused by engines that can never serve them;
-- every instance has refused everything it was given, and that was a thousand groups or every prompt there is.
+- every instance has refused everything it was given, and that was a thousand groups or every prompt there is;
+- no group of this run ever came as far as this stage, or this environment, should bring it: many failed, for a minute.
 """
 
 from staleflow.configs.schema import Config
@@ -16,6 +18,8 @@ MANY_REFUSED = 1_000
 """Different groups refused in a row: more than chance, however many prompts there are."""
 MANY_TIMES = 5
 """Times that a prompt is refused before nobody is thought to serve it."""
+FAILED_BATCHES, FAILING_MS = 10, 60_000
+"""Batches' worth of groups that failed while none ever succeeded, and for how long: what is late is waited for."""
 FEW_BATCHES = 4
 """Batches' worth of groups that came to nothing, one after the other, are worth a word."""
 
@@ -35,6 +39,8 @@ class Deadlock:
         """Why the next step can never be trained, and what to change; empty while it may be."""
         machine, deck = self._interpreter.machine, self._interpreter.deck
         counts = machine.state_counts()
+        if failing := self._all_fail():
+            return f"step {machine.next_step} can never be trained: {failing}"
         if not deck.rows or int(machine.next_step) != machine.version or counts["pushed"] or not machine.starved():
             return ""
         need, ready = self._config.trainer.batch_size, counts["occupied"]
@@ -49,6 +55,19 @@ class Deadlock:
         if self._all_refuse():
             count = len(self._setbacks.refused_in_a_row)
             return f"{step} and every instance refuses every prompt, {count} in a row. {self._too_long()}"
+        return ""
+
+    def _all_fail(self) -> str:
+        """What fails every time, from the beginning on, and how."""
+        totals, setbacks = self._interpreter.totals.counts, self._setbacks
+        for row, never, what in (
+            (setbacks.failed, not totals.occupies, "every group fails in a stage"),
+            (setbacks.given_up, not totals.pushes and not setbacks.refused, "rollout workers give up every group"),
+        ):
+            lasts_ms = self._interpreter.clock.now_ms() - row.first_ms
+            if never and row.count >= FAILED_BATCHES * self._config.trainer.batch_size and lasts_ms >= FAILING_MS:
+                more = "More in logs/ of the run directory"
+                return f"{what}, {row.count} so far and none succeeded. The newest: {row.detail}. {more}"
         return ""
 
     def _spent(self) -> str:

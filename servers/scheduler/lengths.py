@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.store import Read, Write
@@ -158,7 +159,7 @@ def _length_model(remembered: int) -> "LengthModel":
     try:
         from staleflow.servers.scheduler.length_model import LengthModel
     except ImportError as error:
-        wanted = f"the package {error.name} is not installed: pip install 'staleflow[ranker]'"
+        wanted = f"the package {error.name} is not installed: {install('ranker')}"
         raise ConfigError("coordination.ranker", "learned", wanted) from error
     return LengthModel(remembered=remembered)
 

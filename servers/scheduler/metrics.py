@@ -4,6 +4,7 @@ The file goes on where it ended when a run is resumed; a torn last line is cut o
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -96,8 +97,10 @@ class Metrics:
     ) -> None:
         """Write the line of a step; the trainer's word counts where both know a number. Once a step and lineage.
 
-        What the trainer adds to a step later, or says before the first (an evaluation), is a line of its own.
+        What the trainer adds to a step later, or says before the first (an evaluation), is a line of its own. What is
+        not finite is left out: no JSON can hold it.
         """
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         lineage = machine.lineage
         again = self.last.get("step") == step and self.last.get("lineage") == lineage
         if again and values.keys() <= self.last.keys():

@@ -86,7 +86,7 @@ class GroupOperations:
         if isinstance(op, RegisterPush) and op.occupies:
             return self._one(call, RegisterOccupy(group=op.group, lease=op.lease, reward_mean=0.0, reward_std=0.0))
         if isinstance(op, RegisterRelease) and told and isinstance(released := told[0], Released):
-            self._setbacks.released(peer, op, released)
+            self._setbacks.released(peer, op, released, self._interpreter.clock.now_ms())
             if op.why is ReleaseWhy.ABORTED:
                 self._put_off(op.group)
         return _DONE

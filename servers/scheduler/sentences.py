@@ -35,7 +35,7 @@ def pinned(step: int, pins: Sequence[Pin], count: int, policy: str) -> str:
 
 def starved(step: int, need: int, counts: Mapping[str, int], left_s: float | None = None) -> str:
     """Step ``step`` has too few groups. ``counts``: groups by state; ``left_s``: until there are enough."""
-    parts = f"{counts['leased']} are generated, {counts['pushed']} are in stages"
+    parts = f"{_are(counts['leased'])} being generated, {_are(counts['pushed'])} in stages"
     parts += "" if left_s is None else f", about {seconds(left_s)} left"
     streamed = f" ({counts['claimed']} with the trainer)" if counts.get("claimed") else ""
     return f"step {step} waits for groups: {min(counts['occupied'], need)} of {need} are ready{streamed}, {parts}"
@@ -46,6 +46,10 @@ def seconds(value: float) -> str:
     if value < 90:
         return f"{max(round(value), 1)} s"
     return f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"
+
+
+def _are(count: int) -> str:
+    return "1 is" if count == 1 else f"{count} are"
 
 
 def _groups(pins: Sequence[Pin], count: int) -> str:

@@ -16,8 +16,11 @@ class Row:
 
     count: int = 0
     detail: str = ""
+    first_ms: int = 0
+    """When the row began."""
 
-    def add(self, detail: str) -> None:
+    def add(self, detail: str, now_ms: int = 0) -> None:
+        self.first_ms = self.first_ms if self.count else now_ms
         self.count += 1
         self.detail = detail
 
@@ -42,15 +45,15 @@ class Setbacks:
         self.refused_in_a_row: dict[GroupId, None] = {}
         self.newest_refused = GroupId(-1)
 
-    def released(self, peer: str, op: RegisterRelease, effect: Released) -> None:
+    def released(self, peer: str, op: RegisterRelease, effect: Released, now_ms: int) -> None:
         """A shard or a worker let go of a group."""
         if op.why is ReleaseWhy.FILTERED:
             self.filtered.add(op.detail)
             self.failed.end()
         elif op.why is ReleaseWhy.ABORTED and effect.pushed:
-            self.failed.add(op.detail)
+            self.failed.add(op.detail, now_ms)
         elif op.why is ReleaseWhy.ABORTED:
-            self.given_up.add(op.detail)
+            self.given_up.add(op.detail, now_ms)
             if op.hopeless:
                 self._refused(WorkerId(peer), op)
 

@@ -3,7 +3,6 @@
 With it a word for what the trainer's waiting time goes to, which adds up where sentences do not.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 from staleflow.configs.schema import Config
@@ -104,7 +103,8 @@ class Why:
             return f"version 0 is still to be published by {machine.trainer}"
         trainer = self._registry.get(machine.trainer)
         if trainer is not None and not trainer.alive:
-            return f"trainer {trainer.name} is silent; step {machine.version} waits for it or its successor"
+            name = trainer.name if trainer.name.startswith("trainer") else f"the trainer {trainer.name}"
+            return f"{name} is silent; step {machine.version} waits for it or its successor"
         if not any(True for _ in self._instances):
             return "no rollout worker is attached"
         return ""
@@ -122,6 +122,9 @@ class Why:
             return training + pinned(step, self.pins(), count, self._config.staleness.on_overdue.value)
         counts, need = machine.state_counts(), self._config.trainer.batch_size
         hint = self._hint(counts)
+        if not hint and (likely := self._deadlock.likely()):  # first: nothing else matters as much
+            return f"{likely}; {training}{starved(step, need, counts)}"
+        hint = hint or (self._fullest() if counts["pushed"] else "")
         left_s = None if hint else self._staged.until_s(need - counts["occupied"])
         return training + starved(step, need, counts, left_s) + hint
 
@@ -135,16 +138,14 @@ class Why:
             return "; the prompts are used up"
         if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):
             return "; no instance has loaded weights yet"
-        if likely := self._deadlock.likely():
-            return f"; {likely}"
-        return self._fullest(served) if counts["pushed"] else ""
+        return ""
 
-    def _fullest(self, served: Counter[str]) -> str:
+    def _fullest(self) -> str:
         """The stage that has most groups waiting, if any does."""
         loads = {stage: load for stage, load in self._loads.by_stage().items() if load.waiting}
         if not loads:
             return ""
-        stage = max(loads, key=lambda name: loads[name].waiting)
+        stage, served = max(loads, key=lambda name: loads[name].waiting), self._registry.stage_workers()
         workers = f"{served[stage]} worker{'s' if served[stage] != 1 else ''}"
         return f"; {loads[stage].waiting} wait for the stage {stage} ({workers}, {loads[stage].taken} in work)"
 

@@ -26,6 +26,7 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Op, RegisterOccupy, RegisterQuarantine, RegisterRelease, Result
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
+from staleflow.runtime.seldom import Seldom
 from staleflow.runtime.store import FULL_SHARE, StoreFull
 from staleflow.servers.trajectories.filters import Filter
 from staleflow.servers.trajectories.holdings import Held, Holdings, Phase, Verdict
@@ -74,6 +75,7 @@ class Shard:
         self._damaged: dict[Key, None] = {}
         """Stored, but not to be read: kept until the scheduler has dropped them, or needs them no more."""
         self._full = False
+        self._said = Seldom()
         self._recovered = [(loaded.key, loaded) for loaded in store.load()]
         for key, loaded in self._recovered:
             if loaded.record is not None:
@@ -114,6 +116,8 @@ class Shard:
             then(Result(code=Code.OVERSIZE, detail=f"{pushed.record.nbytes} bytes never fit trajectories.map_mb"))
         else:
             self._incoming[key] = Incoming(pushed, [then])
+            if self.slabs is not None and pushed.record.slab:
+                self.slabs.expect(pushed.record.slab)
 
     def commit(self) -> None:
         """Make durable what came since the last time, then tell the scheduler."""
@@ -125,12 +129,16 @@ class Shard:
         if not self._incoming:
             return
         incoming, self._incoming = list(self._incoming.values()), {}
+        named = [one.pushed.record.slab for one in incoming if one.pushed.record.slab]
         if not self._stored(incoming):
             self._store.turn_over()
             full = [one for one in incoming if len(incoming) == 1 or not self._stored([one])]
             for one in full:
                 _tell(one.waiting, Result(code=Code.BUSY, detail="the trajectory server's map is full"))
             incoming = [one for one in incoming if one not in full]
+        if self.slabs is not None:
+            for name in named:
+                self.slabs.settle(name)
         stored = {one.pushed.key for one in incoming}
         self._deletes = [key for key in self._deletes if key not in stored]
         for key in stored:
@@ -211,7 +219,8 @@ class Shard:
         """A stage failed for good: these groups are released."""
         for key in keys:
             if (held := self.holdings.find(key)) is not None and held.phase is Phase.STAGING:
-                log.error("group %d is given up: %s", key.group, detail)
+                if (more := self._said.due()) is not None:
+                    log.error("group %d is given up: %s%s", key.group, detail, more)
                 self._release(held, ReleaseWhy.ABORTED, detail)
 
     def _commit_columns(self) -> None:

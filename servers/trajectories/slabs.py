@@ -3,8 +3,8 @@
 - A slab belongs to one worker process, or to the shard itself for what comes in frames, and only that one writes into
   it. What a worker still writes that was given up on, stopped or fenced lands in slabs of its own, where nothing refers
   to it.
-- It is given anew, to the same worker, only when no live record lies in it and the worker writes there no more. So no
-  byte that a record refers to is ever written again.
+- It is given anew, to the same worker, only when no live record lies in it, no push that is still to be stored names
+  it, and the worker writes there no more. So no byte that a record refers to is ever written again.
 - Its blocks are reserved when it is made: a full disk is a refusal here, not a SIGBUS in who writes.
 - Nothing in a slab says what it holds. Records do, with their sha256; what they do not refer to is garbage, and slabs
   that hold nothing else are deleted at the next start.
@@ -47,12 +47,14 @@ class _Slab:
     """Who writes; None: nobody, ever again."""
     written: bool
     """Its worker may still write into it."""
+    coming: int = 0
+    """Pushes that name a place in it and wait for their commit."""
     live: set[Key] = field(default_factory=set[Key])
     """Records that refer to it."""
 
     @property
     def idle(self) -> bool:
-        return not self.written and not self.live
+        return not self.written and not self.coming and not self.live
 
 
 class Slabs:
@@ -151,6 +153,16 @@ class Slabs:
         if (end := place.offset + place.nbytes) > slab.data.nbytes:
             raise ProtocolError(Code.MALFORMED, f"bytes {place.offset} to {end} are not in slab {slab.name}")
         return slab.data[place.offset : end]
+
+    def expect(self, name: str) -> None:
+        """A push that names a place in it waits for its commit."""
+        self._slabs[name].coming += 1
+
+    def settle(self, name: str) -> None:
+        """That push is stored now, or never will be."""
+        slab = self._slabs[name]
+        slab.coming -= 1
+        self._drop_if_over(slab)
 
     def store(self, key: Key, parts: Sequence[Data], nbytes: int, room: Callable[[], int]) -> Place | None:
         """Write what came in frames; None when there is no room for another slab. ``key``'s record refers to it now."""

@@ -80,9 +80,9 @@ class TrajectoryStore:
 
     def write_pushes(self, pushes: Sequence[Pushed]) -> list[Record]:
         """Make payloads durable, all or none, and return what is stored of each. None of them is stored already."""
-        records = [self._placed(one) for one in pushes]
-        slabs = {record.slab: None for record in records if record.slab}
         try:
+            records = [self._placed(one) for one in pushes]
+            slabs = {record.slab: None for record in records if record.slab}
             if self._sync and slabs:
                 self._of_slabs.sync(slabs)
             with self._store.write() as txn:
@@ -95,7 +95,7 @@ class TrajectoryStore:
             if self.slabs is not None:
                 self.slabs.free(one.key for one in pushes)
             if isinstance(error, OSError):
-                raise StoreError(f"slabs cannot be brought to the disk: {error}") from error
+                raise StoreError(f"slabs cannot be written: {error}") from error
             raise
         return records
 

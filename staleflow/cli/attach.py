@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--nproc",
     type=click.IntRange(1, 64),
+    metavar="N",
     help="Ranks of the trainer on this machine. Default: trainer.nproc. torchrun works as well.",
 )
 @click.option("--bind", metavar="ADDRESS", help="Where a relay listens. Default: a port for workers of this machine.")

@@ -19,12 +19,17 @@ KINDS = ("kill", "stop", "term", "flip")
 @click.argument("run_dir", type=options.DIRECTORY)
 @click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="What is done; several: each in turn.")
 @click.option("--only", multiple=True, metavar="NAME", help="Spare others: rollout-0, trainer, ... or a beginning.")
-@click.option("--every", default=5.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds, on average.")
-@click.option("--faults", default=10, show_default=True, type=click.IntRange(min=1), help="How many.")
 @click.option(
-    "--stop-for", type=click.FloatRange(min=0.1), help="Seconds that a process is stopped. Default: its lease and two."
+    "--every", default=5.0, show_default=True, type=click.FloatRange(min=0.1), metavar="S", help="Seconds, on average."
 )
-@click.option("--seed", default=0, show_default=True, help="Of who is harmed, how and when.")
+@click.option("--faults", default=10, show_default=True, type=click.IntRange(min=1), metavar="N", help="How many.")
+@click.option(
+    "--stop-for",
+    type=click.FloatRange(min=0.1),
+    metavar="S",
+    help="Seconds that a process is stopped.  [default: its lease and two]",
+)
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Of who is harmed, how and when.")
 @options.as_json
 def command(
     run_dir: Path,

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from staleflow.sim.result import Result
 
 WIDTH = 120
@@ -23,25 +26,39 @@ def gather(results: "Iterable[Result]", total: int, quiet: bool) -> "list[Result
 
 
 def show(results: "list[Result]", title: str) -> None:
-    """Print the table."""
+    """Print the table: where the terminal is too narrow for it, some columns below the others."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from staleflow.sim.compare import COLUMNS, NOTE
 
-    table = Table(box=None, title=title, pad_edge=False, padding=(0, 0, 0, 2))
-    table.add_column("", no_wrap=True)
-    for name, _ in COLUMNS:
-        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
-    for result in results:
-        cells = [Text(text(result), style=_style(name, result)) for name, text in COLUMNS]
-        table.add_row(result.name, *cells)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(table)
-    console.print(NOTE, style="dim")
+    columns = [(name, [Text(text(result), style=_style(name, result)) for result in results]) for name, text in COLUMNS]
+    names = [result.name for result in results]
+    console.print(Text(title, style="italic"), soft_wrap=True)
+    wide = console.options.update(width=10 * WIDTH)
+    while columns:
+        fitting = len(columns)
+        while fitting > 1 and console.measure(_table(names, columns[:fitting]), options=wide).maximum > console.width:
+            fitting -= 1
+        console.print(_table(names, columns[:fitting]))
+        columns = columns[fitting:]
+        console.print("" if columns else Text(NOTE, style="dim"))
+
+
+def _table(names: "list[str]", columns: "list[tuple[str, list[Text]]]") -> "Table":
+    """Every row, with some of its columns; as wide as its words, for a number must not be cut."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 0, 0, 2))
+    table.add_column("", no_wrap=True)
+    for title, _ in columns:
+        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
+    for name, *cells in zip(names, *(cells for _, cells in columns), strict=True):
+        table.add_row(name, *cells)
+    return table
 
 
 def _style(name: str, result: "Result") -> str:

@@ -31,7 +31,8 @@ def command(key: str) -> int:
     from staleflow.configs.describe import tables
 
     found = list(tables())
-    lines = _overview(found) if not key else _of(key.strip("[]"), found)
+    name = key.strip("[]") if key.startswith("[") else key
+    lines = _of(name, found) if name else _overview(found)
     click.echo("\n".join(lines))
     return 0
 

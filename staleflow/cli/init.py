@@ -1,5 +1,6 @@
 """``staleflow init``: a task to begin from, which runs as it is."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -31,7 +32,7 @@ def command(folder: Path) -> int:
     """
     files = _files(folder)
     for path in files:
-        if path.exists():
+        if os.path.lexists(path):  # a link, too: what it points to is not here
             raise ConfigError("DIR", str(path), "it is there already and left alone: choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """``staleflow launch``: a run on several machines, through an engine that they are run with already."""
 
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from staleflow.supervisor.roles import Role
 
 ENGINES = ("ssh", "slurm", "kubernetes", "ray")
+HERE, FIRST = "THIS-MACHINE", "FIRST-TRAINER-MACHINE"
+"""Addresses in a dry run, which looks nothing up."""
 
 
 @click.command("launch", short_help="Start a run on several machines: ssh, Slurm, Kubernetes, Ray.")
@@ -70,12 +74,13 @@ def _here(
     engine: str, config: "Config", run_dir: Path | None, *, resume: bool, dry_run: bool, plain: bool, as_json: bool
 ) -> int:
     """This process is the run: servers here, machines elsewhere."""
-    from staleflow.cli.run import view_of
+    from staleflow.cli.run import tell_finished, view_of
     from staleflow.launch import ray_machines, ssh
     from staleflow.launch.keys import ensure_keys
     from staleflow.launch.placement import head_stages
     from staleflow.supervisor import rundir
     from staleflow.supervisor.addresses import check_free
+    from staleflow.supervisor.summary import finished
     from staleflow.supervisor.supervisor import Supervisor
 
     if engine == "ssh":
@@ -83,12 +88,14 @@ def _here(
     elif not dry_run:
         ray_machines.check()
     folder = _folder(config, run_dir, resume=resume)
-    run = _settled(config, engine, folder)
+    run = _settled(config, engine, folder, dry_run=dry_run)
     found = _machines(engine, config, run, folder)
     if dry_run:
-        _tell(config, run, folder, found)
+        _tell(engine, config, run, folder, found)
         return 0
     rundir.choose(run, folder, resume=resume)
+    if resume and (done := finished(folder)) is not None:
+        return tell_finished(done, run, as_json, f"staleflow launch --on {engine}")
     check_free(run, folder)
     with rundir.claim(run, folder, resume=resume):
         ensure_keys(run, folder)
@@ -106,13 +113,15 @@ def _folder(config: "Config", run_dir: Path | None, *, resume: bool) -> Path:
     return (run_dir or rundir.fresh(config.name)).resolve()
 
 
-def _settled(config: "Config", engine: str, folder: Path) -> "Config":
-    """As the run's processes will have it. ssh: servers listen where this machine reaches the first host from."""
+def _settled(config: "Config", engine: str, folder: Path, *, dry_run: bool = False) -> "Config":
+    """As the run's processes will have it. ssh: servers listen where this machine reaches the first host from, which
+    a dry run does not look up."""
     from staleflow.launch.network import own_address
     from staleflow.launch.servers import EVERY_INTERFACE, settled
 
-    host = own_address(config.launch.hosts[0]) if engine == "ssh" else EVERY_INTERFACE
-    return settled(config, folder, host)
+    if engine != "ssh":
+        return settled(config, folder, EVERY_INTERFACE)
+    return settled(config, folder, HERE if dry_run else own_address(config.launch.hosts[0]))
 
 
 def _machines(engine: str, config: "Config", run: "Config", folder: Path) -> "list[Role]":
@@ -125,31 +134,58 @@ def _machines(engine: str, config: "Config", run: "Config", folder: Path) -> "li
     return [ray_machines.machines(ray_machines.fleet(msgspec.structs.replace(run, launch=config.launch)))]
 
 
-def _tell(config: "Config", run: "Config", folder: Path, found: "list[Role]") -> None:
-    """What would be started where."""
+def _tell(engine: str, config: "Config", run: "Config", folder: Path, found: "list[Role]") -> None:
+    """What would be started where, as lines of a shell."""
     from staleflow.launch.placement import head_stages
 
+    reached = f"as {config.launch.hosts[0]} reaches it" if engine == "ssh" else "in the Ray cluster"
     click.echo(f"run directory  {folder}")
     click.echo(f"keys           {run.security.keys or 'none: security.insecure'}")
-    click.echo("here")
+    click.echo(f"{HERE}   its address {reached}")
+    click.echo("\nhere")
     addresses = (run.scheduler.bind, *run.trajectories.bind, run.parameters.bind)
     names = ("scheduler", *(f"trajectories-{shard}" for shard in range(len(run.trajectories.bind))), "parameters")
     for name, address in zip(names, addresses, strict=True):
         click.echo(f"  {name}  {address}")
     for role in head_stages(run, folder, config.launch.gpus_per_node):
         click.echo(f"  {role.name}")
-    for role in found:
-        click.echo(role.name)
-        for key, value in _told(role).items():
-            click.echo(f"  {key}: {value}")
+    for where, line in _over_ssh(found) if engine == "ssh" else _in_ray(config, run):
+        click.echo(f"\n{where}\n  {line}")
 
 
-def _told(role: "Role") -> dict[str, object]:
-    """What a process that keeps machines is told, but for what is empty."""
+def _over_ssh(found: "list[Role]") -> Iterator[tuple[str, str]]:
+    """Each machine, and the command that starts it; ``$keys`` is the folder into which its keys come first."""
     import msgspec
 
-    told: dict[str, object] = msgspec.json.decode(role.command[-1])
-    return {key: value for key, value in told.items() if value}
+    from staleflow.launch.ssh import Reach
+
+    for role in found:
+        reach = msgspec.json.decode(role.command[-1], type=Reach)
+        keys = ", ".join(Path(path).name for path in reach.key_files)
+        said = f"{role.name} at {reach.host}" + (f"; in $keys there: {keys}" if keys else "")
+        yield said, shlex.join((*reach.through, reach.host, reach.command))
+
+
+def _in_ray(config: "Config", run: "Config") -> Iterator[tuple[str, str]]:
+    """Each machine with what it asks Ray for, and the command that its actor starts."""
+    import msgspec
+
+    from staleflow.launch.network import host_of
+    from staleflow.launch.placement import MEET, machine_words
+    from staleflow.launch.ray_machines import fleet
+    from staleflow.launch.servers import EVERY_INTERFACE
+
+    connect = run.scheduler.bind
+    if host_of(connect) == EVERY_INTERFACE:
+        connect = connect.replace(EVERY_INTERFACE, HERE)
+    asked = fleet(msgspec.structs.replace(run, launch=config.launch))
+    for at, bundle in enumerate(asked.bundles):
+        place = asked.place(at)
+        keys = ", ".join(Path(path).name for path in asked.key_files[at])
+        wanted = ", ".join(f"{what} {count:g}" for what, count in bundle.items())
+        said = f"{place.name} on a node of its own, {wanted}" + (f"; with the keys {keys}" if keys else "")
+        words = machine_words(place, connect, f"{FIRST}:{config.launch.port + MEET}")
+        yield said, shlex.join(("python", *words))
 
 
 def _slurm(config: "Config", run_dir: Path | None, out: Path | None, *, resume: bool, dry_run: bool) -> int:
@@ -178,8 +214,7 @@ def _slurm(config: "Config", run_dir: Path | None, out: Path | None, *, resume: 
 
 def _kubernetes(config: "Config", folder: Path | None, *, hand_over: bool, dry_run: bool) -> int:
     from staleflow.launch import kubernetes
-    from staleflow.launch.keys import FOLDER
-    from staleflow.runtime.key_folder import make_keys
+    from staleflow.launch.keys import FOLDER, make_whole
     from staleflow.supervisor import rundir
 
     kubernetes.check(config)
@@ -192,8 +227,7 @@ def _kubernetes(config: "Config", folder: Path | None, *, hand_over: bool, dry_r
         return 0
     folder = (folder or rundir.fresh(config.name)).resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not (folder / FOLDER).is_dir():
-        make_keys(folder / FOLDER)
+    make_whole(folder / FOLDER)
     for name, text in files.items():
         (folder / name).write_text(text)
     click.echo(kubernetes.apply(folder) if hand_over else f"kubectl apply -k {folder}")

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 
 import click
@@ -10,6 +11,7 @@ import click
 import staleflow
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.printable import printable
 
 SECTIONS = {
     "Begin": ("init", "run"),
@@ -62,6 +64,16 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    code = _run(argv)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a terminal that is gone: Python would say so itself, with an exit code of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         colours = False if os.environ.get("NO_COLOR") else None  # None: as the terminal has them
         result = cli.main(argv, prog_name="staleflow", standalone_mode=False, color=colours)
@@ -80,8 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    except OSError as error:  # a path that cannot be written, or read
+        if error.filename is None or error.strerror is None:
+            raise
+        return _say(f"{os.fsdecode(error.filename)}: {error.strerror}", 2)
 
 
 def _say(text: str, code: int) -> int:
-    click.echo(f"staleflow: {' '.join(text.split())}", err=True)
+    click.echo(f"staleflow: {printable(' '.join(text.split()))}", err=True)
     return code

@@ -58,6 +58,18 @@ insecure = click.option("--insecure", is_flag=True, help="Bind beyond loopback w
 connect = click.option("--connect", metavar="ADDRESS", help="Address of the scheduler, tcp://... or ipc://...")
 
 
+def run_meant(run_dir: Path | None) -> Path:
+    """The run directory that was given, else the newest of ``runs/``, which is named on stderr."""
+    from staleflow.supervisor.rundir import RUNS, newest
+
+    if run_dir is not None:
+        return run_dir
+    if (found := newest()) is None:
+        raise click.UsageError(f"which run? There is none under {RUNS}/. Give RUN_DIR or --connect ADDRESS")
+    click.echo(f"the newest run: {found}", err=True)
+    return found
+
+
 def run_config(
     config_file: Path | None, overrides: Sequence[str], run_dir: Path, check: "Callable[[Config], None] | None" = None
 ) -> "Config":

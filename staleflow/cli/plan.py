@@ -42,8 +42,8 @@ def command(
     """Simulate CONFIG, or what RUN_DIR's trace says of a real run, under many choices; print the best ones.
 
     Printed is the Pareto front: nothing else that was tried is at once faster, fresher and less wasteful. Below it the
-    lines to paste. Searched are max_staleness, the bound, the overdue policy, composition, admission, redundancy and,
-    with --devices, engines against trainer ranks.
+    lines to paste, and three to pick from: the freshest, the knee and the fastest. Searched are max_staleness, the
+    bound, the overdue policy, composition, admission, redundancy and, with --devices, engines against trainer ranks.
 
     \b
     Examples:
@@ -73,7 +73,7 @@ def command(
 
         click.echo(msgspec.json.encode(found).decode())
     else:
-        _show(found, config, devices)
+        show(found, config, devices)
     return 0
 
 
@@ -111,14 +111,18 @@ def _config(source: Path, overrides: tuple[str, ...], place: Path) -> "Config":
     return changed(run, (*measure(source / TRACE).overrides(place / LENGTHS), *overrides))
 
 
-def _show(found: "list[Choice]", config: "Config", devices: int | None) -> None:
+def show(found: "list[Choice]", config: "Config", devices: int | None) -> None:
+    """Print the front, the overrides of each choice, and three to pick from."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
+    from staleflow.sim.plan import picks
+
     table = Table(box=box.ROUNDED, title=f"{config.name}: {len(found)} choices that nothing else beats")
-    for name in ("", "steps/min", "of the trainer", "staleness mean / max", "tokens wasted", "length bias"):
-        table.add_column(name, justify="right", no_wrap=name in ("", "steps/min"))
+    for name in ("", "steps/min", "of the trainer", "staleness mean / max", "tokens wasted", "length bias", "pick"):
+        table.add_column(name, justify="left" if name == "pick" else "right", no_wrap=name in ("", "steps/min", "pick"))
+    chosen = picks(found)
     for number, one in enumerate(found, start=1):
         table.add_row(
             str(number),
@@ -127,12 +131,26 @@ def _show(found: "list[Choice]", config: "Config", devices: int | None) -> None:
             f"{one.staleness_mean:.2f} / {one.staleness_max}",
             f"{one.waste:.1%}",
             f"{one.length_bias:.3f}",
+            ", ".join(name for name, pick in chosen.items() if pick is one),
         )
     console = Console(highlight=False)
     console.print(table)
     for number, one in enumerate(found, start=1):
         console.print(f"{number}:  {'  '.join(_pasted(one, config, devices))}", soft_wrap=True, markup=False)
-    console.print("staleflow run CONFIG takes each as it is, KEY=VALUE by KEY=VALUE", style="dim")
+    for name, one in chosen.items():
+        console.print(f"\n{name} ({found.index(one) + 1}): {_why(name)}", style="bold", markup=False)
+        for line in _pasted(one, config, devices):
+            console.print(f"  {line}", soft_wrap=True, markup=False)
+    console.print("\nstaleflow run CONFIG takes each as it is, KEY=VALUE by KEY=VALUE", style="dim")
+
+
+def _why(name: str) -> str:
+    """Who should take it."""
+    return {
+        "freshest": "the data is nearest to on-policy",
+        "knee": "nearest to fast, fresh and thrifty at once; take this if in doubt",
+        "fastest": "most steps a minute",
+    }[name]
 
 
 def _pasted(one: "Choice", config: "Config", devices: int | None) -> list[str]:

@@ -10,11 +10,12 @@ from staleflow.configs.errors import ConfigError
 
 
 @click.command("report", short_help="Write one HTML page about a run.")
-@click.argument("run_dir", type=options.DIRECTORY)
+@click.argument("run_dir", type=options.DIRECTORY, required=False)
 @click.option("--out", type=options.FILE, metavar="FILE", help="An .html file. Default: report.html in RUN_DIR.")
-def command(run_dir: Path, out: Path | None) -> int:
-    """Write one HTML page about the run in RUN_DIR, running or ended: what it learned, how old its data was, what it
-    waited for, what was wasted, what went wrong, and with which configuration. The page loads nothing from elsewhere.
+def command(run_dir: Path | None, out: Path | None) -> int:
+    """Write one HTML page about the run in RUN_DIR (default: the newest of runs/), running or ended: what it learned,
+    how old its data was, what it waited for, what was wasted, what went wrong, and with which configuration. The page
+    loads nothing from elsewhere.
 
     \b
     Examples:
@@ -23,6 +24,7 @@ def command(run_dir: Path, out: Path | None) -> int:
     """
     from staleflow.report.page import report
 
+    run_dir = options.run_meant(run_dir)
     path = out or run_dir / "report.html"
     if path.suffix != ".html":
         raise ConfigError("--out", str(path), "it must end in .html")

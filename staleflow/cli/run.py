@@ -11,6 +11,7 @@ from staleflow.cli import options
 
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
+    from staleflow.supervisor.summary import Summary
     from staleflow.supervisor.view import View
 
 
@@ -44,12 +45,14 @@ def command(
       staleflow run --run-dir runs/quickstart-20261121-053000 --resume
     """
     from staleflow.configs.presence import present
-    from staleflow.supervisor import rundir
+    from staleflow.supervisor import rundir, summary
     from staleflow.supervisor.addresses import check_free
     from staleflow.supervisor.supervisor import Supervisor
 
     config = _config((*arguments, *options.INSECURE[: int(insecure)]), config_file, run_dir, resume)
     folder = rundir.choose(config, run_dir, resume=resume)
+    if resume and (done := summary.finished(folder)) is not None:
+        return tell_finished(done, config, as_json)
     with _patience():
         present(config)
     check_free(config, folder)
@@ -68,6 +71,17 @@ def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None,
     if resume and run_dir is not None and not arguments:
         return read_run(run_dir)
     raise click.UsageError("which configuration? For example: staleflow run configs/quickstart.toml")
+
+
+def tell_finished(done: "Summary", config: "Config", as_json: bool, command: str = "staleflow run") -> int:
+    """Says that there is nothing to resume, and what ``command`` does for more steps; the exit code."""
+    from staleflow.runtime.printable import json_line
+    from staleflow.supervisor.summary import how_to_go_on
+
+    click.echo(how_to_go_on(done, config, command), err=as_json)
+    if as_json:
+        click.echo(json_line(done))
+    return 0
 
 
 @contextmanager
@@ -94,11 +108,13 @@ def view_of(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View
 def _seen(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
     import sys
 
+    from rich.console import Console
+
     from staleflow.monitor.live import LiveView
     from staleflow.monitor.plain import PlainView
 
     if as_json:
         return PlainView(sys.stderr, config.name, summary_to=sys.stdout)
-    if plain or not sys.stdout.isatty():
+    if plain or not sys.stdout.isatty() or Console().is_dumb_terminal:
         return PlainView(sys.stdout, config.name)
     return LiveView(config.name, folder)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @options.config_file
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", required=True, help="Run directory, made if missing.")
 @options.insecure
-@click.option("--shard", type=int, default=0, show_default=True, help="Which trajectory server this is.")
+@click.option("--shard", type=int, metavar="N", default=0, show_default=True, help="Which trajectory server this is.")
 def command(
     what: str, overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, insecure: bool, shard: int
 ) -> int:

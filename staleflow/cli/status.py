@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staleflow.cli import options
-from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
     from staleflow.supervisor.summary import Summary
@@ -19,36 +18,40 @@ if TYPE_CHECKING:
 @click.option("--why", is_flag=True, help="Only say why anything waits.")
 @options.as_json
 def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool) -> int:
-    """Print how the run in RUN_DIR is, or the one whose scheduler is at --connect.
+    """Print how the run in RUN_DIR is (default: the newest of runs/), or the one whose scheduler is at --connect.
 
-    Exit code 1 when its scheduler does not answer; a run that has ended shows its summary.
+    A run that has ended shows its summary. Exit code 1 when it failed or was interrupted, and when the scheduler does
+    not answer. --json says in `phase` which it is: starting, running, finished, failed, interrupted.
 
     \b
     Examples:
+      staleflow status
       staleflow status runs/mine
       staleflow status runs/mine --why
       staleflow status --connect tcp://10.0.0.7:5555 --json
     """
     from staleflow.clients.admin import Admin
     from staleflow.configs.load import addresses, read_run
+    from staleflow.monitor.sources import phase_of
     from staleflow.runtime.errors import Unavailable
     from staleflow.runtime.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import in_use
 
-    if (run_dir is None) == (connect is None):
+    if run_dir is not None and connect is not None:
         raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
+    run_dir = options.run_meant(run_dir) if connect is None else None
     config = read_run(run_dir) if run_dir else None
     address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
     if run_dir is not None and not in_use(address):
-        return _ended(run_dir, address, as_json)
+        return _ended(run_dir, address, why, as_json)
     try:
         sockets = client_sockets(config.security if config else None, *LOOKING)
         with Admin(address, "status", transport=sockets) as admin:
             values = admin.status(timeout_s=3.0)
     except Unavailable:
-        return _ended(run_dir, address, as_json)
+        return _ended(run_dir, address, why, as_json)
     if as_json:
-        _print_json(values)
+        _print_json({"phase": phase_of(values), **values})
     elif why:
         _why(values)
     else:
@@ -62,19 +65,21 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
     from staleflow.monitor.history import History
     from staleflow.monitor.look import Look
     from staleflow.monitor.model import board
+    from staleflow.monitor.panels import WHY_ROWS, why_rows
     from staleflow.monitor.screen import dashboard
-    from staleflow.supervisor.summary import lines_of
+    from staleflow.monitor.sources import phase_of
+    from staleflow.runtime.metric_lines import metric_lines
     from staleflow.supervisor.view import Snapshot
 
     elapsed_s = float(values.get("uptime_s") or 0.0)
-    phase = "finished" if values.get("finished") else "running"
-    lines = tuple(lines_of(run_dir / "metrics.jsonl")) if run_dir else ()
-    snapshot = Snapshot(phase=phase, elapsed_s=elapsed_s, status=values, lines=lines, unix_s=time.time())
+    lines = tuple(metric_lines(run_dir / "metrics.jsonl")) if run_dir else ()
+    snapshot = Snapshot(phase=phase_of(values), elapsed_s=elapsed_s, status=values, lines=lines, unix_s=time.time())
     history = History()
     history.see(snapshot)
     console = Console(highlight=False)
     it = board(run_dir.name if run_dir else str(values.get("run", "")), snapshot, history)
     height = 11 + min(max(len(it.ages), len(it.window), 3) + 4, 9) + max(len(it.roles), 3)
+    height += why_rows(it, console.width, height) - WHY_ROWS
     console.print(dashboard(it, Look(tab="processes"), console.width, height))
 
 
@@ -82,7 +87,9 @@ def _why(values: dict[str, Any]) -> None:
     """The sentence, and a line for each group that it speaks of."""
     from staleflow.monitor.rows import pins
     from staleflow.monitor.words import span
+    from staleflow.runtime.printable import all_printable
 
+    values = all_printable(values)
     click.echo(values.get("error") or values.get("why") or "nothing waits")
     for pin in pins(values):
         so_far = "" if pin.so_far_s is None else f", for {span(pin.so_far_s)} so far"
@@ -90,26 +97,53 @@ def _why(values: dict[str, Any]) -> None:
         click.echo(f"  step {pin.step}: group {pin.group} of version {pin.version}, at {pin.where}{so_far}{left}")
 
 
-def _ended(run_dir: Path | None, address: str, as_json: bool) -> int:
-    from staleflow.supervisor import summary
+def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool) -> int:
+    import msgspec
 
+    from staleflow.runtime.printable import printable
+    from staleflow.supervisor import rundir, summary
+
+    process = rundir.holder(run_dir) if run_dir else None
+    if process is not None:
+        return _silent(f"the run in {run_dir} is being started, or is about to end (process {process})", as_json)
     found: Summary | None = summary.read(run_dir) if run_dir else None
     if found is None:
-        raise ConfigError("scheduler", address, "it does not answer: the run has ended, or was never started")
+        return _silent(f"the scheduler at {address} does not answer: the run has ended, or was never started")
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(found).decode())
+        _print_json({"phase": found.outcome, **msgspec.structs.asdict(found)})
+    elif why:
+        click.echo(printable(_outcome(found, run_dir)))
     else:
         from rich.console import Console
 
         from staleflow.monitor.ending import print_summary
 
         print_summary(found, Console(highlight=False))
+    return 0 if found.good else 1
+
+
+def _outcome(found: "Summary", run_dir: Path | None) -> str:
+    """Why nothing goes on, in one sentence, and what to do."""
+    from staleflow.monitor.words import plural
+
+    steps = f"{found.steps:,} of {found.steps_wanted:,} steps are trained"
+    if found.good:
+        return f"the run is finished: {steps}"
+    if found.violations:
+        return f"{plural(found.violations, 'violation')} in its trace: staleflow trace check {run_dir}; {steps}"
+    how = f"failed: {found.error}" if found.outcome == "failed" else "was interrupted"
+    return f"the run {how}; {steps}; go on with: staleflow run --run-dir {run_dir} --resume"
+
+
+def _silent(why: str, starting: bool = False) -> int:
+    """``starting``: a script that waits for the run is told in words of its own."""
+    if starting:
+        _print_json({"phase": "starting"})
+    click.echo(f"staleflow: {why}", err=True)
     return 1
 
 
 def _print_json(values: object) -> None:
-    import msgspec
+    from staleflow.runtime.printable import json_line
 
-    click.echo(msgspec.json.encode(values).decode())
+    click.echo(json_line(values))

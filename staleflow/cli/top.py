@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def command(
     run_dir: Path | None, connect: str | None, replay: bool, speed: float | None, only_once: bool, as_json: bool
 ) -> int:
-    """Watch the run in RUN_DIR, or the one whose scheduler is at --connect.
+    """Watch the run in RUN_DIR (default: the newest of runs/), or the one whose scheduler is at --connect.
 
     On a terminal a screen that is driven by keys; else a line every few seconds. RUN_DIR may also be a trace file, with
     --replay. Looking on changes nothing: leave and come back at any time.
@@ -44,12 +44,13 @@ def command(
 
     from staleflow.monitor.top import answering, show
 
-    if (run_dir is None) == (connect is None):
+    if run_dir is not None and connect is not None:
         raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
-    if replay and run_dir is None:
+    if replay and connect is not None:
         raise click.UsageError("--replay reads a trace: give RUN_DIR, not --connect")
     if speed is not None and not replay:
         raise click.UsageError("--speed is of a replay: add --replay")
+    run_dir = options.run_meant(run_dir) if connect is None else None
     signal.signal(signal.SIGTERM, _leave)
     if replay and run_dir is not None:
         with _replay(run_dir) as source:
@@ -84,10 +85,14 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     from staleflow.monitor.sources import Live
     from staleflow.runtime.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import in_use
+    from staleflow.supervisor.rundir import holder
 
     config = read_run(run_dir) if run_dir else None
     address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
     if run_dir is not None and not in_use(address):
+        if (process := holder(run_dir)) is not None:
+            allowed = f"nobody listens there yet, or any more: process {process} starts the run, or ends it"
+            raise ConfigError("scheduler", address, allowed)
         allowed = (
             f"nobody listens there: the run has ended, or was never started. Again: staleflow top {run_dir} --replay"
         )

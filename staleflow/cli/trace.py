@@ -24,13 +24,13 @@ def command() -> None:
     """Audit a trace, tell the story of a group, or draw who was at work when."""
 
 
-@command.command("check")
+@command.command("check", short_help="Audit it; say what each rule had to check.")
 @click.argument("trace", type=options.DIRECTORY)
 @options.as_json
 def check(trace: Path, as_json: bool) -> int:
     """Audit TRACE (a trace.jsonl or a run directory): order, hash chain, the bound, exactly-once, fencing.
 
-    Prints what each rule had to check; exit code 1 when one is violated.
+    Prints what each rule had to check; exit code 1 when one is violated, 2 when there is no event to check.
 
     \b
     Examples:
@@ -41,17 +41,21 @@ def check(trace: Path, as_json: bool) -> int:
 
     path = _file(trace)
     report = audit(path)
+    if not report.lines and report.ok:
+        raise ConfigError("trace", str(path), "a file with events: this one is empty, nothing was checked")
     if as_json:
         import msgspec
 
+        from staleflow.runtime.printable import json_line
+
         answer = msgspec.to_builtins(report, str_keys=True) | {"unchecked": report.unchecked}
-        click.echo(msgspec.json.encode(answer).decode())
+        click.echo(json_line(answer))
     else:
         _print(report)
     return 0 if report.ok else 1
 
 
-@command.command("show")
+@command.command("show", short_help="Tell what became of one group.")
 @click.argument("trace", type=options.DIRECTORY)
 @click.argument("group", type=int)
 @options.as_json
@@ -76,7 +80,7 @@ def show(trace: Path, group: int, as_json: bool) -> int:
     return 0
 
 
-@command.command("plot")
+@command.command("plot", short_help="Draw who was at work when.")
 @click.argument("run_dir", type=options.DIRECTORY)
 @click.option(
     "--out",
@@ -176,8 +180,10 @@ def _print(report: "AuditReport") -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from staleflow.monitor.words import plural
     from staleflow.runtime.audit import FileRule
     from staleflow.runtime.audit_books import Rule
+    from staleflow.runtime.printable import printable
 
     console = Console(highlight=False)
     broken = Counter(violation.rule.name for violation in report.violations)
@@ -190,9 +196,12 @@ def _print(report: "AuditReport") -> None:
         checked = f"{count:,}" if count else "[yellow]nothing to check[/]"
         table.add_row(Text(rule.value), checked, f"[bold red]{bad:,}[/]" if bad else "")
     console.print(table)
-    console.print("  ".join(f"{name} {count:,}" for name, count in report.events.items()), style="dim")
+    counts = "  ".join(f"{printable(name)} {count:,}" for name, count in report.events.items())
+    console.print(counts, style="dim", markup=False)
     for violation in report.violations[:MOST_VIOLATIONS]:
-        console.print(f"seq {violation.seq}: {violation.rule}: {violation.why}", style="bold red", markup=False)
+        console.print(
+            f"seq {violation.seq}: {violation.rule}: {printable(violation.why)}", style="bold red", markup=False
+        )
     if report.num_violations > MOST_VIOLATIONS:
         console.print(f"and {report.num_violations - MOST_VIOLATIONS:,} more")
-    console.print(f"{report.num_violations:,} violations", style="bold green" if report.ok else "bold red")
+    console.print(plural(report.num_violations, "violation"), style="bold green" if report.ok else "bold red")

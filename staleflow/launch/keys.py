@@ -1,5 +1,6 @@
 """The keys of a launched run: made where it has none, and which of them a machine must have. No machine has more."""
 
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -26,9 +27,18 @@ def with_keys(config: Config, run_dir: Path) -> Config:
 def ensure_keys(config: Config, run_dir: Path) -> None:
     """Makes the folder of ``with_keys`` if it is not there yet."""
     folder = run_dir / FOLDER
-    if config.security.keys == str(folder) and not folder.is_dir():
+    if config.security.keys == str(folder):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_keys(folder)
+        make_whole(folder)
+
+
+def make_whole(folder: Path) -> None:
+    """Makes a folder of keys unless it is there. Whoever is killed meanwhile leaves none, rather than one that lacks
+    a key: the next one would take it for whole."""
+    if not folder.is_dir():
+        beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        make_keys(beside)
+        beside.rename(folder)
 
 
 def files_for(config: Config, place: Place) -> list[Path]:

@@ -12,6 +12,7 @@ completes their Jobs and frees their GPUs. The servers stay, to be asked, until 
 the keys that they need as files that only they can read.
 """
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ import msgspec
 
 from staleflow.configs.checks import import_paths
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 from staleflow.configs.imports import is_file, split
 from staleflow.configs.presence import check_package
 from staleflow.configs.schema import Config
@@ -34,7 +36,7 @@ from staleflow.launch.servers import EVERY_INTERFACE, ports, settled
 from staleflow.runtime.keys import ALLOWED
 from staleflow.runtime.roles import Role
 
-YAML = "pip install 'staleflow[kubernetes]'"
+YAML = install("kubernetes")
 STATE = "/var/lib/staleflow"
 CONFIG = "/etc/staleflow"
 KEYS = "/run/staleflow/keys"
@@ -45,6 +47,11 @@ WEIGHTS_GB = 100
 """Of the servers' volume, for versions of the weights, when ``parameters.budget_mb`` does not say."""
 RESTARTS = 1000
 """Of a Job's containers and pods, before Kubernetes calls it failed."""
+LONGEST = 58
+"""Letters of a Job's name: with a pod's number behind it it is a host name, of at most 63."""
+LONGEST_RUN = 40
+PARTS = ("servers", "rollout", "trainer")
+"""Beside the stages."""
 
 Object = dict[str, Any]
 
@@ -63,6 +70,7 @@ def check(config: Config) -> None:
     if config.trainer.backend != "simulated" and not launch.volume:
         allowed = "checkpoints must outlive pods: it must name a PersistentVolumeClaim that many pods can write"
         raise ConfigError("launch.volume", launch.volume, allowed)
+    _check_stages(config)
 
 
 def files(config: Config) -> dict[str, str]:
@@ -92,9 +100,31 @@ def apply(folder: Path) -> str:
     return done.stdout.strip()
 
 
-def dns_name(name: str) -> str:
-    """As Kubernetes takes names: lower-case letters, digits and dashes, at most 40."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+def dns_name(name: str, longest: int = LONGEST_RUN) -> str:
+    """As Kubernetes takes names: lower-case letters, digits and dashes, a letter first. A longer one is cut, and ends
+    in a part of its digest: runs of long names often differ at the end."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    plain = plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")
+    if len(plain) <= longest:
+        return plain
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{plain[: longest - 7].rstrip('-')}-{digest}"
+
+
+def _of_stage(config: Config, stage: str) -> str:
+    """What its objects are called, behind the name of the run."""
+    return dns_name(stage, LONGEST - 1 - len(dns_name(config.name)))
+
+
+def _check_stages(config: Config) -> None:
+    """Two objects of one name would be one; pods of a stage are not to be taken for servers."""
+    taken = {part: f"the {part}" for part in PARTS}
+    for stage in stages(config):
+        name = _of_stage(config, stage)
+        if name in taken:
+            allowed = f"on Kubernetes it would have the name of {taken[name]}, {dns_name(config.name)}-{name}"
+            raise ConfigError("stage.name", stage, allowed)
+        taken[name] = f'stage "{stage}"'
 
 
 def outside(config: Config) -> list[str]:
@@ -157,7 +187,7 @@ def _service(name: str, config: Config) -> Object:
         "kind": "Service",
         "metadata": {"name": f"{name}-servers"},
         "spec": {
-            "selector": {"staleflow/part": f"{name}-servers"},
+            "selector": _labels(name, "servers"),
             "publishNotReadyAddresses": True,
             "ports": [{"name": server[:15], "port": port} for server, port in named],
         },
@@ -191,8 +221,8 @@ def _servers(name: str, config: Config) -> Object:
         "spec": {
             "replicas": 1,
             "serviceName": f"{name}-servers",
-            "selector": {"matchLabels": {"staleflow/part": f"{name}-servers"}},
-            "template": _template(f"{name}-servers", pod),
+            "selector": {"matchLabels": _labels(name, "servers")},
+            "template": _template(name, "servers", pod),
             "volumeClaimTemplates": [_claim(config)],
         },
     }
@@ -227,7 +257,7 @@ def _stage(name: str, config: Config, stage: str) -> Object:
     words = f"{_attach(name, config)} stage --stage {stage} --name {stage}-$JOB_COMPLETION_INDEX"
     gpus = int(stage in model_stages(config, config.launch.gpus_per_node))
     pod = _pod(config, f"{name}-stage", [_container(config, "worker", words, gpus=gpus)])
-    return _job(name, dns_name(stage), workers_of(config, stage), pod)
+    return _job(name, _of_stage(config, stage), workers_of(config, stage), pod)
 
 
 def _trainer(name: str, config: Config) -> list[Object]:
@@ -247,7 +277,7 @@ def _trainer(name: str, config: Config) -> list[Object]:
         "metadata": {"name": f"{name}-trainer"},
         "spec": {
             "clusterIP": "None",
-            "selector": {"staleflow/part": f"{name}-trainer"},
+            "selector": _labels(name, "trainer"),
             "publishNotReadyAddresses": True,
         },
     }
@@ -341,23 +371,27 @@ def _until_there(part: str, config: Config) -> str:
 
 
 def _job(name: str, what: str, pods: int, pod: Object) -> Object:
-    part = f"{name}-{what}"
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": part},
+        "metadata": {"name": f"{name}-{what}"},
         "spec": {
             "completionMode": "Indexed",
             "completions": pods,
             "parallelism": pods,
             "backoffLimit": RESTARTS,
-            "template": _template(part, {**pod, "restartPolicy": "OnFailure"}),
+            "template": _template(name, what, {**pod, "restartPolicy": "OnFailure"}),
         },
     }
 
 
-def _template(part: str, pod: Object) -> Object:
-    return {"metadata": {"labels": {"staleflow/part": part}}, "spec": pod}
+def _template(name: str, part: str, pod: Object) -> Object:
+    return {"metadata": {"labels": _labels(name, part)}, "spec": pod}
+
+
+def _labels(name: str, part: str) -> Object:
+    """Run and part apart: joined, those of two runs might be the same."""
+    return {"staleflow/run": name, "staleflow/part": part}
 
 
 def _yaml(objects: Iterable[Object]) -> str:

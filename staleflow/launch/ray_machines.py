@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from staleflow.configs.extras import install
 from staleflow.configs.presence import check_package
 from staleflow.configs.schema import Config
 from staleflow.launch.keys import files_for
@@ -31,7 +32,7 @@ from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import StopSignals
 
-RAY = "pip install 'staleflow[ray]'"
+RAY = install("ray")
 LOOK_S = 0.5
 PLACED_S = 30.0
 """Between two words about a placement that Ray cannot make yet."""
@@ -142,6 +143,11 @@ class Actor:
             self._process.wait()
             self._lifeline = None
 
+    def leave(self) -> None:
+        """As ``stop``, for good: its keys go from this machine, too. An actor that is killed leaves them."""
+        self.stop()
+        self._folder.cleanup()
+
 
 class Driver:
     """Holds the actors and starts what they must start."""
@@ -227,7 +233,7 @@ class Driver:
         from ray.exceptions import RayError
 
         try:
-            self._ray.get([actor.stop.remote() for actor in self._actors], timeout=lifeline.GRACE_S + 2.0)
+            self._ray.get([actor.leave.remote() for actor in self._actors], timeout=lifeline.GRACE_S + 2.0)
         except RayError as error:
             say(f"not every machine has said that it ended: {' '.join(str(error).split())[:200]}")
 

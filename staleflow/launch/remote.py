@@ -1,6 +1,10 @@
 """One machine behind a remote shell: gives it its keys, starts it, keeps it, and ends it when this process ends.
 
-python -m staleflow.launch.remote JSON-OF-REACH
+    python -m staleflow.launch.remote JSON-OF-REACH
+
+Keys come first on the connection whose open end is then the machine's lifeline. They lie in a folder of this connection
+alone, which goes when the machine ends, however that happens: whoever else has this name of a run, or this home, or
+is still draining after a lost link, has another one.
 """
 
 import shlex
@@ -8,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
@@ -39,10 +44,12 @@ def main() -> int:
 
 
 def _once(reach: Reach, stop: StopSignals) -> int:
-    if reach.keys_in and (code := _hand_out_keys(reach)):
-        return code
-    remote = subprocess.Popen((*reach.through, reach.host, reach.command), stdin=subprocess.PIPE)
+    keys = _packed(reach.key_files) if reach.keys_in else b""
+    remote = subprocess.Popen((*reach.through, reach.host, whole(reach, len(keys))), stdin=subprocess.PIPE)
     assert remote.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended: its exit code says how
+        remote.stdin.write(keys)
+        remote.stdin.flush()
     while remote.poll() is None:
         if stop.wait(LOOK_S) and not remote.stdin.closed:
             remote.stdin.close()  # the machine drains
@@ -53,12 +60,17 @@ def _once(reach: Reach, stop: StopSignals) -> int:
     return remote.returncode
 
 
-def _hand_out_keys(reach: Reach) -> int:
-    """Puts the files into a folder that only their owner can enter; the exit code of the remote shell."""
-    folder = f'"$HOME"/{shlex.quote(reach.keys_in)}'
-    command = f"umask 077 && mkdir -p {folder} && chmod 700 {folder} && tar -xf - -C {folder}"
-    sent = subprocess.run((*reach.through, reach.host, command), input=_packed(reach.key_files), check=False)
-    return sent.returncode
+def whole(reach: Reach, nbytes: int) -> str:
+    """What the remote shell runs: it takes ``nbytes`` of keys, and not one more, into a folder that only their owner
+    can enter (mode 0700), which it removes in the end."""
+    if not reach.keys_in:
+        return reach.command
+    folder = f'"$HOME"/.staleflow/{shlex.quote(reach.keys_in)}'
+    return (
+        f'(umask 077 && mkdir -p "$HOME"/.staleflow) && keys=$(mktemp -d {folder}.XXXXXX) || exit 1; '
+        f'dd bs=1 count={nbytes} 2>/dev/null | tar -xf - -C "$keys" && ({reach.command}); '
+        'code=$?; rm -rf "$keys"; exit $code'
+    )
 
 
 def _packed(files: list[str]) -> bytes:

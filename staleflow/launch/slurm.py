@@ -5,6 +5,7 @@ again what dies. Slurm ends a heterogeneous job as a whole when a node fails, an
 goes on from its run directory, on a disk that all nodes see, with the job that is submitted next.
 """
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from staleflow.launch.placement import MEET, PARTS, Part, Place, head_cpus, mach
 SCRIPT = "job.sbatch"
 DRAIN_S = 60
 """Before a time limit the run is asked to end: what is acknowledged is kept, and the trainer writes a checkpoint."""
+
+_SPLITS = re.compile("hetjob|packjob", re.IGNORECASE)
 
 _HEAD = """\
 #!/bin/bash
@@ -44,8 +47,28 @@ exit "$code"
 """
 
 
+def check(config: Config, run_dir: Path) -> None:
+    """``ConfigError`` for what Slurm would not read as it was meant."""
+    for key, text in (
+        ("name", config.name),
+        *(("launch.options", option) for option in config.launch.options),
+        ("run directory", str(run_dir)),
+    ):
+        if word := _SPLITS.search(text):
+            allowed = f'sbatch takes "{word[0]}" in a line for the next component of the job, wherever it stands'
+            raise ConfigError(key, text, allowed)
+    for option in config.launch.options:
+        if not option.startswith("-"):
+            raise ConfigError("launch.options", option, 'each must be an option, say "--partition=gpu"')
+    if not str(run_dir).isprintable() or "\\" in str(run_dir):
+        allowed = "sbatch cannot be told of it: it must be printable, without a backslash"
+        raise ConfigError("run directory", str(run_dir), allowed)
+
+
 def script(config: Config, run_dir: Path, keys: str) -> str:
-    """The batch file. ``config`` as the user wrote it, with ``[launch]``; ``keys``: the folder of them, or none."""
+    """The batch file. ``config`` as the user wrote it, with ``[launch]``; ``keys``: the folder of them, or none.
+    ``ConfigError`` as ``check``."""
+    check(config, run_dir)
     launch = config.launch
     python = "python" if launch.setup else shlex.quote(sys.executable)
     parts: dict[Part, int] = {"rollout": launch.rollout_nodes, "trainer": launch.trainer_nodes}
@@ -53,7 +76,7 @@ def script(config: Config, run_dir: Path, keys: str) -> str:
     if launch.trainer_nodes > 1:
         group = PARTS.index("trainer") + 1
         meet = f'export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{group}" | head -n 1)\n'
-    steps = [_step(config, part, count, at + 1, python) for at, (part, count) in enumerate(parts.items())]
+    steps = [_step(config, run_dir, part, count, at + 1, python) for at, (part, count) in enumerate(parts.items())]
     return (
         _HEAD.format(name=config.name)
         + "#SBATCH hetjob\n".join(_components(config, run_dir, parts))
@@ -75,7 +98,7 @@ def _components(config: Config, run_dir: Path, parts: dict[Part, int]) -> list[s
     everywhere = ["--no-requeue", *launch.options]
     of_job = [
         f"--job-name={config.name}",
-        f"--output={run_dir}/logs/job.out",
+        f"--output={_quoted(_pattern(run_dir / 'logs' / 'job.out'))}",
         "--open-mode=append",
         f"--signal=B:TERM@{DRAIN_S}",
     ]
@@ -87,16 +110,27 @@ def _components(config: Config, run_dir: Path, parts: dict[Part, int]) -> list[s
     return found
 
 
+def _pattern(path: Path) -> str:
+    """A path as Slurm takes it, which puts numbers and names where a single ``%`` is."""
+    return str(path).replace("%", "%%")
+
+
+def _quoted(text: str) -> str:
+    """As ``sbatch`` reads its options: what is between double quotes, with a backslash before one of them. That is not
+    how a shell does it: spaces are not to be escaped, and old versions know no other quotes."""
+    return '"' + text.replace('"', '\\"') + '"'
+
+
 def _options(options: list[str]) -> str:
     return "".join(f"#SBATCH {option}\n" for option in options)
 
 
-def _step(config: Config, part: Part, count: int, group: int, python: str) -> str:
+def _step(config: Config, run_dir: Path, part: Part, count: int, group: int, python: str) -> str:
     place = Place(part=part, number=0, machines=count, gpus=config.launch.gpus_per_node)
     meet = f"$first:{config.launch.port + MEET}"
     words = machine_words(place, "$scheduler", meet, number="$SLURM_PROCID")
     task = shlex.quote(f"exec {python} {' '.join(words)}")  # nothing in the words needs quotes
-    logs = f'--output="$run/logs/{part}-machine-%t.out"'
+    logs = f"--output={shlex.quote(_pattern(run_dir / 'logs'))}/{part}-machine-%t.out"
     srun = f"srun --het-group={group} --kill-on-bad-exit=0 --cpu-bind=none {logs}"
     return f"({srun} \\\n    bash -c {task} || kill -TERM $$) &"
 

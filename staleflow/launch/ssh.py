@@ -28,7 +28,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     """Run there, by the shell of its user."""
     keys_in: str = ""
-    """Folder there, below the home of its user, mode 0700. Empty: the run has no keys."""
+    """Beginning of the name of the folder there that has the keys, ``$keys`` in ``command``. Empty: there are none."""
     key_files: list[str] = msgspec.field(default_factory=list[str])
     """Here."""
 
@@ -55,8 +55,8 @@ def machines(config: Config, launch: Launch, run_dir: Path, connect: str) -> lis
         reach = Reach(
             host=host,
             through=launch.shell,
-            command=command_of(place, launch, connect, keys=_keys_in(config, run_dir)),
-            keys_in=_keys_in(config, run_dir),
+            command=command_of(place, launch, connect, keys=bool(config.security.keys)),
+            keys_in=f"{run_dir.name[:100]}-{place.name}" if config.security.keys else "",
             key_files=[str(path) for path in files_for(config, place)],
         )
         kind = Kind.TRAINER if place.part == "trainer" else Kind.WORKER
@@ -65,15 +65,12 @@ def machines(config: Config, launch: Launch, run_dir: Path, connect: str) -> lis
     return found
 
 
-def command_of(place: Place, launch: Launch, connect: str, keys: str) -> str:
-    """Shell command for a machine, in the folder of this process where that is there too, else in the user's home."""
+def command_of(place: Place, launch: Launch, connect: str, *, keys: bool) -> str:
+    """Shell command for a machine, in the folder of this process where that is there too, else in the user's home.
+    ``keys``: they are in the folder ``$keys``."""
     python = "python" if launch.setup else shlex.quote(sys.executable)
     setup = f"{launch.setup} && " if launch.setup else ""
-    key = f'STALEFLOW_KEY="$HOME"/{shlex.quote(keys)} ' if keys else ""
+    key = 'STALEFLOW_KEY="$keys" ' if keys else ""
     here = shlex.quote(str(Path.cwd()))
     words = machine_words(place, connect, meet=f"{launch.hosts[0]}:{launch.port + MEET}")
     return f"cd {here} 2>/dev/null || cd; {setup}{key}{VARIABLE}=0 exec {python} {shlex.join(words)}"
-
-
-def _keys_in(config: Config, run_dir: Path) -> str:
-    return f".staleflow/{run_dir.name}" if config.security.keys else ""

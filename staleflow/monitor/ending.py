@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from staleflow.monitor.words import clock, number, whole
+from staleflow.runtime.printable import printable
 from staleflow.supervisor.summary import Summary
 
 
@@ -28,6 +29,7 @@ def rows(it: Summary) -> list[tuple[str, str]]:
         ("groups filtered", f"{it.groups_filtered:,}"),
         ("failed steps", f"{it.failed_steps:,}"),
         ("run directory", it.run_dir),
+        *([("model", it.model)] if it.model else []),
     ]
 
 
@@ -39,7 +41,7 @@ def print_summary(it: Summary, console: Console) -> None:
     table.add_column(overflow="fold")
     for key, value in rows(it):
         bad = (key == "violations" and it.violations) or (key == "outcome" and not it.good)
-        table.add_row(key, Text(value, style="bold red" if bad else ""))
+        table.add_row(key, Text(printable(value), style="bold red" if bad else ""))
     console.print(table)
 
 

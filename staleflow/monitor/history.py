@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from staleflow.runtime.metric_lines import numbers
 from staleflow.supervisor.view import Snapshot
 
 CURVE = 80
@@ -47,7 +48,7 @@ class History:
     def see(self, snapshot: Snapshot) -> None:
         """Takes in one snapshot."""
         newest: Mapping[str, Any] = snapshot.status.get("metrics") or {}
-        for line in (*snapshot.lines, newest):
+        for line in (*snapshot.lines, numbers(newest)):
             self.line(line)
         version = int(snapshot.status.get("version", -1))
         if version >= 0 and (not self.steps or version > self.steps[-1][1]):
@@ -100,8 +101,8 @@ class History:
         return (("trains", 1.0 - waited), ("its batch", waited))
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """Takes in one line of ``metrics.jsonl``."""
-        step = int(line.get("step", 0))
+        """Takes in one line of ``metrics.jsonl``; every value is a number or None."""
+        step = int(line.get("step") or 0)
         if (reward := line.get("reward/mean")) is not None:
             self.rewards[step] = float(reward)
         if (loss := line.get("loss")) is not None:

@@ -4,11 +4,30 @@ Times in seconds since the first line of the trace, by the scheduler's clock; th
 clocks, the same on one host.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+from staleflow.runtime.printable import all_printable
+
+_Seconds = Annotated[float, Meta(ge=0, le=2**53)]
+
+
+class _StageLine(TypedDict):
+    """What is read of a line that a trajectory server writes of a stage's work."""
+
+    stage: str
+    worker: str
+    groups: int
+    begin_s: _Seconds
+    end_s: _Seconds
+
+
+_stage_line = msgspec.json.Decoder(_StageLine).decode
 
 
 class Span(NamedTuple):
@@ -107,10 +126,10 @@ def _common(left: Sequence[Span], right: Sequence[Span]) -> float:
 
 
 def stage_lines(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Of every trajectory server of the run, older files first; a torn line is left out."""
+    """Of every trajectory server of the run, older files first; a torn or strange line is left out."""
     for path in sorted(run_dir.glob("stages-*.jsonl"), key=lambda path: (not path.name.endswith(".old.jsonl"), path)):
         for line in path.read_bytes().split(b"\n"):
             try:
-                yield json.loads(line)
-            except ValueError:
+                yield all_printable(_stage_line(line))
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
                 continue

@@ -14,6 +14,7 @@ from staleflow.monitor.look import Look, press
 from staleflow.monitor.model import Board, board
 from staleflow.monitor.screen import dashboard, keys
 from staleflow.monitor.top import REST, Stories
+from staleflow.runtime.printable import printable_lines
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 
@@ -27,13 +28,25 @@ class LiveView:
         self._name = name
         self._hint = str(run_dir)
         self._console = console or Console(highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._live = self._display()
         self._keyboard = Keyboard()
+        self._keyboard.around_a_stop(self._leave, self._again)
         self._history = History()
-        self._look = Look(tab="processes")
+        self._look = Look(tab="processes", ends_run=True)
         self._stories = Stories(lambda: run_dir / "trace.jsonl")
         self._board: Board | None = None
         self._shown_at = self._rest_s = 0.0
+
+    def _display(self) -> Live:
+        return Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+
+    def _leave(self) -> None:
+        self._live.stop()
+
+    def _again(self) -> None:
+        self._live = self._display()
+        self._live.start()
+        self._shown_at = 0.0
 
     def start(self) -> None:
         self._keyboard.__enter__()
@@ -43,27 +56,28 @@ class LiveView:
         self._history.see(snapshot)
         pressed = self._keyboard.read(0.0)
         now = time.monotonic()
+        if self._keyboard.away:
+            return
         if now - self._shown_at < max(REFRESH_S, self._rest_s) and not pressed:
             return
         self._shown_at = now
         if self._board is None or not self._look.paused:
             self._board = board(self._name, snapshot, self._history)
         for key in pressed:
-            look = press(self._look, key, self._board)
-            self._look = self._look if look.leaving else look
+            self._look = press(self._look, key, self._board)
         began = time.process_time()
         self._draw(self._board)
         self._rest_s = REST * (time.process_time() - began)
 
     def _draw(self, it: Board) -> None:
         width, height = self._console.size
-        footer = keys(self._look, leaves="Ctrl-C end", hint=self._hint)
+        footer = keys(self._look, hint=self._hint)
         telling = self._stories.of(self._look.story)
         screen = dashboard(it, self._look, width, height - 1, footer=footer, telling=telling)
         self._live.update(screen, refresh=True)
 
     def say(self, text: str) -> None:
-        self._console.print(Text(text, style="yellow"), soft_wrap=True)
+        self._console.print(Text(printable_lines(text), style="yellow"), soft_wrap=True)
 
     def stop(self) -> None:
         self._stories.close()

@@ -22,7 +22,7 @@ class Look:
 
     tab: str = TABS[0]
     row: int = 0
-    """Chosen row of the tab, or the first line of a story."""
+    """Chosen row of the tab, or the first line of a story or of the help."""
     sort: str = SORTS[0]
     reverse: bool = False
     needle: str = ""
@@ -35,6 +35,8 @@ class Look:
     story: int | None = None
     """Group whose story is open."""
     leaving: bool = False
+    ends_run: bool = False
+    """Ctrl-C here ends the run itself, and no key leaves: it is the view of ``staleflow run``."""
     speed: float | None = None
     """Of a replay; None: it is live."""
     jump_s: float = 0.0
@@ -45,11 +47,11 @@ def press(look: Look, key: str, it: Board) -> Look:
     """``key``: a character, or one of enter, escape, backspace, tab, backtab, up, down, left, right, pageup, pagedown,
     home, end, interrupt. ``it`` is what the screen shows."""
     if key == "interrupt":
-        return replace(look, leaving=True)
+        return _leave(look)
     if look.typing:
         return _type(look, key)
-    if look.help:
-        return replace(look, help=False)
+    if look.help and key not in _MOVES:
+        return replace(look, help=False, row=0)
     if look.story is not None and key in ("escape", "q", "backspace", "enter"):
         return replace(look, story=None, row=0)
     if key in _MOVES:
@@ -77,6 +79,10 @@ def _type(look: Look, key: str) -> Look:
     return replace(look, typed=typed[:LONGEST], needle=typed[:LONGEST], row=0)
 
 
+def _leave(look: Look) -> Look:
+    return look if look.ends_run else replace(look, leaving=True)
+
+
 def _tab(look: Look, by: int) -> Look:
     return replace(look, tab=TABS[(TABS.index(look.tab) + by) % len(TABS)], row=0, story=None)
 
@@ -94,9 +100,9 @@ def _faster(look: Look, by: int) -> Look:
 
 _MOVES = {"up": -1, "down": 1, "k": -1, "j": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -(10**9)}
 _KEYS: dict[str, Callable[[Look], Look]] = {
-    "q": lambda look: replace(look, leaving=True),
-    "?": lambda look: replace(look, help=True),
-    "h": lambda look: replace(look, help=True),
+    "q": _leave,
+    "?": lambda look: replace(look, help=True, row=0),
+    "h": lambda look: replace(look, help=True, row=0),
     " ": lambda look: replace(look, paused=not look.paused),
     "p": lambda look: replace(look, paused=not look.paused),
     "s": _sort,
@@ -115,7 +121,7 @@ _REPLAY: dict[str, Callable[[Look], Look]] = {
     "left": lambda look: replace(look, jump_s=-JUMP_S),
 }
 HELP = (
-    ("1 … 6, Tab", "choose a panel: " + ", ".join(TABS)),
+    ("1 … 6, Tab", "choose a list"),
     ("↑ ↓ PgUp PgDn", "choose a row, or scroll"),
     ("Enter", "on a group that pins a step: its story"),
     ("g NUMBER", "the story of any group"),
@@ -123,7 +129,11 @@ HELP = (
     ("s, r", "sort the engines by another column, the other way round"),
     ("Space", "hold the screen still; the run goes on"),
     ("+ -, ← →", "replay: faster, slower, ten seconds back, ten on"),
-    ("?", "this page"),
-    ("q, Ctrl-C", "leave"),
 )
 """Keys, and what they do."""
+LEAVES = ("q, Ctrl-C", "leave; the run goes on"), ("Ctrl-Z", "back to the shell; fg comes back")
+ENDS_RUN = (
+    ("Ctrl-C", "end the run; staleflow run --resume goes on with it"),
+    ("Ctrl-Z", "back to the shell; engines and trainer go on; fg comes back"),
+)
+"""The last lines of the help: of a screen that looks on, and of the run's own."""

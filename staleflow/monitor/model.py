@@ -11,6 +11,7 @@ from staleflow.monitor import rows
 from staleflow.monitor.history import History
 from staleflow.monitor.roles import GROUP_STATES, SILENT_S, RoleRow, groups_in, roles
 from staleflow.monitor.rows import AgeRow, EventRow, InstanceRow, PinRow, StageRow, VersionRow, WindowRow
+from staleflow.runtime.printable import printable
 from staleflow.supervisor.view import Snapshot
 
 
@@ -79,6 +80,8 @@ class Board:
     waits: bool
     """Something waits that should not, in the eyes of the trainer."""
     insecure: bool = False
+    heard: bool = True
+    """The scheduler has said something."""
 
 
 def board(name: str, snapshot: Snapshot, history: History) -> Board:
@@ -88,7 +91,7 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
     steps = int(status.get("steps") or 0)
     newest = max(history.rewards, default=None)
     return Board(
-        name=name,
+        name=printable(name),
         phase=_phase(snapshot),
         elapsed_s=snapshot.elapsed_s,
         step=max(int(status.get("version", 0)), 0),
@@ -126,6 +129,7 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         why=_why(snapshot),
         waits=bool(status.get("trainer_waits")) or _silent(snapshot),
         insecure=status.get("security") == "insecure",
+        heard=bool(status),
     )
 
 

@@ -1,17 +1,19 @@
 """Each panel's inside, as a function of the board, the look and the cells that it has."""
 
+import io
 from collections.abc import Sequence
 
-from rich.align import Align
-from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from staleflow.monitor.look import Look
 from staleflow.monitor.model import Board
 from staleflow.monitor.rows import AgeRow, WindowRow
-from staleflow.monitor.words import bar, clock, curve, meter, number, percent, short, whole
+from staleflow.monitor.words import bar, clock, curve, meter, number, percent, plural, short, whole
+
+MEASURE = Console(file=io.StringIO())
+"""To wrap text; shows nothing."""
 
 COLOURS = {"leased": "blue", "pushed": "cyan", "occupied": "green", "sealed": "magenta", "pinning": "bold red"}
 GLYPHS = {"occupied": "█", "pushed": "▓", "leased": "▒", "room": "·"}
@@ -27,38 +29,84 @@ TIME = {
 TONES = {"good": "green", "warn": "yellow", "bad": "bold red", "": ""}
 
 
+BRAND = "staleflow "
+SHORTEST_NAME, SHORTEST_BAR, LONGEST_BAR = 12, 6, 40
+WHY_ROWS, WHY_SHARE = 2, 4
+"""Rows of the sentence: so many always, and up to one in four of the screen while it needs them."""
+
+
 def header(it: Board, look: Look, width: int) -> RenderableType:
-    """One line: what it is, how it is, how far it is."""
+    """One line: what it is, how it is, how far it is. The last two always stay; where there is no room for all, the bar
+    goes first, then the middle of the name, our own name, and the time left."""
     dot = "red" if it.phase.startswith("no answer") else "yellow" if look.paused else "green"
     phase = "held still" if look.paused else it.phase
-    left = Text.assemble(
-        ("staleflow ", "bold cyan"), (f"{it.name}  ", "bold"), ("● ", dot), f"{phase} {clock(it.elapsed_s)}"
-    )
-    if not it.steps:
-        right: RenderableType = Text(f"step {it.step:,}" if it.ages else "")
-    else:
-        progress = Table.grid(padding=(0, 1))
-        until = "" if it.left_s is None else f"{clock(it.left_s)} left"
-        words = f"step {it.step:,} of {it.steps:,}"
-        cells = min(max(width - left.cell_len - len(words) - len(until) - 5, 6), 40)
-        progress.add_row(
-            words, ProgressBar(it.steps, it.step, width=cells, complete_style="green", finished_style="green"), until
-        )
-        right = Align.right(progress)
+    state = Text.assemble(("● ", dot), f"{phase} {clock(it.elapsed_s)}")
+    far = Text(f"{it.step:,} of {plural(it.steps, 'step')}" if it.steps else plural(it.step, "step") if it.ages else "")
+    until = f"  {clock(it.left_s)} left" if it.steps and it.left_s is not None else ""
+    room = width - state.cell_len - far.cell_len - 4
+    name = min(len(it.name), SHORTEST_NAME)
+    if room >= name + len(until):
+        far.append(until, "dim")
+        room -= len(until)
+    brand = BRAND if room >= name + len(BRAND) else ""
+    name = max(min(len(it.name), room - len(brand)), 0)
+    left = Text.assemble((brand, "bold cyan"), (_shortened(it.name, name), "bold"), "  " if name else "", state)
+    cells = min(room - len(brand) - name - 1, LONGEST_BAR)
+    if it.steps and cells >= SHORTEST_BAR:
+        far = Text.assemble(progress(it.step, it.steps, cells), " ", far)
     grid = Table.grid(expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(left, right)
+    grid.add_row(left, far)
     return grid
 
 
-def why(it: Board) -> Text:
-    """The sentence, and before it what nobody may overlook."""
+def _shortened(name: str, cells: int) -> str:
+    """Without its middle: what a run is called comes first, when it began comes last."""
+    if len(name) <= cells:
+        return name
+    last = cells // 2
+    return f"{name[: max(cells - last - 1, 0)]}…{name[len(name) - last :]}" if cells > 0 else ""
+
+
+def progress(done: float, full: float, cells: int) -> Text:
+    """A bar that can be read without colours."""
+    filled = min(round(done / full * cells), cells) if full else 0
+    return Text.assemble(("━" * filled, "green"), ("·" * (cells - filled), "dim"))
+
+
+def why_rows(it: Board, width: int, height: int) -> int:
+    """Of the sentence, on a screen of ``height`` rows."""
+    needed = len(_why(it).wrap(MEASURE, width))
+    return max(min(needed, height // WHY_SHARE), WHY_ROWS)
+
+
+def why(it: Board, width: int, rows: int) -> Text:
+    """The sentence, and before it what nobody may overlook; what does not fit ends in an ellipsis."""
+    lines = _why(it).wrap(MEASURE, width)
+    if len(lines) > rows:
+        cut = lines[rows - 1]
+        cut.truncate(max(width - 2, 1))
+        cut.append(" …")
+    return Text("\n").join(lines[:rows])
+
+
+def _why(it: Board) -> Text:
     text = Text(overflow="fold")
     if it.violations:
-        text.append(f"{it.violations} VIOLATIONS OF THE BOUND  ", "bold white on red")
+        text.append(f"{plural(it.violations, 'VIOLATION')} OF THE BOUND".upper(), "bold white on red").append("  ")
     text.append("why  ", "dim")
-    return text.append(it.why or "nothing has been heard yet", "yellow" if it.waits else "")
+    return text.append(it.why or _nothing_yet(it), "yellow" if it.waits else "")
+
+
+def _nothing_yet(it: Board) -> str:
+    """Before the scheduler has said anything."""
+    if it.heard:
+        return "nothing waits"
+    builder = [role for role in it.roles if role.name == "model"]
+    if builder:
+        return f"{it.phase}: {builder[0].doing}; nothing else has been started yet"
+    return f"{it.phase}: the scheduler has not said anything yet"
 
 
 def staleness(it: Board, width: int, height: int) -> RenderableType:
@@ -77,11 +125,20 @@ def staleness(it: Board, width: int, height: int) -> RenderableType:
             for column, colour in zip(parts, ("blue", "cyan", "green"), strict=True)
         ]
         table.add_row(label, *shown)
-    mean = f"mean {number(it.staleness_mean)}  max {whole(it.staleness_max)}  "
-    summary = Text(mean, no_wrap=True).append(f"{it.violations} violations", "bold red" if it.violations else "green")
+    trained = _trained(it.ages)
+    words = "trained: " if width > 44 else ""
+    violations = plural(it.violations, "violation")
+    summary = Text(f"{words}{trained}  ", no_wrap=True).append(violations, "bold red" if it.violations else "green")
     if it.bound_of == "token":
         summary = Text(f"{percent(it.masked)} masked  ", no_wrap=True) + summary
     return Group(table, summary)
+
+
+def _trained(ages: Sequence[AgeRow]) -> str:
+    """Of the last column: everything that was trained so far."""
+    count = sum(row.consumed for row in ages)
+    mean = sum(row.age * row.consumed for row in ages) / count if count else None
+    return f"mean {number(mean)}  max {whole(max((row.age for row in ages if row.consumed), default=None))}"
 
 
 def _merged(ages: Sequence[AgeRow], height: int) -> list[tuple[str, AgeRow]]:
@@ -176,9 +233,7 @@ def _limits(it: Board, width: int) -> list[Text]:
     cells = max(min(width - 44, 30), 6)
     lines: list[Text] = []
     for limit in it.limits:
-        filled = min(round(limit.share * cells), cells)
-        text = _line(f"{limit.name:<8} ")
-        text.append("━" * filled, "green").append("━" * (cells - filled), "bright_black")
+        text = _line(f"{limit.name:<8} ").append(progress(limit.used, limit.full, cells))
         text.append(f" {percent(limit.share):>5} ", "bold")
         if limit.unit:
             text.append(f"{short(limit.used)} of {short(limit.full)} {limit.unit}", "dim")

@@ -3,13 +3,13 @@
 import time
 from typing import TextIO
 
-import msgspec
 from rich.console import Console
 
 from staleflow.monitor.ending import print_summary
 from staleflow.monitor.history import History
 from staleflow.monitor.model import Board, board
-from staleflow.monitor.words import INSECURE, clock, number, whole
+from staleflow.monitor.words import INSECURE, clock, number, plural, whole
+from staleflow.runtime.printable import json_line, printable_lines
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 
@@ -40,14 +40,14 @@ class PlainView:
         self.say(line(board(self._name, snapshot, self._history)))
 
     def say(self, text: str) -> None:
-        print(text, file=self._to, flush=True)
+        print(printable_lines(text), file=self._to, flush=True)
 
     def stop(self) -> None:
         pass
 
     def summary(self, summary: Summary) -> None:
         if self._summary_to is not None:
-            print(msgspec.json.encode(summary).decode(), file=self._summary_to, flush=True)
+            print(json_line(summary), file=self._summary_to, flush=True)
         else:
             print_summary(summary, Console(file=self._to, highlight=False, width=88))
 
@@ -56,7 +56,7 @@ def line(it: Board) -> str:
     """One moment in one line."""
     parts = [f"{clock(it.elapsed_s):>7}  {it.phase}"]
     if it.steps:
-        parts.append(f"step {it.step}/{it.steps}")
+        parts.append(f"{it.step}/{it.steps} steps")
         parts.append(f"reward {number(it.reward)}")
         if it.held_out:
             parts.append(f"held-out {number(it.held_out[0])} -> {number(it.held_out[1])}")
@@ -65,6 +65,6 @@ def line(it: Board) -> str:
     if it.insecure:
         parts.append(INSECURE)
     if it.violations:
-        parts.append(f"{it.violations} VIOLATIONS")
+        parts.append(plural(it.violations, "violation").upper())
     said = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")
     return "  ".join(parts) + (f"  ({said})" if said else "")

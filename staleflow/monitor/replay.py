@@ -10,6 +10,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+from staleflow.protocols.consistency.errors import InvariantError
 from staleflow.protocols.consistency.groups import NO_CLAIM, Group, State
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound, Limits, OnOverdue
@@ -23,6 +24,12 @@ Line = Mapping[str, Any]
 RATE_S = 10.0
 """Over which tokens a second are counted."""
 MOST_PINS = 16
+FURTHEST = 1_000
+"""From the next step to the newest version, in the trace of any run: one does not go on without the other."""
+
+
+class Contradiction(Exception):
+    """A line speaks of what those before it rule out: of a group that nobody leased, of a step far away."""
 
 
 class Engine:
@@ -42,7 +49,10 @@ class Engine:
 
 
 class Retold:
-    """The run as its trace tells it so far. ``feed`` takes the lines in order, ``status`` says how things are."""
+    """The run as its trace tells it so far. ``feed`` takes the lines in order, ``status`` says how things are.
+
+    Each line is taken at its word, as ``read_events`` gives it; ``Contradiction`` for one that cannot follow.
+    """
 
     def __init__(self, steps: int = 0) -> None:
         """``steps``: of the whole run, where that is known."""
@@ -90,9 +100,19 @@ class Retold:
         self._last = line["m"], line["t"]
         handler = self._on.get(line["ev"])
         if handler is not None:
-            handler(line)
+            try:
+                handler(line)
+                self._check_window()
+            except (LookupError, ValueError, AssertionError, InvariantError) as error:
+                raise Contradiction(f"{line['ev']} cannot follow: {type(error).__name__}: {error}") from error
         if noteworthy(line):
             self._recent.add(short(line))
+
+    def _check_window(self) -> None:
+        """The newest version and the next step follow each other; every step between them is looked at, and shown."""
+        step, version = self._window.step, self._window.version
+        if abs(version - step) > FURTHEST:
+            raise ValueError(f"step {step} is next, and version {version} is the newest")
 
     # --- who is there ------------------------------------------------------------------------------------------
 
@@ -373,7 +393,7 @@ class Retold:
             return f"the trainer works on step {version}" if version < steps else "every step is trained"
         training = f"the trainer works on step {version}; " if step > version else ""
         if pins:
-            policy = OnOverdue(self._opening["on_overdue"]).value
+            policy = OnOverdue(self._opening.get("on_overdue", "wait")).value
             return training + pinned(step, pins[:MOST_PINS], len(pins), policy)
         need = window.batch_size
         return training + starved(step, need, counts, self._staged.until_s(need - counts["occupied"]))

@@ -10,19 +10,21 @@ from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.layout import Layout
 from rich.panel import Panel
+from rich.segment import Segment
 from rich.text import Text
 
 from staleflow.monitor import panels, tables
 from staleflow.monitor.look import TABS, Look
 from staleflow.monitor.model import Board
 from staleflow.monitor.story import Chapter
-from staleflow.monitor.words import INSECURE
+from staleflow.monitor.words import INSECURE, plural
 
 WIDE, HIGH = 150, 34
 """From so many cells on, everything is shown at once."""
 NARROW = 72
 """Below so many cells there is no room for two panels side by side."""
-WHY_ROWS = 2
+
+BACK = "Esc goes back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,22 @@ class Screen:
         yield from console.render(self.layout, options.update_height(self.height))
 
 
+@dataclass(frozen=True, slots=True)
+class Scrolled:
+    """``height`` lines of something that may be longer, from line ``first`` on, or the last ones."""
+
+    inside: RenderableType
+    first: int
+    height: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self.inside, options.update(height=None), pad=False)
+        first = min(self.first, max(len(lines) - self.height, 0))
+        for line in lines[first : first + self.height]:
+            yield from line
+            yield Segment.line()
+
+
 def dashboard(
     it: Board, look: Look, width: int, height: int, *, footer: Text | None = None, telling: Telling | None = None
 ) -> Screen:
@@ -51,20 +69,25 @@ def dashboard(
     root = Layout()
     last = [] if footer is None else [_row("footer", footer, 1)]
     insecure = [_row("insecure", Text(INSECURE, style="bold red", no_wrap=True), 1)] if it.insecure else []
-    inside = height - 1 - WHY_ROWS - len(last) - len(insecure)
-    top = [_row("header", panels.header(it, look, width), 1), _row("why", panels.why(it), WHY_ROWS), *insecure]
+    said = panels.why_rows(it, width, height)
+    inside = height - 1 - said - len(last) - len(insecure)
+    top = [_row("header", panels.header(it, look, width), 1), _row("why", panels.why(it, width, said), said), *insecure]
     root.split_column(*top, *_middle(it, look, width, inside, telling), *last)
     return Screen(root, height)
 
 
 def _middle(it: Board, look: Look, width: int, height: int, telling: Telling | None) -> list[Layout]:
     if look.help:
-        return [_row("help", _panel("keys", tables.help_page(), active=True), height)]
+        page = Scrolled(tables.help_page(look), look.row, height - 2)
+        return [_row("help", _panel("keys", page, BACK, active=True), height)]
     if look.story is not None:
         return [_row("story", _story(look, height, telling), height)]
+    if not it.heard:
+        return [_list("processes", it, look, width, height)]
     if width >= WIDE and height >= HIGH - 4:
         return _everything(it, look, width, height)
     upper = min(max(len(it.ages), len(it.window), 3) + 4, 9, max(height - 8, 0)) if it.ages or it.window else 0
+    upper = upper if upper > 2 else 0  # a box has a row inside
     middle = 0 if not it.ages or height - upper < 10 else 11 if height - upper >= 30 else 5
     found: list[Layout] = []
     if upper:
@@ -115,7 +138,7 @@ def _staleness(it: Board, width: int, height: int) -> Layout:
 
 
 def _window(it: Board, width: int, height: int) -> Layout:
-    title = f"window · {it.batch_size} groups a step"
+    title = f"window · {plural(it.batch_size, 'group')} a step"
     if it.policy and width >= 50:
         title += f" · overdue: {it.policy}"
     return Layout(_panel(title, panels.window(it, width - 4, height - 2)), size=width)
@@ -134,17 +157,17 @@ def _tabbed(it: Board, look: Look, width: int, height: int) -> Layout:
     title = Text()
     for number, name in enumerate(TABS, 1):
         style = "bold reverse" if name == look.tab else "dim"
-        title.append(f" {number} {name} ", style)
+        title.append(f" {number}:{name} ", style)
     return Layout(Panel(inside, box=box.ROUNDED, title=title, title_align="left", subtitle=_where(where, look),
                         subtitle_align="right", border_style="bright_black"), size=height)  # fmt: skip
 
 
 def _story(look: Look, height: int, telling: Telling | None) -> Panel:
     if telling is None:
-        return _panel(f"group {look.story}", Text("the trace is read", style="dim"), active=True)
-    body: RenderableType = tables.story(telling.chapters, look, height - 4)
+        return _panel(f"group {look.story}", Text("the trace is read", style="dim"), BACK, active=True)
+    body: RenderableType = tables.story(telling.chapters, look, height - 4) if telling.chapters else Text()
     headline = Text(telling.headline, style="bold", no_wrap=True, overflow="ellipsis")
-    return _panel(f"group {look.story}", Group(headline, Text(), body), active=True)
+    return _panel(f"group {look.story}", Group(headline, Text(), body), BACK, active=True)
 
 
 def _titled(name: str, it: Board) -> str:
@@ -172,13 +195,16 @@ def _row(name: str, inside: RenderableType, size: int | None) -> Layout:
     return Layout(inside, name=name, size=size)
 
 
-def keys(look: Look, *, leaves: str = "q leave", hint: str = "") -> Text:
-    """The last row: what can be pressed, or what is being typed. ``leaves``: how to end it."""
+def keys(look: Look, *, hint: str = "") -> Text:
+    """The last row: what can be pressed, or what is being typed."""
     if look.typing:
         return Text.assemble((f" {look.typing}: ", "bold cyan"), look.typed, ("▏", "blink"), ("   Enter, Esc", "dim"))
+    leaves = "Ctrl-C end" if look.ends_run else "q leave"
     shown: Sequence[str] = (leaves, "? keys", "1-6 lists", "s sort", "/ filter", "g story", "space hold")
     text = Text(no_wrap=True, overflow="ellipsis")
-    if look.speed is not None:
+    if look.story is not None or look.help:
+        shown = ("Esc back", "↑,↓ scroll")
+    elif look.speed is not None:
         shown = (leaves, "? keys", "space hold", "+,- speed", "←,→ seek", "/ filter", "g story")
         text.append(f" {look.speed:g}x ", "bold cyan")
     for item in shown:

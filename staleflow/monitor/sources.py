@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from staleflow.monitor.replay import Retold
+from staleflow.configs.errors import ConfigError
+from staleflow.monitor.replay import Contradiction, Retold
+from staleflow.runtime.metric_lines import metric_lines
 from staleflow.runtime.trace import read_events
 from staleflow.runtime.transport import SOCKETS, Transport
 from staleflow.supervisor.view import Snapshot
@@ -81,7 +83,7 @@ class Live:
             self._meet(status)
         self._ask_parameters(str(status.get("parameters") or ""))
         return Snapshot(
-            phase=_phase(status, self.silent_s),
+            phase=phase_of(status, self.silent_s),
             elapsed_s=self._elapsed_s(),
             status=status,
             status_age_s=self.silent_s,
@@ -114,11 +116,14 @@ class Live:
             self._parameters.__enter__()
 
 
-def _phase(status: Mapping[str, Any], age_s: float) -> str:
+def phase_of(status: Mapping[str, Any], age_s: float = 0.0) -> str:
+    """In a word or a few, from a status that was heard ``age_s`` ago."""
     if not status:
         return "no answer yet"
     if age_s > 3 * LIVE_EVERY_S:
         return "no answer"
+    if status.get("error"):
+        return "failed"
     if status.get("closed") or status.get("finished"):
         return "finished"
     return "running" if int(status.get("version", -1)) >= 0 else "starting"
@@ -151,6 +156,8 @@ class Replay:
     def _rewind(self) -> None:
         self._retold = Retold(self._steps)
         self._lines: Iterator[Mapping[str, Any]] = iter(read_events(self.trace)) if self.trace else iter(())
+        self._number = 1
+        """Of the next line."""
         self._next = next(self._lines, None)
         self._at_s = 0.0
         self._unix_s = 0.0 if self._next is None else self._next["t"] / 1e9
@@ -164,10 +171,23 @@ class Replay:
             self._rewind()
         while self._next is not None and self._retold.at_s(self._next) <= target_s:
             self._unix_s = self._next["t"] / 1e9
-            self._retold.feed(self._next)
+            self._feed(self._next)
+            self._number += 1
             self._next = next(self._lines, None)
         self.over = self._next is None
         self._at_s = self._retold.now_s if self.over else target_s
+
+    def _feed(self, line: Mapping[str, Any]) -> None:
+        try:
+            self._retold.feed(line)
+        except Contradiction as error:
+            allowed = f"line {self._number}: {error}; staleflow trace check says what else is wrong"
+            raise ConfigError("trace", str(self.trace), allowed) from error
+
+    @property
+    def until_next_s(self) -> float:
+        """Until the next line happens, in the run's own time; 0 at the end."""
+        return 0.0 if self._next is None else max(self._retold.at_s(self._next) - self._at_s, 0.0)
 
     def to_the_end(self) -> None:
         """Read all that is left."""
@@ -175,7 +195,9 @@ class Replay:
 
     def snapshot(self) -> Snapshot:
         unix_s = self._unix_s + max(self._at_s - self._retold.now_s, 0.0)
-        fresh = tuple(itertools.takewhile(lambda line: line.get("t", 0.0) <= unix_s, self._metrics[self._told :]))
+        fresh = tuple(
+            itertools.takewhile(lambda line: float(line.get("t") or 0.0) <= unix_s, self._metrics[self._told :])
+        )
         self._told += len(fresh)
         return Snapshot(
             phase="replay, the end" if self.over else "replay",
@@ -188,4 +210,4 @@ class Replay:
 
 def _by_time(metrics: Path) -> list[Mapping[str, Any]]:
     """Its lines; those of a run without any are none."""
-    return sorted(NewLines(metrics).take(), key=lambda line: float(line.get("t") or 0.0))
+    return sorted(metric_lines(metrics), key=lambda line: float(line.get("t") or 0.0))

@@ -12,10 +12,10 @@ import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.monitor.words import amount, plural, span
+from staleflow.runtime.printable import all_printable
+from staleflow.runtime.trace_lines import complaint, decoded
 
 Line = Mapping[str, Any]
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,13 +33,13 @@ class Chapter:
 def events_about(path: Path, group: int) -> list[dict[str, Any]]:
     """Lines of the trace about ``group``, and of the batches that it was sealed in, in order.
 
-    ``ConfigError`` when the file cannot be read, or a line that seems to be about the group is not JSON.
+    ``ConfigError`` when the file cannot be read, or a line that seems to be about the group is not an event.
     """
     try:
         with path.open("rb") as file:
             return list(_about(file, group))
     except msgspec.DecodeError as error:
-        raise ConfigError("trace", str(path), f"a line is not JSON: {error}") from error
+        raise ConfigError("trace", str(path), f"a line {complaint(error)}") from error
     except OSError as error:
         raise ConfigError("trace", str(path), f"it cannot be read: {error.strerror}") from error
 
@@ -52,8 +52,8 @@ def _about(lines: Iterable[bytes], group: int) -> Iterator[dict[str, Any]]:
         of_batch = any(b'"batch":%d,' % batch in raw for batch in batches)
         if not of_batch and not any(mark in raw for mark in marks):
             continue
-        line = _decode(raw)
-        members = [member["group"] for member in line.get("members", ())]
+        line = decoded(raw)
+        members = [member["group"] for member in line["members"]] if line["ev"] == "seal" else []
         if group in members:
             batches[line["batch"]] = None
         elif not of_batch and group not in (line.get("group"), line.get("demoted")):
@@ -67,7 +67,7 @@ def story(events: Iterable[Line], group: int) -> tuple[Chapter, ...]:
     begun: Line | None = None
     mono_ns = unix_ns = 0
     after_s = 0.0
-    for line in events:
+    for line in map(all_printable, events):
         begun = begun or line
         if told:  # a later incarnation may have another monotonic clock
             passed_ns = line["m"] - mono_ns if line["m"] >= mono_ns else max(line["t"] - unix_ns, 0)
@@ -80,7 +80,7 @@ def story(events: Iterable[Line], group: int) -> tuple[Chapter, ...]:
 
 def headline(events: Iterable[Line], group: int) -> str:
     """The whole story in one sentence."""
-    events = tuple(events)
+    events = tuple(map(all_printable, events))
     if not events:
         return f"group {group}: the trace never mentions it"
     leases = sum(line["ev"] == "reserve" for line in events)
@@ -127,7 +127,7 @@ def _drop(line: Line, _: int) -> tuple[str, str]:
 
 
 def _seal(line: Line, group: int) -> tuple[str, str]:
-    version = next(member["version"] for member in line["members"] if member["group"] == group)
+    version = next((member["version"] for member in line["members"] if member["group"] == group), line["step"])
     behind = plural(line["step"] - version, "version")
     return f"sealed for step {line['step']} in batch {line['batch']}, {behind} old", "good"
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from staleflow.monitor.look import HELP, Look
+from staleflow.monitor.look import ENDS_RUN, HELP, LEAVES, Look
 from staleflow.monitor.model import Board
 from staleflow.monitor.panels import TONES
 from staleflow.monitor.roles import SILENT_S, RoleRow
@@ -21,7 +21,7 @@ from staleflow.monitor.story import Chapter
 from staleflow.monitor.words import amount, bar, curve, percent, plural, short, span
 
 WIDE, ROOMY = 100, 66
-"""Cells from which a list shows more columns: engines, versions."""
+"""Cells from which a list shows more columns: engines, and versions and engines."""
 CHOSEN = "reverse"
 
 
@@ -75,17 +75,22 @@ def engines(it: Board, look: Look, width: int) -> Listed:
         rows.reverse()
     mark = "▼" if look.reverse else "▲"
     titles = ["engine", ">version", ">running", ">waiting", ">KV", ">tokens/s", "*", "last command"]
+    titles[-1] = titles[-1] if width >= ROOMY else f"*{titles[-1]}"
     titles += [">leases", ">seen"] if wide else []
     named = {"name": 0, "version": 1, "running": 2, "waiting": 3, "kv": 4, "tokens/s": 5, "seen": 9}
     if named[look.sort] < len(titles):
         titles[named[look.sort]] += mark
     cells = max(width - (82 if wide else 66), 4)
+    kept = [index for index in range(len(titles)) if width >= ROOMY or index not in (3, 6)]
     return Listed(
-        columns=tuple(titles), rows=[partial(_engine, row, cells, wide) for row in rows], nothing="none is here"
+        columns=tuple(titles[index] for index in kept),
+        rows=[partial(_engine, row, cells, wide, kept) for row in rows],
+        nothing="none is here",
     )
 
 
-def _engine(row: InstanceRow, cells: int, wide: bool) -> Cells:
+def _engine(row: InstanceRow, cells: int, wide: bool, kept: Sequence[int]) -> Cells:
+    """``kept``: columns that there is room for; without it those waiting and the curve are left out, not digits."""
     silent = row.seen_s > SILENT_S
     name = Text(row.name, style="bold red" if silent else "bold")
     version = Text("-" if row.version < 0 else str(row.version), style="yellow" if row.behind else "")
@@ -106,7 +111,8 @@ def _engine(row: InstanceRow, cells: int, wide: bool) -> Cells:
         Text("silent" if silent and not wide else row.command, style="red" if silent and not wide else "dim"),
     )
     seen = Text(f"{row.seen_s:.0f} s", style="bold red" if silent else "dim")
-    return (*cut, Text(str(row.held)), seen) if wide else cut
+    every = (*cut, Text(str(row.held)), seen) if wide else cut
+    return tuple(every[index] for index in kept)
 
 
 _SORTS: dict[str, Callable[[InstanceRow], tuple[float, str]]] = {
@@ -244,12 +250,12 @@ def story(chapters: Sequence[Chapter], look: Look, height: int) -> RenderableTyp
     return table
 
 
-def help_page() -> RenderableType:
+def help_page(look: Look) -> RenderableType:
     """Keys and colours."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
-    for keys, what in HELP:
+    for keys, what in (*HELP, *(ENDS_RUN if look.ends_run else LEAVES)):
         table.add_row(keys, what)
     colours = Text.assemble(
         "A group is ",
@@ -263,7 +269,8 @@ def help_page() -> RenderableType:
         " in a batch. In the window a row is the groups that may train by that step at the latest; 7/16 says that 7 of "
         "the 16 that the bound admits by then are live. ",
         ("! pins", "bold red"),
-        " are the groups that the next step waits for, though it has enough others: a later step would be too late.",
+        " are the groups that the next step waits for, though it has enough others: a later step would be too late. "
+        "Steps have the numbers of the trace, from 0 on: step 23 makes version 24 of version 23, and is the 24th.",
     )
     return Group(table, Text(), colours)
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
-import msgspec
 from rich.console import Console, RenderableType
 from rich.live import Live as Display
 
@@ -23,6 +22,7 @@ from staleflow.monitor.screen import WIDE, Telling, dashboard, keys
 from staleflow.monitor.sources import Live, Replay
 from staleflow.monitor.story import events_about, headline, story
 from staleflow.runtime.errors import Unavailable
+from staleflow.runtime.printable import json_line
 
 FRAME_S = 0.25
 """Between two drawings at least; a key is answered at once."""
@@ -32,6 +32,8 @@ FIRST_ANSWER_S = 5.0
 """A service that says nothing for so long at the beginning is not there."""
 GONE_S = 30.0
 """Lines end when nothing was heard for so long; a screen stays, and shows when it comes back."""
+PAUSE_S = 3600.0
+"""Of a replay in lines: when nothing happens for longer, the next line is that of the next event."""
 SECOND_ANSWER_S = 1.0
 """The parameter server's is waited for so long, and done without."""
 
@@ -84,6 +86,7 @@ class Top:
     def run(self, keyboard: Keyboard) -> None:
         """Draw and listen; Ctrl-C is a way to leave like any other."""
         with keyboard, Display(console=self._console, screen=True, auto_refresh=False) as display:
+            keyboard.around_a_stop(display.stop, display.start)
             try:
                 self._until_left(display, keyboard)
             except KeyboardInterrupt:
@@ -96,7 +99,8 @@ class Top:
         rest = REST_OF_A_REPLAY if isinstance(self._source, Replay) else REST
         while not self._look.leaving:
             began = time.process_time()
-            display.update(self.drawing(), refresh=True)
+            if not keyboard.away:
+                display.update(self.drawing(), refresh=True)
             rest_s = rest * (time.process_time() - began)
             for key in self._pressed(keyboard, max(FRAME_S, rest_s)):
                 self._look = press(self._look, key, self._board)
@@ -138,10 +142,10 @@ class Top:
 
 
 def once(source: "Live | Replay", console: Console, *, as_json: bool) -> None:
-    """One picture, or the whole board as one line of JSON; of a replay the end."""
+    """One picture, or the whole board as one line of JSON; of a replay the end. Pauses of it are left out."""
     history = History()
     while isinstance(source, Replay) and not source.over:
-        source.advance(1.0)
+        source.advance(max(1.0, source.until_next_s))
         history.see(source.snapshot())
     it = _board(source, history)
     if as_json:
@@ -153,24 +157,27 @@ def once(source: "Live | Replay", console: Console, *, as_json: bool) -> None:
 
 
 def lines(source: "Live | Replay", to: TextIO, *, as_json: bool, speed: float | None) -> Iterator[float]:
-    """A line now and then until the run is over; yields the seconds to wait before the next."""
+    """A line now and then until the run is over; yields the seconds to wait before the next.
+
+    Hours of a replay in which nothing happens are left out.
+    """
     history = History()
     every_s = 1.0 if as_json else EVERY_S
     while True:
         it = _board(source, history)
         print(encoded(it) if as_json else line(it), file=to, flush=True)
-        if it.phase in ("finished", "replay, the end"):
+        if it.phase in ("finished", "failed", "replay, the end"):
             return
         if isinstance(source, Live) and source.silent_s > GONE_S:
             raise Unavailable(source.address, source.silent_s)
         yield every_s / (speed or 1.0)
         if isinstance(source, Replay):
-            source.advance(every_s)
+            source.advance(source.until_next_s if source.until_next_s > PAUSE_S else every_s)
 
 
 def encoded(it: Board) -> str:
     """A board as one line of JSON."""
-    return msgspec.json.encode(asdict(it)).decode()
+    return json_line(asdict(it))
 
 
 def _board(source: "Live | Replay", history: History) -> Board:
@@ -196,11 +203,11 @@ def answering(source: Live) -> Generator[Live]:
 
 
 def show(source: "Live | Replay", *, as_json: bool, only_once: bool, speed: float | None) -> None:
-    """On a terminal the screen; else lines. ``speed``: of a replay."""
+    """On a terminal that can be drawn on the screen; else lines. ``speed``: of a replay."""
     console = Console(highlight=False)
     if only_once:
         once(source, console, as_json=as_json)
-    elif console.is_terminal and not as_json:
+    elif console.is_terminal and not console.is_dumb_terminal and not as_json:
         Top(source, console, Look(speed=speed)).run(Keyboard())
     else:
         for wait_s in lines(source, sys.stdout, as_json=as_json, speed=speed):

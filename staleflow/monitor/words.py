@@ -1,5 +1,6 @@
 """Numbers as people read them."""
 
+import math
 from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -24,8 +25,8 @@ def whole(value: float | None) -> str:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as little bars, from the smallest to the largest of them."""
-    shown = list(values)[-width:]
+    """The last ``width`` values as little bars, from the smallest to the largest of them; only what is finite."""
+    shown = [value for value in values if math.isfinite(value)][-width:]
     if len(shown) < 2:
         return ""
     low, high = min(shown), max(shown)

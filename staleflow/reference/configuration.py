@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from staleflow.configs.describe import Key, Table, tables
+from staleflow.configs.section import MOST
 from staleflow.reference.made import MADE
 
 
@@ -14,7 +15,8 @@ def configuration() -> Iterator[str]:
     yield ""
     yield "Every key of a configuration, read off the schema. `staleflow explain KEY` prints the same in a terminal. An"
     yield "unknown key, or a value that is not allowed, is one line that says what is, exit code 2, and nothing is"
-    yield "started."
+    yield f"started. Where no upper limit is named it is {MOST}; strings are printable, of one line. In tables of"
+    yield "`options`, which go to your own code, everything may be but dates."
     yield ""
     for table in tables():
         yield from _table(table)

@@ -1,10 +1,7 @@
-"""The numbers of ``metrics.jsonl`` as charts, under their own names. Pure but for reading."""
+"""The numbers of ``metrics.jsonl`` as charts, under their own names. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from staleflow.report.charts import Chart, Series, lines, stack
 from staleflow.runtime.metric_names import METRICS, PLACES
@@ -98,18 +95,3 @@ class Curves:
 
 def _is_number(key: str, value: object) -> bool:
     return key not in PLACES and isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def metric_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a torn or strange one is left out, no file is no lines."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    found: list[dict[str, Any]] = []
-    for line in raw.split(b"\n"):
-        try:
-            found.append(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.DecodeError:
-            continue
-    return found

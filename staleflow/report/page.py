@@ -16,13 +16,14 @@ from staleflow.configs.toml import dumps
 from staleflow.monitor.lanes import Lane, lanes, overlaps, stage_lines
 from staleflow.monitor.words import clock
 from staleflow.report import sections
-from staleflow.report.curves import LEARNING, Curves, metric_lines
+from staleflow.report.curves import LEARNING, Curves
 from staleflow.report.facts import Facts
 from staleflow.report.lane_paths import lane_rows
 from staleflow.report.reading import Reader
 from staleflow.report.settings import changes, settings
 from staleflow.runtime.audit import AuditReport, FileRule, audit
 from staleflow.runtime.audit_books import Rule
+from staleflow.runtime.metric_lines import metric_lines
 from staleflow.runtime.trace import read_events
 from staleflow.supervisor import summary as summaries
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 from staleflow.monitor.lanes import Lane
 from staleflow.report.facts import Facts, StepFact
 
@@ -22,7 +23,7 @@ def picture(shown: Sequence[Lane], facts: Facts, path: Path, *, window_s: tuple[
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--out", str(path), "it needs matplotlib: pip install 'staleflow[plot]'") from error
+        raise ConfigError("--out", str(path), f"it needs matplotlib: {install('plot')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -241,11 +241,11 @@ class Reader:
     def _on_open(self, event: Event) -> None:
         facts = self.facts
         facts.incarnations = event["inc"]
-        facts.closed = ""
+        asked, facts.closed = bool(facts.closed), ""
         if event["inc"] > 1:
             found = event["recovered"]
             kept = found["reserved"] + found["occupied"]
-            self._tell(f"the scheduler came back, with {kept} groups and version {found['version']}", bad=True)
+            self._tell(f"the scheduler came back, with {kept} groups and version {found['version']}", bad=not asked)
             return
         facts.run, facts.began_unix_s = event["run"], event["t"] / 1e9
         for key in ("max_staleness", "bound", "on_overdue", "batch_size", "group_size"):
@@ -294,6 +294,7 @@ class Reader:
 
     def _on_close(self, event: Event) -> None:
         self.facts.closed = event["why"]
+        self._seen = dict.fromkeys(self._seen, True)  # the whole run ended, on purpose
 
 
 def _last(groups: Mapping[int, _Group]) -> Last | None:

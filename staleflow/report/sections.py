@@ -60,8 +60,11 @@ class Tile:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it."""
-    return f"{seconds:.1f} s" if seconds < 60 else f"{clock(seconds)} min" if seconds < 3600 else f"{clock(seconds)} h"
+    """As a person says it: 12.3 s, 3 min 47 s, 1 h 2 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if seconds < 3600 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def percent(part: float, whole: float) -> str:

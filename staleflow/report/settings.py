@@ -1,20 +1,27 @@
 """A configuration as it may be passed on: in a page, to W&B."""
 
+import re
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 
 from staleflow.configs.errors import MISSING
 from staleflow.configs.schema import Config, Prompts, Reward
 
-SECRET = ("api_key", "password", "secret", "access_token")
-"""Ends of the names of options that are not shown."""
+HIDDEN: Final = "(not shown)"
+_SECRET: Final = re.compile(
+    r"(?<!mon)key(?!word)|token(?!iz)|secret|pass(?!age)|pwd|credential|authorization|bearer|cookie", re.IGNORECASE
+)
+"""Somewhere in the name of an option whose text is not shown: rather a harmless one too many than a secret."""
+_USERINFO: Final = re.compile(r"(?<=://)[^/?#\s]*@")
+_GIVEN: Final = re.compile(rf"((?:^|[?&;\s])[^=&;#\s]*(?:{_SECRET.pattern})[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
+"""In a URL's query, and in a command (``launch.setup``)."""
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Every key as plain values, but what users gave their own code as a secret."""
-    table: dict[str, Any] = _masked(msgspec.to_builtins(config))
+    """Every key as plain values, but what users gave their own code as a secret, and what URLs have of one."""
+    table: dict[str, Any] = _shown(msgspec.to_builtins(config), of_user=False, secret=False)
     return table
 
 
@@ -27,13 +34,25 @@ def changes(config: Config) -> list[tuple[str, object, object]]:
     ]
 
 
-def _masked(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_masked(item) for item in cast(Iterable[Any], value)]
-    if not isinstance(value, dict):
-        return value
-    table = cast(dict[str, Any], value)
-    return {key: "(not shown)" if key.endswith(SECRET) else _masked(inner) for key, inner in table.items()}
+def _shown(value: Any, *, of_user: bool, secret: bool) -> Any:
+    """``of_user``: inside a table of ``options``, whose names are the user's. Numbers are no secrets
+    (``max_new_tokens``)."""
+    match value:
+        case str():
+            return HIDDEN if secret and value else _GIVEN.sub(rf"\1{HIDDEN}", _USERINFO.sub("", value))
+        case list():
+            return [_shown(item, of_user=of_user, secret=secret) for item in cast(Iterable[Any], value)]
+        case dict():
+            return {
+                key: _shown(
+                    inner,
+                    of_user=of_user or key == "options",
+                    secret=secret or (of_user and _SECRET.search(key) is not None),
+                )
+                for key, inner in cast(dict[str, Any], value).items()
+            }
+        case _:
+            return value
 
 
 def _leaves(value: Any, path: str) -> list[tuple[str, object]]:

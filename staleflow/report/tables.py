@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 from staleflow.monitor.lanes import short_name, timed
-
-LEFT_OUT = ("schema", "run", "t", "m", "h")
-"""Fields of a line that no table has: they are the same in every line, or are told by another column."""
+from staleflow.runtime.trace_lines import FIELDS
 
 
 def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
@@ -18,10 +17,11 @@ def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) ->
     for seconds, event in timed(events):
         if kinds and event["ev"] not in kinds:
             continue
-        row = {"seq": event["seq"], "seconds": seconds, "time": event["t"], "ev": event["ev"]}
-        if "worker" in event:
-            row["name"] = short_name(event["worker"])
-        row |= {key: value for key, value in event.items() if key not in LEFT_OUT}
+        row = {key: event[key] for key in ("seq", "inc", "ev")} | {"seconds": seconds, "time": event["t"]}
+        own = {key: value for key, value in event.items() if key in FIELDS.get(event["ev"], ())}
+        if "worker" in own:
+            row["name"] = short_name(own["worker"])
+        row |= own
         for key, value in row.items():
             found.setdefault(key, [None] * rows).append(value)
         rows += 1
@@ -36,7 +36,7 @@ def frame(held: Mapping[str, list[Any]]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ConfigError("to_frame", "pandas", "it is not installed: pip install 'staleflow[frames]'") from error
+        raise ConfigError("to_frame", "pandas", f"it is not installed: {install('frames')}") from error
     made = pandas.DataFrame(held)
     return made.assign(time=pandas.to_datetime(made["time"], unit="ns", utc=True)) if len(made) else made
 
@@ -46,7 +46,7 @@ def table(held: Mapping[str, list[Any]]) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigError("to_arrow", "pyarrow", "it is not installed: pip install 'staleflow[parquet]'") from error
+        raise ConfigError("to_arrow", "pyarrow", f"it is not installed: {install('parquet')}") from error
     made: dict[str, Any] = dict(held)
     if made:
         made["time"] = pyarrow.array(made["time"], pyarrow.timestamp("ns", tz="UTC"))

@@ -243,7 +243,8 @@ class Books:
         if self.token_bound:
             return True
         rest = taken = 0
-        for deadline in range(self.step, self.version + self.max_staleness + 1):
+        last = self.version + self.max_staleness
+        for deadline in sorted(d for d, n in self.due.items() if n and self.step <= d <= last):
             rest += self.due[deadline]
             taken += self.due_occupied[deadline]
             if rest - min(taken, seats) > self.batch_size * (deadline - self.step):

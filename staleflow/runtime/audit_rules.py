@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.runtime import audit_groups as groups
 from staleflow.runtime import audit_steps as steps
 from staleflow.runtime import trace_events as ev
@@ -147,9 +148,9 @@ def _unknown() -> ev.Open:
         max_staleness=0,
         batch_size=1,
         group_size=1,
-        bound="trajectory",
+        bound=Bound.TRAJECTORY,
         min_trainable=0.0,
-        on_overdue="wait",
+        on_overdue=OnOverdue.WAIT,
         lease_ms=1,
         protocol=0,
         config_sha="",

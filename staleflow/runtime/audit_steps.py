@@ -64,7 +64,8 @@ def rollback(books: Books, e: ev.Rollback) -> Batch | None:
     possible = books.kept <= target <= books.version
     books.expect(Rule.ROLLBACK, possible, f"to version {target}; {books.kept} to {books.version} are possible")
     fence(books, e.trainer_term, "rollback")
-    books.forks[e.lineage] = (e.from_lineage, target)
+    if e.from_lineage < e.lineage:  # else it is told already, and nobody who goes back there would come to an end
+        books.forks[e.lineage] = (e.from_lineage, target)
     books.lineage, books.version, books.step = e.lineage, target, target
     books.unclaim()
     replay = next((batch for batch in books.batches.values() if batch.step == target), None)

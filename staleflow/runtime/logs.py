@@ -6,14 +6,10 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from staleflow.configs.errors import ConfigError
-
-_PLAIN = {
-    **{code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))},
-    **{code: f"\\u{code:04x}" for code in (0x2028, 0x2029, 0x202A, 0x202B, 0x202D, 0x202E)},
-}
-"""How control characters are written."""
+from staleflow.runtime.printable import printable, printable_lines
 
 
 class _Formatter(logging.Formatter):
@@ -22,9 +18,12 @@ class _Formatter(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, and nothing that a terminal obeys: messages hold what peers said. Tracebacks keep theirs."""
-        record.message = record.message.translate(_PLAIN)
+        """One line, and nothing that a terminal obeys: messages hold what peers said. Tracebacks keep their lines."""
+        record.message = printable(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return printable_lines(super().formatException(ei))
 
 
 @contextmanager

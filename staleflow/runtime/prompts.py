@@ -7,18 +7,15 @@ their encoded form, and named by one sha256: the same rows give the same sha256 
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.imports import load_object
-from staleflow.configs.row_files import read_rows
+from staleflow.configs.row_files import prompt_row, read_rows
 from staleflow.configs.schema import Prompts
 
-PROMPT = "prompt"
-
-_encoder = msgspec.msgpack.Encoder(order="sorted")
 _decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
@@ -57,8 +54,7 @@ def _open(prefix: str, path: str, source: str, prompts: Prompts, seed: int) -> P
         raise ConfigError(f"prompts.{prefix}path", value, f"exactly one of it and prompts.{prefix}source must be set")
     key, given = (f"prompts.{prefix}path", path) if path else (f"prompts.{prefix}source", source)
     rows = read_rows(key, Path(path)) if path else _from_source(key, source, {"seed": seed, **prompts.options})
-    names = {theirs: ours for ours, theirs in prompts.columns.items()}
-    encoded = [_encoded(key, given, place, row, names) for place, row in rows]
+    encoded = [prompt_row(key, given, place, row, prompts.columns)[1] for place, row in rows]
     if not encoded:
         raise ConfigError(key, given, "it has no rows")
     return PromptRows(encoded)
@@ -74,24 +70,3 @@ def _from_source(key: str, source: str, options: dict[str, Any]) -> Iterator[tup
         raise
     except Exception as error:  # user code: whatever it raises is the operator's to read
         raise ConfigError(key, source, f"calling it failed ({type(error).__name__}: {error})") from error
-
-
-def _encoded(key: str, given: str, place: str, row: Any, names: dict[str, str]) -> bytes:
-    """One row under our column names. A column that a rename replaces is left out."""
-    if not isinstance(row, dict):
-        raise ConfigError(key, given, f"{place} must be a dict of columns, it is {type(row).__name__}")
-    theirs = cast(dict[str, Any], row)
-    for name in names:
-        if name not in theirs:
-            raise ConfigError(key, given, f'{place} has no column "{name}" (it has {", ".join(map(str, theirs))})')
-    ours = {name: value for name, value in theirs.items() if name not in names and name not in names.values()}
-    ours |= {names[name]: theirs[name] for name in names}
-    if PROMPT not in ours:
-        allowed = f'{place} has no column "{PROMPT}" (it has {", ".join(map(str, theirs))}); name it in prompts.columns'
-        raise ConfigError(key, given, allowed)
-    if not isinstance(ours[PROMPT], str):
-        raise ConfigError(key, given, f'{place}: column "{PROMPT}" must be text, it is {type(ours[PROMPT]).__name__}')
-    try:
-        return _encoder.encode(ours)
-    except (TypeError, ValueError, OverflowError, msgspec.EncodeError) as error:
-        raise ConfigError(key, given, f"{place} cannot be sent: {error}") from error

@@ -74,6 +74,7 @@ class ScrapeServer:
             writer.close()
             return
         self._tasks.add(task)
+        writer.transport.set_write_buffer_limits(high=0)  # to drain is to have handed everything to the system
         try:
             async with asyncio.timeout(PATIENCE_S):
                 await self._exchange(reader, writer)
@@ -83,7 +84,7 @@ class ScrapeServer:
             log.exception("a reader of metrics got nothing")
         finally:
             self._tasks.discard(task)
-            writer.close()
+            writer.transport.abort()  # to close would wait for who reads nothing, and for ever
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)

@@ -20,6 +20,7 @@ from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.noteworthy import Recent, brief
 from staleflow.runtime.store import Durability, Read, Store, Write, key_number, number_key
 from staleflow.runtime.trace_events import SCHEMA, TraceEvent
+from staleflow.runtime.trace_lines import complaint, decoded
 
 NO_HASH = "0" * 16
 TABLES = ("trace", "outbox")
@@ -43,7 +44,6 @@ class Head(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def lines(head: Head, prefix: bytes, events: list[tuple[TraceEvent, int, int]]) -> tuple[Head, bytes]:
@@ -211,7 +211,8 @@ def _check_end(path: Path, file: int, head: Head) -> None:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line of a trace as it is written, unaudited. ``ConfigError`` names the line that is not JSON.
+    """Every line of a trace as it is written, unaudited. ``ConfigError`` names the line that is not an event: one that
+    is not JSON, or lacks a field, or has one of another type. What is not known here is kept as it is.
 
     A last line without its end is being written: it is left out.
     """
@@ -219,10 +220,10 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    yield _decode(line)
+                    yield decoded(line)
                 except msgspec.DecodeError as error:
                     if not line.endswith(b"\n"):
                         return
-                    raise ConfigError("trace", str(path), f"line {number} is not JSON: {error}") from error
+                    raise ConfigError("trace", str(path), f"line {number} {complaint(error)}") from error
     except OSError as error:
         raise ConfigError("trace", str(path), f"it cannot be read: {error.strerror}") from error

@@ -5,15 +5,29 @@ are left out of the line.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from staleflow.protocols.consistency import effects
+from staleflow.protocols.consistency import effects, ids
 from staleflow.protocols.consistency.effects import DropWhy, ReleaseWhy
-from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.consistency.limits import Bound, OnOverdue
 
 SCHEMA = 1
+
+_EXACT = Meta(ge=-(2**50), le=2**50)
+"""Whoever reads a line may count on it that a float holds the number, and half of it."""
+Whole = Annotated[int, _EXACT]
+Size = Annotated[int, Meta(ge=1, le=2**50)]
+Share = Annotated[float, Meta(ge=0, le=2**50)]
+BatchId = Annotated[ids.BatchId, _EXACT]
+GroupId = Annotated[ids.GroupId, _EXACT]
+LeaseId = Annotated[ids.LeaseId, _EXACT]
+Lineage = Annotated[ids.Lineage, _EXACT]
+Step = Annotated[ids.Step, _EXACT]
+TrainerTerm = Annotated[ids.TrainerTerm, _EXACT]
+Version = Annotated[ids.Version, _EXACT]
 
 
 class TraceEvent(Struct, frozen=True, kw_only=True, tag_field="ev"):
@@ -23,10 +37,10 @@ class TraceEvent(Struct, frozen=True, kw_only=True, tag_field="ev"):
 class Recovered(Struct, frozen=True, kw_only=True):
     """What an incarnation found in the store."""
 
-    reserved: int
-    occupied: int
-    sealed: int
-    last_seq: int
+    reserved: Whole
+    occupied: Whole
+    sealed: Whole
+    last_seq: Whole
     lineage: Lineage
     version: Version
 
@@ -39,7 +53,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 class SegmentOf(Struct, frozen=True, kw_only=True):
     lineage: Lineage
     version: Version
-    tokens: int
+    tokens: Whole
 
 
 class MemberOf(Struct, frozen=True, kw_only=True):
@@ -51,14 +65,14 @@ class MemberOf(Struct, frozen=True, kw_only=True):
 
 
 class Open(TraceEvent, frozen=True, kw_only=True, tag="open"):
-    max_staleness: int
-    batch_size: int
-    group_size: int
-    bound: str
+    max_staleness: Whole
+    batch_size: Size
+    group_size: Size
+    bound: Bound
     min_trainable: float
-    on_overdue: str
-    lease_ms: int
-    protocol: int
+    on_overdue: OnOverdue
+    lease_ms: Whole
+    protocol: Whole
     config_sha: str
     recovered: Recovered
 
@@ -68,7 +82,7 @@ class Auth(TraceEvent, frozen=True, kw_only=True, tag="auth"):
     role: str
     ok: bool
     why: str
-    count: int
+    count: Whole
 
 
 class Attach(TraceEvent, frozen=True, kw_only=True, tag="attach"):
@@ -87,7 +101,7 @@ class Publish(TraceEvent, frozen=True, kw_only=True, tag="publish"):
     lineage: Lineage
     version: Version
     sha: str
-    nbytes: int = field(name="bytes")
+    nbytes: Whole = field(name="bytes")
     trainer_term: TrainerTerm
 
 
@@ -131,9 +145,9 @@ class Push(TraceEvent, frozen=True, kw_only=True, tag="push"):
     group: GroupId
     lease: LeaseId
     worker: WorkerId
-    shard: int
+    shard: Whole
     sha: str
-    nbytes: int = field(name="bytes")
+    nbytes: Whole = field(name="bytes")
     truncated: bool
     segments: list[SegmentOf]
 
@@ -145,13 +159,13 @@ class Occupy(TraceEvent, frozen=True, kw_only=True, tag="occupy"):
 class Release(TraceEvent, frozen=True, kw_only=True, tag="release"):
     group: GroupId
     lease: LeaseId
-    tokens: int
+    tokens: Whole
     why: ReleaseWhy
 
 
 class Drop(TraceEvent, frozen=True, kw_only=True, tag="drop"):
     group: GroupId
-    tokens: int
+    tokens: Whole
     why: DropWhy
 
 
@@ -161,8 +175,8 @@ class Seal(TraceEvent, frozen=True, kw_only=True, tag="seal"):
     step: Step
     trainer_term: TrainerTerm
     members: list[MemberOf]
-    tokens: int
-    masked_tokens: int
+    tokens: Whole
+    masked_tokens: Whole
     digest: str
 
 
@@ -180,9 +194,9 @@ class Deliver(TraceEvent, frozen=True, kw_only=True, tag="deliver"):
     batch: BatchId
     lineage: Lineage
     step: Step
-    attempt: int
+    attempt: Whole
     trainer_term: TrainerTerm
-    rank: int
+    rank: Whole
 
 
 class Consume(TraceEvent, frozen=True, kw_only=True, tag="consume"):
@@ -203,21 +217,21 @@ class Reject(TraceEvent, frozen=True, kw_only=True, tag="reject"):
     worker: str
     group: GroupId | UnsetType = UNSET
     lease: LeaseId | UnsetType = UNSET
-    count: int
+    count: Whole
     code: str
 
 
 class Overload(TraceEvent, frozen=True, kw_only=True, tag="overload"):
     on: bool
     resource: Literal["map", "disk"]
-    used: float
-    limit: float
+    used: Share
+    limit: Share
 
 
 class Close(TraceEvent, frozen=True, kw_only=True, tag="close"):
     why: str
-    reserved: int
-    occupied: int
+    reserved: Whole
+    occupied: Whole
 
 
 AnyEvent = (

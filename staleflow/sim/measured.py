@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import ConfigError
+from staleflow.runtime.metric_lines import metric_lines
 from staleflow.runtime.trace import read_events
 
 LENGTHS = "lengths.jsonl"
@@ -61,13 +62,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 def measure(trace: Path) -> Measured:
     """Read a trace. ``ConfigError`` when it is none, or no step of it was trained."""
     books = _Books()
-    for number, event in enumerate(read_events(trace), start=1):
-        try:
-            books.take(event)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                "trace", str(trace), f"line {number} is no event of a trace: {error} is missing"
-            ) from None
+    for event in read_events(trace):
+        books.take(event)
     if not books.train_s or not books.lengths:
         raise ConfigError("trace", str(trace), "a run that trained a step: this one has none to learn from")
     train_s = _computed_s(trace.parent / METRICS) if books.streamed else books.train_s
@@ -83,11 +79,8 @@ def measure(trace: Path) -> Measured:
 
 def _computed_s(metrics: Path) -> list[float]:
     """Seconds that the trainer computed for each step. ``ConfigError`` when nobody wrote them down."""
-    try:
-        lines = [msgspec.json.decode(line, type=dict[str, Any]) for line in metrics.read_bytes().splitlines()]
-    except (FileNotFoundError, msgspec.DecodeError):
-        lines = []
-    found = [sum((line.get(name, 0.0) for name in COMPUTED), 0.0) for line in lines if COMPUTED[0] in line]
+    lines = metric_lines(metrics)
+    found = [sum((line.get(name) or 0.0 for name in COMPUTED), 0.0) for line in lines if COMPUTED[0] in line]
     if not found:
         allowed = f"a run that streamed needs its {METRICS} beside its trace, with {COMPUTED[0]} of a step at least"
         raise ConfigError("trace", str(metrics.parent), allowed)

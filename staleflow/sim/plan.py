@@ -46,8 +46,7 @@ class Choice:
 
     def beats(self, other: "Choice") -> bool:
         """As fast, as fresh and as thrifty, and better in one of them."""
-        mine = (-self.steps_per_min, self.staleness_mean, self.waste)
-        theirs = (-other.steps_per_min, other.staleness_mean, other.waste)
+        mine, theirs = _measures(self), _measures(other)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -71,6 +70,32 @@ def front(choices: Sequence[Choice]) -> list[Choice]:
         if not any(other.beats(one) for other in choices):
             kept.setdefault((one.steps_per_min, one.staleness_mean, one.waste), one)
     return sorted(kept.values(), key=lambda one: (-one.steps_per_min, one.staleness_mean, one.waste))
+
+
+def picks(found: Sequence[Choice]) -> dict[str, Choice]:
+    """Three of a front to choose from: the freshest, the fastest, and between them the knee, which is nearest to being
+    the fastest, the freshest and the thriftiest at once, each in shares of what the front spans."""
+    spans: list[tuple[float, float]] = [
+        (min(values), max(values)) for values in zip(*map(_measures, found), strict=True)
+    ]
+
+    def away(one: Choice) -> float:
+        shares = [
+            (value - low) / (high - low) for value, (low, high) in zip(_measures(one), spans, strict=True) if high > low
+        ]
+        return sum(share * share for share in shares)
+
+    freshest = min(found, key=lambda one: (one.staleness_mean, -one.steps_per_min))
+    return {
+        "freshest": freshest,
+        "knee": min(found, key=away),
+        "fastest": max(found, key=lambda one: one.steps_per_min),
+    }
+
+
+def _measures(one: Choice) -> tuple[float, float, float]:
+    """Each the better the smaller."""
+    return -one.steps_per_min, one.staleness_mean, one.waste
 
 
 def splits(config: Config, devices: int | None) -> list[tuple[str, ...]]:

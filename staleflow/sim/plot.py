@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 from staleflow.sim.page import page
 from staleflow.sim.result import EngineRow, Result
 
@@ -32,7 +33,7 @@ def plot(results: Sequence[Result], bound: int, stem: Path) -> list[Path]:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("plot", str(stem), "it needs matplotlib: pip install 'staleflow[plot]'") from error
+        raise ConfigError("plot", str(stem), f"it needs matplotlib: {install('plot')}") from error
     matplotlib.use("Agg")
     stem.parent.mkdir(parents=True, exist_ok=True)
     image, made, vector = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.html"), io.StringIO()

@@ -13,11 +13,12 @@ from functools import cache
 from typing import Any
 
 from staleflow.clients.stage.group import Group
+from staleflow.configs.extras import install
 
 try:
     from openai import AsyncOpenAI
 except ImportError as error:
-    raise ImportError("it needs the package openai: pip install 'staleflow[judge]'") from error
+    raise ImportError(f"it needs the package openai: {install('judge')}") from error
 
 QUESTION = """\
 Rate the answer to the question below from 0 (useless) to {best} (could not be better). Reply with the number alone.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from staleflow.configs.extras import install
 from staleflow.supervisor.checkup import Finding
 
 ENGINES = {"simulated": (), "transformers": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}
@@ -24,5 +25,5 @@ def abilities(findings: Sequence[Finding]) -> list[Finding]:
     if "transformers" in engines:
         begin = "staleflow init my-task: a task of your own that runs as it is"
     else:
-        begin = "staleflow run configs/simulated.toml; for models pip install 'staleflow[train]'"
+        begin = f"staleflow run configs/simulated.toml; for models {install('train')}"
     return [Finding("can run", "good", can), Finding("begin with", "good", begin)]

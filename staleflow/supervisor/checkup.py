@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 
 State = Literal["good", "missing", "bad"]
 MIN_PYTHON = (3, 11)
@@ -118,7 +119,7 @@ def extra(name: str, group: str, use: str) -> Finding:
     found = package(name)
     if found.state == "good":
         return found
-    return Finding(name, found.state, f"not installed; only for {use}: pip install 'staleflow[{group}]'")
+    return Finding(name, found.state, f"not installed; only for {use}: {install(group)}")
 
 
 def vllm() -> Finding:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -17,6 +18,11 @@ from staleflow.supervisor.view import ProcessState
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+_BAR = re.compile(r"\d%\||\d(\.\d+)?(it/s|s/it)\b|\?it/s")
+"""What tqdm draws again and again."""
+_MANY = 1000
+"""Lines: more than the bytes that are looked at hold."""
 
 
 def visible(gpus: Sequence[int]) -> dict[str, str]:
@@ -154,6 +160,10 @@ class Child:
         except FileNotFoundError:
             return []
         return [line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()][-lines:]
+
+    def words(self) -> str:
+        """The last line that it printed and that is no progress bar."""
+        return next((line for line in reversed(self.output(_MANY)) if not _BAR.search(line)), "")
 
     def state(self) -> ProcessState:
         """For the view."""

@@ -1,26 +1,33 @@
-"""Run directories: which one a run gets, and that nobody writes over another's.
+"""Run directories: which one a run gets, which one is meant, and that nobody writes over another's.
 
 A directory keeps the configuration it was made with for ever; one supervisor holds it at a time.
 """
 
 import fcntl
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from staleflow.configs.errors import ConfigError, shown
 from staleflow.configs.load import RESOLVED, difference, read_run, write_resolved
 from staleflow.configs.schema import Config
+from staleflow.supervisor import summary
 
 RUNS = Path("runs")
 _LOCK = ".lock"
+_LOOK_S = 0.1
+"""Longer than anybody takes who only looks whether it is held."""
 
 
 def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     """The run directory, checked; nothing is written yet."""
     run_dir = given or (_newest(config.name) if resume else fresh(config.name))
+    if (process := holder(run_dir)) is not None:
+        raise _running(run_dir, process)
     if resume:
         same(config, run_dir)
     elif (run_dir / RESOLVED).is_file():
@@ -51,23 +58,62 @@ def first(config: Config, run_dir: Path) -> None:
             write_resolved(config, run_dir)
 
 
+def holder(run_dir: Path) -> str | None:
+    """The number of the process that runs there, from before its servers answer until its summary is written."""
+    try:
+        with (run_dir / _LOCK).open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip() or "unknown"
+    except OSError:
+        pass
+    return None
+
+
+def _running(run_dir: Path, process: str) -> ConfigError:
+    allowed = f"it is running (process {process}); watch it with staleflow top {run_dir}"
+    return ConfigError("--run-dir", str(run_dir), allowed)
+
+
 @contextmanager
 def claim(config: Config, run_dir: Path, *, resume: bool) -> Generator[None]:
     """Makes the directory and holds it: one supervisor at a time."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (run_dir / _LOCK).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            allowed = f"process {lock.read().strip() or 'unknown'} runs there; end it or choose another --run-dir"
-            raise ConfigError("--run-dir", str(run_dir), allowed) from None
+        if not _locked(lock):
+            time.sleep(_LOOK_S)
+            if not _locked(lock):
+                lock.seek(0)
+                raise _running(run_dir, lock.read().strip() or "unknown")
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        if not resume:
+        if resume:
+            summary.forget(run_dir)
+        else:
             write_resolved(config, run_dir)
         yield
+
+
+def _locked(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def newest() -> Path | None:
+    """The run directory under ``runs/`` that was made or resumed last, whatever its name."""
+    found = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if not path.parent.name.startswith("attached-")]
+    return max(found, key=_used, default=None)
+
+
+def _used(run_dir: Path) -> float:
+    """When a supervisor came to it last."""
+    lock = run_dir / _LOCK
+    return (lock if lock.exists() else run_dir / RESOLVED).stat().st_mtime
 
 
 def fresh(name: str) -> Path:

@@ -1,11 +1,12 @@
-"""Ctrl-C and SIGTERM as a flag: seen at every wait, raised nowhere in the middle of something."""
+"""Ctrl-C, SIGTERM and SIGHUP as a flag: seen at every wait, raised nowhere in the middle of something."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The last when a terminal is closed or a connection ends; ``nohup`` has it ignored, and so do we then."""
 
 
 class Interrupted(Exception):
@@ -25,7 +26,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+            heard = [number for number in SIGNALS if not _ignored(number)]
+            self._before = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,3 +40,7 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         (self.second if self.first.is_set() else self.first).set()
+
+
+def _ignored(number: signal.Signals) -> bool:
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN

@@ -3,7 +3,6 @@
 ``summary.json`` in the run directory has these fields and nothing else.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,10 @@ from typing import Any
 
 import msgspec
 
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
+from staleflow.runtime.metric_lines import metric_lines
+from staleflow.runtime.trace import read_events
 
 LOST = ("aborted", "expired")
 """Releases of groups that failed or whose worker was lost; the others are policy."""
@@ -22,6 +24,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     run_dir: str
+    model: str = ""
+    """Directory of the newest checkpoint, as ``save_pretrained`` writes it; empty while there is none."""
     outcome: str
     """finished, interrupted or failed."""
     error: str = ""
@@ -80,15 +84,6 @@ class Pace:
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a .jsonl file; none when there is no file."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.split(b"\n")[:-1] if line.strip()]
-
-
 def rewards(lines: Sequence[Mapping[str, Any]]) -> tuple[str, float | None, float | None]:
     """What is judged, and its mean reward at the start and at the end."""
     for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
@@ -104,7 +99,7 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     ages: list[int] = msgspec.field(default_factory=list[int])
     """Versions between the oldest token and the step, of every group that was trained."""
     lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """Releases of groups that failed, up to the last step; what a drain gives back at the end is not lost."""
+    """Releases of groups that failed; what a worker that leaves gives back is lost if the run goes on after it."""
 
 
 def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
@@ -112,20 +107,50 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
     sealed: dict[int, list[int]] = {}
     ages: list[int] = []
     lost: Counter[str] = Counter()
-    since: Counter[str] = Counter()
+    given_back: Counter[str] = Counter()
+    holders: dict[int, str] = {}
+    gone: set[str] = set()
     for event in events:
         match event["ev"]:
+            case "attach":
+                gone.discard(event["worker"])
+            case "detach":
+                gone.add(event["worker"])
+            case "reserve":
+                holders[event["group"]] = event["worker"]
+            case "push":
+                holders.pop(event["group"], None)
             case "seal":
                 sealed[event["batch"]] = [event["step"] - member["version"] for member in event["members"]]
             case "consume":
                 ages += sealed.pop(event["batch"], [])
-                lost += since
-                since.clear()
-            case "release" if event["why"] in LOST:
-                since[event["why"]] += 1
+                lost += given_back
+                given_back.clear()
+            case "release":
+                holder = holders.pop(event["group"], None)
+                if event["why"] in LOST:
+                    (given_back if holder in gone else lost)[event["why"]] += 1
+            case "close":
+                given_back.clear()
             case _:
                 pass
     return TraceFacts(ages=ages, lost=dict(lost))
+
+
+def newest_model(run_dir: Path) -> Path | None:
+    """The newest checkpoint, a model directory: one that is being written has another name until it is whole."""
+    found = [
+        path.parent for path in (run_dir / "checkpoints").glob("*/checkpoint.json") if path.parent.name.isdecimal()
+    ]
+    return max(found, key=lambda path: int(path.name), default=None)
+
+
+def _of_trace(trace: Path) -> TraceFacts:
+    """Nothing of one that is not there or is damaged: the audit says so, and the run has its summary all the same."""
+    try:
+        return facts(read_events(trace))
+    except ConfigError:
+        return TraceFacts()
 
 
 def total(lines: Iterable[Mapping[str, Any]], key: str) -> float:
@@ -147,14 +172,15 @@ def summarise(
     restarts: Mapping[str, int],
 ) -> Summary:
     """Everything that is known about the run at its end."""
-    lines = lines_of(run_dir / "metrics.jsonl")
+    lines = metric_lines(run_dir / "metrics.jsonl")
     what, start, end = rewards(lines)
     totals: Mapping[str, Any] = status.get("totals") or {}
     releases: Mapping[str, int] = totals.get("releases") or {}
-    trace = facts(lines_of(run_dir / "trace.jsonl"))
+    trace = _of_trace(run_dir / "trace.jsonl")
     return Summary(
         name=config.name,
         run_dir=str(run_dir),
+        model=str((config.trainer.backend != "simulated" and newest_model(run_dir)) or ""),
         outcome=outcome,
         error=error or str(status.get("error") or ""),
         steps=max(int(status.get("version") or 0), 0),
@@ -178,15 +204,35 @@ def summarise(
     )
 
 
+def finished(run_dir: Path) -> Summary | None:
+    """The summary of a run that has trained every step: there is nothing to resume."""
+    found = read(run_dir)
+    return found if found is not None and found.outcome == "finished" and found.steps >= found.steps_wanted else None
+
+
+def how_to_go_on(done: Summary, config: Config, command: str = "staleflow run") -> str:
+    """What to say to somebody who wants more of a finished run."""
+    instead = " model.build= model.options={}" if config.model.build else ""
+    model = f" model.path={done.model}{instead}" if done.model else ""
+    told = f"this run is finished ({done.steps:,} of {done.steps_wanted:,} steps): {done.run_dir}"
+    start = "a new run from its newest checkpoint" if model else "a new run"
+    return f"{told}. For more steps begin {start}: {command} {done.run_dir}/config.toml trainer.steps=N{model}"
+
+
 def write(summary: Summary, run_dir: Path) -> None:
     """``summary.json``, for scripts."""
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(data + b"\n")
 
 
+def forget(run_dir: Path) -> None:
+    """The run goes on: what it came to before is not what it comes to."""
+    (run_dir / "summary.json").unlink(missing_ok=True)
+
+
 def read(run_dir: Path) -> Summary | None:
     """The summary of a run that has ended, if it has one."""
     try:
         return msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None

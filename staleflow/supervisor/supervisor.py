@@ -1,6 +1,7 @@
 """A run on this machine: model, servers, workers, in this order; then watching; then the end, whatever brought it.
 
-- Ctrl-C and SIGTERM are a flag that every wait looks at, so they work at any moment; a second one stops the waiting.
+- Ctrl-C, SIGTERM and SIGHUP are a flag that every wait looks at, so they work at any moment; a second one stops the
+  waiting.
 - A worker or server that dies is started again with back-off. One that dies again and again ends the run, and so does
   one that leaves with exit code 2, the operator's mistake; both are reported with what they printed last.
 - Nothing is left running: every child is its own process group, and each group is swept at the end.
@@ -24,7 +25,7 @@ from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import Interrupted, StopSignals
 from staleflow.supervisor.summary import Pace, Summary, summarise, write
-from staleflow.supervisor.view import Snapshot, View
+from staleflow.supervisor.view import Snapshot, Undisturbed, View
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
 TICK_S = 0.2
@@ -53,7 +54,7 @@ class Supervisor:
         self._builds = workers is None
         self._config = config
         self._run_dir = run_dir
-        self._view = view
+        self._view: View = Undisturbed(view)
         self._resume = resume
         check_keys(config)
         self._sockets = client_sockets(config.security, *LOOKING)
@@ -110,7 +111,7 @@ class Supervisor:
         self._phase = "building the model"
         builder = self._start(roles.model_builder(self._run_dir))
         while builder.alive:
-            self._detail = "".join(builder.output(1))
+            self._detail = builder.words()
             self._wait()
         self._children.remove(builder)
         builder.sweep()

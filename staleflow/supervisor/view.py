@@ -1,9 +1,13 @@
 """What the supervisor tells whoever looks on: a terminal, a log, a test."""
 
-from collections.abc import Mapping
+import contextlib
+import errno
+import termios
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from staleflow.runtime.printable import all_printable
 from staleflow.supervisor.summary import Summary
 
 
@@ -21,7 +25,7 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The whole run at one moment."""
+    """The whole run at one moment, as a terminal may show it: what peers and files said is printable here."""
 
     phase: str
     """One word or a few: building the model, starting, training, draining."""
@@ -39,6 +43,10 @@ class Snapshot:
     unix_s: float = 0.0
     """The time of day, to tell how long ago events were; 0: not known."""
 
+    def __post_init__(self) -> None:
+        for name in ("status", "lines", "parameters", "detail"):
+            object.__setattr__(self, name, all_printable(getattr(self, name)))
+
 
 class View(Protocol):
     """Called from one thread: ``start``, then ``show`` some times a second, then ``stop``; ``summary`` comes last."""
@@ -51,3 +59,50 @@ class View(Protocol):
 
     def stop(self) -> None: ...
     def summary(self, summary: Summary) -> None: ...
+
+
+class Undisturbed:
+    """A view whose terminal may be gone: nobody is told then, and nothing else changes.
+
+    Nor does it when the view cannot show something, which is said once.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._failed = False
+
+    def start(self) -> None:
+        with _gone():
+            self._view.start()
+
+    def show(self, snapshot: Snapshot) -> None:
+        try:
+            with _gone():
+                self._view.show(snapshot)
+        except Exception as error:  # boundary: whoever looks on does not end a run
+            if not self._failed:
+                self._failed = True
+                self.say(f"what is shown here failed, the run goes on: {type(error).__name__}: {error}")
+
+    def say(self, text: str) -> None:
+        with _gone():
+            self._view.say(text)
+
+    def stop(self) -> None:
+        with _gone():
+            self._view.stop()
+
+    def summary(self, summary: Summary) -> None:
+        with _gone():
+            self._view.summary(summary)
+
+
+@contextlib.contextmanager
+def _gone() -> Generator[None]:
+    try:
+        yield
+    except termios.error:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise

@@ -1,7 +1,6 @@
 """What is new: the scheduler's status, kept at hand so that nobody ever waits for it, and the lines of a file."""
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from staleflow.clients.admin import Admin
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.metric_lines import parsed
 from staleflow.runtime.transport import SOCKETS, Transport
 
 
@@ -55,7 +55,7 @@ class StatusWatch:
 
 
 class NewLines:
-    """The objects of a ``.jsonl`` file that grows, each once. It need not exist yet."""
+    """The lines of a ``metrics.jsonl`` that grows, each once. It need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,4 +71,4 @@ class NewLines:
             return ()
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
-        return tuple(json.loads(line) for line in whole.splitlines())
+        return tuple(parsed(whole.split(b"\n")))

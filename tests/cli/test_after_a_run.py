@@ -1,6 +1,7 @@
 """What can be asked of a run that has ended; one short run for the whole file."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -77,9 +78,55 @@ def test_the_story_of_a_group_goes_from_its_lease_to_its_batch(cli: Cli, ended: 
 
 def test_its_status_is_its_summary(cli: Cli, ended: Path) -> None:
     said = cli("status", ended)
-    assert said.code == 1
+    assert said.code == 0
     assert "4 of 4" in said.out
-    assert json.loads(cli("status", ended, "--json").out)["outcome"] == "finished"
+    answer = json.loads(cli("status", ended, "--json").out)
+    assert (answer["phase"], answer["outcome"]) == ("finished", "finished")
+    said = cli("status", ended, "--why")
+    assert (said.code, said.out) == (0, "the run is finished: 4 of 4 steps are trained\n")
+
+
+def test_a_finished_run_is_not_begun_again(cli: Cli, ended: Path) -> None:
+    before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
+    told = (
+        f"this run is finished (4 of 4 steps): {ended}. For more steps begin a new run: "
+        f"staleflow run {ended}/config.toml trainer.steps=N\n"
+    )
+    said = cli("run", "--run-dir", ended, "--resume")
+    assert (said.code, said.out, said.err) == (0, told, "")
+    said = cli("run", "--run-dir", ended, "--resume", "--json")
+    assert (said.code, json.loads(said.out)["outcome"], said.err) == (0, "finished", told)
+    assert {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()} == before
+
+
+def test_without_a_directory_the_newest_run_is_meant(cli: Cli, ended: Path, short_dir: Path) -> None:
+    for name in ("mine-1", "mine-2"):
+        shutil.copytree(ended, short_dir / "runs" / name, ignore=shutil.ignore_patterns("sock"))
+    for name, second in (("mine-1", 2000), ("mine-2", 1000)):
+        os.utime(short_dir / "runs" / name / ".lock", (second, second))
+    said = cli("status", "--why")
+    assert (said.code, said.out) == (0, "the run is finished: 4 of 4 steps are trained\n")
+    assert said.err == "the newest run: runs/mine-1\n"
+    assert cli("report").out == "runs/mine-1/report.html\n"
+    assert "nobody listens there" in cli("top").err
+
+
+def test_a_run_that_was_interrupted_says_how_to_go_on(cli: Cli, ended: Path, short_dir: Path) -> None:
+    summary = json.loads((ended / "summary.json").read_text()) | {"outcome": "interrupted", "steps": 3}
+    (short_dir / "summary.json").write_text(json.dumps(summary))
+    shutil.copy(ended / "config.json", short_dir)
+    said = cli("status", short_dir, "--why")
+    go_on = f"staleflow run --run-dir {short_dir} --resume"
+    assert said.code == 1
+    assert said.out == f"the run was interrupted; 3 of 4 steps are trained; go on with: {go_on}\n"
+    assert json.loads(cli("status", short_dir, "--json").out)["phase"] == "interrupted"
+
+
+def test_a_trace_without_an_event_is_nothing_to_check(cli: Cli, short_dir: Path) -> None:
+    (short_dir / "trace.jsonl").touch()
+    said = cli("trace", "check", short_dir)
+    assert (said.code, said.out) == (2, "")
+    assert "this one is empty, nothing was checked" in said.err
 
 
 def test_its_report_is_one_file_that_loads_nothing(cli: Cli, ended: Path, short_dir: Path) -> None:

@@ -1,12 +1,16 @@
 """Bad input: one line that names the thing, the value and what is allowed; exit code 2; nothing started or written."""
 
 import importlib.util
+import json
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import SIMULATED, Cli, Said
+
+CLUSTER = SIMULATED.parent / "cluster.toml"
 
 
 def refused(said: Said, words: str, left: list[str] | None = None) -> None:
@@ -20,8 +24,8 @@ def refused(said: Said, words: str, left: list[str] | None = None) -> None:
     ("override", "words"),
     [
         ("staleness.max_stalenes=1", "there is no such key, did you mean staleness.max_staleness?"),
-        ("staleness.max_staleness=two", 'staleness.max_staleness is "two"; it must be an integer >= 0'),
-        ("staleness.max_staleness=-1", "staleness.max_staleness is -1; it must be an integer >= 0"),
+        ("staleness.max_staleness=two", 'staleness.max_staleness is "two"; it must be an integer from 0 to 1024'),
+        ("staleness.max_staleness=-1", "staleness.max_staleness is -1; it must be an integer from 0 to 1024"),
         ("rollout.redundancy.samples=99", "rollout.redundancy.samples is 99; it must be a number from 1 to 8"),
         ("prompts.eval_path=none.jsonl", 'none.jsonl"; no such file'),
         ("reward.run=nowhere:score", 'reward.run is "nowhere:score"; it cannot be imported'),
@@ -49,9 +53,10 @@ def test_a_model_directory_without_tokenizer(cli: Cli, short_dir: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_an_engine_that_is_not_installed(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.extras import install
     from staleflow.configs.load import load, write_resolved
 
-    words = "the package vllm is not installed: pip install 'staleflow[vllm]'"
+    words = f"the package vllm is not installed: {install('vllm')}"
     refused(cli("run", SIMULATED.parent / "quickstart-vllm.toml"), words)
     write_resolved(load(SIMULATED.parent / "quickstart-vllm.toml"), short_dir / "r")
     refused(cli("attach", "rollout", "--run-dir", "r"), words, ["r"])
@@ -92,7 +97,9 @@ def test_nothing_to_resume(cli: Cli, short_dir: Path) -> None:
 
 def test_daemons_and_workers_are_refused_alike(cli: Cli) -> None:
     refused(cli("serve", "scheduler", "--run-dir", "none"), "it has no config.json")
-    refused(cli("serve", "scheduler", "--run-dir", "r", "--config", SIMULATED, "seed=-1"), "it must be an integer >= 0")
+    refused(
+        cli("serve", "scheduler", "--run-dir", "r", "--config", SIMULATED, "seed=-1"), "it must be an integer from 0"
+    )
     refused(cli("serve", "scheduler", "--run-dir", "r", "seed=1"), "it needs --config")
     refused(cli("attach", "rollout", "--run-dir", "none"), "it has no config.json")
     refused(cli("attach", "rollout"), "Give --run-dir DIR or --connect ADDRESS")
@@ -125,6 +132,48 @@ def test_words_that_do_not_exist(cli: Cli) -> None:
     refused(cli("run", SIMULATED, "--fast"), "No such option '--fast'")
     refused(cli("serve", "coffee", "--run-dir", "r"), "'coffee' is not one of 'scheduler'")
     refused(cli("serve", "scheduler"), "Missing option '--run-dir'")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", SIMULATED, "--run-dir"),
+        ("keygen",),
+        ("simulate", SIMULATED, "--steps", 2, "--trace"),
+        ("simulate", SIMULATED, "--steps", 2, "--plot"),
+        ("launch", "--on", "slurm", CLUSTER, "--out"),
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_a_path_that_cannot_be_written(cli: Cli, short_dir: Path, words: tuple[object, ...]) -> None:
+    """A file where a folder should be."""
+    (short_dir / "file").touch()
+    said = cli(*words, "file/x")
+    assert said.code == 2
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("staleflow: ")
+    assert "file" in said.err
+    assert said.left == ["file"]
+
+
+def test_a_run_that_is_being_started_is_said_to_be(cli: Cli, short_dir: Path) -> None:
+    """A model may take minutes before the scheduler is up."""
+    from staleflow.configs.load import load
+    from staleflow.supervisor import rundir
+
+    pid = os.getpid()
+    with rundir.claim(load(SIMULATED), short_dir / "r", resume=False):
+        said = cli("status", "r")
+        starting = f"staleflow: the run in r is being started, or is about to end (process {pid})\n"
+        assert (said.code, said.out, said.err) == (1, "", starting)
+        assert json.loads(cli("status", "r", "--json").out) == {"phase": "starting"}
+        refused(cli("top", "r"), f"process {pid} starts the run, or ends it", ["r"])
+        running = f"it is running (process {pid}); watch it with staleflow top r"
+        refused(cli("run", SIMULATED, "--run-dir", "r"), running, ["r"])
+        refused(cli("run", "--run-dir", "r", "--resume"), running, ["r"])
+    said = cli("status", "r")
+    assert said.code == 1
+    assert said.err.endswith("does not answer: the run has ended, or was never started\n")
 
 
 def test_status_and_trace_of_nothing(cli: Cli) -> None:

@@ -1,9 +1,13 @@
 """``staleflow simulate --compare``: one table, as text, as JSON, as pictures."""
 
 import json
+import re
 
 import pytest
 
+from staleflow.cli.compare_table import show
+from staleflow.configs.load import load
+from staleflow.sim.compare import COLUMNS, compare
 from tests.cli.conftest import SIMULATED, Cli
 
 COMPARE = ("simulate", SIMULATED, "--compare", "--steps", 6, "--peers")
@@ -18,6 +22,22 @@ def test_the_table_has_a_row_each_and_no_line_too_long(cli: Cli) -> None:
     assert [line.split("  ")[0].strip() for line in rows] == [*OWN, "areal", "trl"]
     assert {len(line.split()) for line in rows} == {13, 14}  # ours have a name of two words; "mean / max" is three
     assert max(map(len, lines)) <= 120
+
+
+def test_on_a_narrow_terminal_no_digit_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = list(compare(load(SIMULATED), ["areal"], steps=3))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show(results, "simulated")
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line]
+    for name in [*OWN, "areal"]:
+        result = next(one for one in results if one.name == name)
+        shown = " ".join(line.removeprefix(name) for line in lines if line.startswith(name)).split()
+        assert " ".join(shown) == " ".join(text(result) for _, text in COLUMNS)
 
 
 def test_json_has_the_same_rows_and_nothing_else(cli: Cli) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.cli.doctor import show
+from staleflow.configs.extras import install
 from staleflow.configs.load import load
 from staleflow.supervisor import checkup, sustained
 from staleflow.supervisor.abilities import abilities
@@ -28,8 +29,8 @@ def test_every_check_says_something(cli: Cli) -> None:
 
 
 def test_what_to_install_is_printed_as_it_is_to_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    show([Finding("vllm", "missing", "pip install 'staleflow[vllm]'")])
-    assert "pip install 'staleflow[vllm]'" in capsys.readouterr().out
+    show([Finding("vllm", "missing", "pip install -e '.[vllm]'")])
+    assert "pip install -e '.[vllm]'" in capsys.readouterr().out
 
 
 def test_a_configuration_is_examined_too(tmp_path: Path) -> None:
@@ -37,14 +38,14 @@ def test_a_configuration_is_examined_too(tmp_path: Path) -> None:
         Finding("configuration", "good", f"{SIMULATED} fits this machine")
     ]
     (found,) = checkup.configuration(SIMULATED, ["seed=-1"])
-    assert (found.state, found.found) == ("bad", "seed is -1; it must be an integer >= 0")
+    assert (found.state, found.found) == ("bad", "seed is -1; it must be an integer from 0 to 4294967295")
     free = list(checkup.configuration(SIMULATED, ["scheduler.bind=tcp://127.0.0.1:1"]))
     assert free[1].what == "address"
 
 
 def test_what_is_not_installed_is_missing_not_bad() -> None:
     assert checkup.package("no-such-package") == Finding("no-such-package", "missing", "not installed")
-    how = "not installed; only for tea: pip install 'staleflow[kettle]'"
+    how = f"not installed; only for tea: {install('kettle')}"
     assert checkup.extra("no-such-package", "kettle", "tea") == Finding("no-such-package", "missing", how)
 
 
@@ -55,7 +56,7 @@ def test_what_can_run_follows_from_what_is_there() -> None:
     assert begin.found.startswith("staleflow init")
     can, begin = abilities([])
     assert can.found == "engines simulated; trainer backends simulated"
-    assert begin.found == "staleflow run configs/simulated.toml; for models pip install 'staleflow[train]'"
+    assert begin.found == f"staleflow run configs/simulated.toml; for models {install('train')}"
 
 
 @pytest.mark.long
@@ -109,7 +110,7 @@ def test_without_deepspeed_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(checkup, "package", absent)
     assert checkup.deepspeed().state == "missing"
-    assert "pip install 'staleflow[deepspeed]'" in checkup.deepspeed().found
+    assert install("deepspeed") in checkup.deepspeed().found
 
 
 def test_without_vllm_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_without_vllm_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(importlib.util, "find_spec", nowhere)
     assert checkup.vllm().state == "missing"
-    assert "pip install 'staleflow[vllm]'" in checkup.vllm().found
+    assert install("vllm") in checkup.vllm().found
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

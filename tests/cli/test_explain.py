@@ -13,7 +13,7 @@ from tests.cli.conftest import Cli
 def test_a_key_is_told_with_what_it_may_be_and_what_it_is(cli: Cli) -> None:
     said = cli("explain", "staleness.max_staleness")
     first, *rest = said.out.splitlines()
-    assert (said.code, first) == (0, "staleness.max_staleness  an integer >= 0; default 2")
+    assert (said.code, first) == (0, "staleness.max_staleness  an integer from 0 to 1024; default 2")
     assert " ".join(rest).split()[:4] == ["Versions", "between", "a", "trajectory's"]
     assert max(map(len, rest)) <= 100
 
@@ -40,6 +40,22 @@ def test_the_nearest_key_is_offered(cli: Cli) -> None:
     assert cli("explain", "off_policy/meen").err.endswith("there is no such metric, did you mean off_policy/mean?\n")
     line = "there is no such key, did you mean staleness.max_staleness?"
     assert (said.code, said.out, said.err) == (2, "", f'staleflow: KEY is "staleness.max_stalenes"; {line}\n')
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("prompts.options.x", "there is no such key; prompts.options is one itself"),
+        ("seed.", "there is no such key; seed is one itself"),
+        ("stage[0]", "there is no such key, did you mean stage?"),
+        ("..", "there is no such key"),
+        ("/", "there is no such metric"),
+    ],
+)
+def test_what_is_below_a_key_or_no_name_at_all_is_no_key(cli: Cli, key: str, said: str) -> None:
+    answer = cli("explain", key)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert answer.err.startswith(f'staleflow: KEY is "{key}"; {said}')
 
 
 def test_a_metric_is_told_with_its_unit(cli: Cli) -> None:

@@ -4,8 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
-from staleflow.cli.main import VERBS
+from staleflow.cli.main import VERBS, cli
 
 HEAVY = ("torch", "transformers", "numpy", "rich", "zmq", "lmdb", "msgspec")
 CODE = """
@@ -36,6 +37,13 @@ def test_the_help_of_a_verb_imports_nothing_heavy(verb: str) -> None:
     text, modules = imported(verb, "--help")
     assert f"staleflow {verb}" in text
     assert modules.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_names_what_it_takes_and_is_not_cut(verb: str) -> None:
+    text = CliRunner().invoke(cli, [verb, "--help"]).output
+    assert not any(words in text for words in ("FLOAT", "INTEGER", "RANGE"))
+    assert not [line for line in text.partition("Commands:")[2].splitlines() if line.endswith("...")]
 
 
 def test_the_version_is_printed() -> None:

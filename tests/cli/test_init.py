@@ -43,6 +43,14 @@ def test_nothing_is_overwritten(cli: Cli, short_dir: Path, there: str) -> None:
     assert (short_dir / there).read_text() == "mine"
 
 
+def test_nothing_is_written_through_a_link(cli: Cli, short_dir: Path) -> None:
+    (short_dir / "t").mkdir()
+    (short_dir / "t" / "reward.py").symlink_to(short_dir / "elsewhere")
+    said = cli("init", "t")
+    assert (said.code, said.left) == (2, ["t"])
+    assert "it is there already and left alone" in said.err
+
+
 def test_a_folder_that_cannot_be(cli: Cli, short_dir: Path) -> None:
     (short_dir / "file").write_text("")
     said = cli("init", "file/inside")

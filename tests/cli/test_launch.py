@@ -1,6 +1,7 @@
 """``staleflow launch``: what it refuses, and that a dry run touches nothing."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from tests.cli.conftest import Cli
 from tests.cli.test_bad_input import refused
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
-HOSTS = 'launch.hosts=["127.0.0.1", "127.0.0.1", "127.0.0.1"]'
+HOSTS = 'launch.hosts=["gpu-1", "gpu-2", "gpu-3"]'
+"""Names that no DNS has."""
 
 
 @pytest.mark.parametrize("engine", ["ssh", "slurm", "kubernetes", "ray"])
@@ -20,6 +22,23 @@ def test_a_dry_run_says_what_would_be_and_leaves_nothing(cli: Cli, engine: str) 
     assert (said.code, said.err, said.left) == (0, "", [])
     assert all(word in said.out for word in ("5551", "rollout", "trainer"))
     assert "secret = " not in said.out, "no key is shown"
+
+
+@pytest.mark.parametrize(
+    ("engine", "begins"),
+    [("ssh", ("ssh", "-T")), ("ray", ("python", "-m", "staleflow.launch.machine", "rollout"))],
+)
+def test_a_dry_run_shows_lines_of_a_shell_and_an_address_that_workers_can_reach(
+    cli: Cli, engine: str, begins: tuple[str, ...]
+) -> None:
+    out = cli("launch", "--on", engine, CLUSTER, HOSTS, "launch.trainer_nodes=1", "--dry-run").out
+    lines = out.partition("rollout-machine-1")[2].splitlines()
+    words = shlex.split(lines[1])
+    assert tuple(words[: len(begins)]) == begins
+    asked = shlex.split(words[-1]) if engine == "ssh" else words
+    assert asked[asked.index("--connect") + 1] == "tcp://THIS-MACHINE:5551"
+    assert asked[-4:] == ["--machine", "1", "--machines", "2"]
+    assert (engine == "ssh") == ("gpu-3" in words)
 
 
 @pytest.mark.parametrize(

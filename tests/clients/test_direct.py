@@ -4,6 +4,7 @@
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from staleflow.clients.parameters import NamedTensors, Publisher, PulledVersion, Puller, direct
 from staleflow.clients.parameters.direct import ASKS, Ask, connect
-from staleflow.clients.parameters.direct_source import DirectSource
+from staleflow.clients.parameters.direct_source import GIVING, DirectSource, Held
 from staleflow.clients.trainer import main as trainer_main
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
@@ -161,6 +162,95 @@ async def test_a_reader_that_dies_over_its_ask_keeps_nobody_else_waiting(run: Ru
     store.queue_push(ASKS, msgspec.json.encode(gone))  # and never joins its group
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, LARGE, direct=True)
+
+
+def gone(store: direct.Store, number: int, version: int = 0) -> None:
+    """Put the ask of a reader that leaves without its answer."""
+    ask = Ask(group=f"gone-{number}", lineage=Lineage(0), version=Version(version), nbytes=132, card="")
+    store.queue_push(ASKS, msgspec.json.encode(ask))
+
+
+async def test_many_readers_that_have_left_keep_the_next_one_waiting_no_longer_than_it_waits(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trainer.publish(0, WEIGHTS)
+    for name, limit_s in (("HERE_S", 0.3), ("MEET_S", 5.0), ("STALLED_S", 10.0)):
+        monkeypatch.setattr(direct, name, limit_s)
+    store = connect(source(trainer).endpoint)
+    for number in range(2 * GIVING):
+        gone(store, number)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+
+
+async def test_an_ask_that_nobody_waits_for_any_more_is_not_answered(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trainer.publish(0, WEIGHTS)
+    monkeypatch.setattr(direct, "HERE_S", 3.0)  # longer than a reader waits: those in line are too old by then
+    opened, begun = source(trainer), threading.Event()
+    served: list[str] = []
+    answered = opened._answered
+
+    def noted(ask: Ask, held: Held | None, store: direct.Store) -> None:
+        served.append(ask.group)
+        begun.set()
+        answered(ask, held, store)
+
+    monkeypatch.setattr(opened, "_answered", noted)
+    store = connect(opened.endpoint)
+    for number in range(3 * GIVING):
+        gone(store, number)
+    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.sleep(2.5)  # past the patience of all of them
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+    assert len(served) == GIVING + 1
+
+
+async def test_whoever_left_or_was_told_no_leaves_nothing_at_the_store(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "HERE_S", 0.2)
+    await trainer.publish(0, WEIGHTS)
+    store = connect(source(trainer).endpoint)
+    before = store.list_keys()
+    gone(store, 1)
+    gone(store, 2, version=7)  # never was
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+    source(trainer).hold(WEIGHTS, Lineage(0), Version(1))
+    async with await reader(run, 2).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=False)
+    async with asyncio.timeout(10):
+        while {*store.list_keys()} - {*before, ASKS}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("word", [b"end", b"", b"null"])
+async def test_no_word_from_outside_ends_the_giving(run: Run, trainer: Trainer, word: bytes) -> None:
+    await trainer.publish(0, WEIGHTS)
+    connect(source(trainer).endpoint).queue_push(ASKS, word)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+
+
+class Robbed:
+    """A store whose queue a stranger empties at once."""
+
+    def __init__(self, store: direct.Store) -> None:
+        self.store = store
+
+    def queue_push(self, key: str, value: bytes) -> None:
+        pass
+
+
+def test_a_stranger_who_takes_every_ask_does_not_keep_the_trainer_from_closing() -> None:
+    opened = DirectSource(LOOPBACK)
+    opened._store = Robbed(opened._store)
+    opened.close()
+    opened._thread.join(10)
+    assert not opened._thread.is_alive()
 
 
 async def test_a_trainer_that_dies_in_the_middle_leaves_the_server(

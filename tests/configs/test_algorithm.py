@@ -32,7 +32,7 @@ def test_every_advantage_goes_with_every_loss(write: Write, advantage: str, loss
         ("loss=:f", r'algorithm\.loss is ":f"; it must be module:function'),
         ("correction=some", r'algorithm\.correction is "some"; it must be one of "decoupled", "masked_is"'),
         ("dual_clip=0.5", r"algorithm\.dual_clip is 0\.5; it must be above 1, or 0 to switch it off"),
-        ("tis_cap=0", r"algorithm\.tis_cap is 0; it must be a number > 0"),
+        ("tis_cap=0", r"algorithm\.tis_cap is 0; it must be a number > 0 and <= 1000000000"),
         ("gae_lambda=1.5", r"algorithm\.gae_lambda is 1\.5; it must be a number from 0"),
         ("correction=masked_is mask_low=5", r"mask_low is 5\.0; it must be below trainer\.algorithm\.mask_high = 5"),
         ("loss=gspo clip_low=0.1", r'clip_low is 0\.1; it is a bound of the losses "ppo_clip" and "opsm"; leave it at'),

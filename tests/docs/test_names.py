@@ -14,7 +14,7 @@ TABLES = {table.name for table in tables()}
 KEYS = {*keys(), *TABLES}
 KEY = re.compile(r"(\w+(?:\.\w+)+)(?: ?= ?\S.*)?")
 METRIC = re.compile(r"\w+(?:/\w+){1,2}")
-FILES = ("jsonl", "json", "key", "log", "md", "mdb", "py", "toml", "out", "part", "svg", "git")
+FILES = ("jsonl", "json", "key", "log", "md", "mdb", "py", "toml", "out", "part", "safetensors", "svg", "git")
 """``metrics.jsonl`` is no key."""
 COLUMNS = {"reward/reward"}
 """Of stages: no metrics."""

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
 from staleflow.configs.schema import Config
+from staleflow.configs.stages import RESERVED
 from staleflow.launch import kubernetes
 from staleflow.runtime.audit import audit
 from staleflow.runtime.key_folder import make_keys
@@ -49,12 +52,8 @@ def test_whatever_an_object_names_is_there(overrides: tuple[str, ...]) -> None:
     kustomization = next(one for one in found if one["kind"] == "Kustomization")
     made = {one["name"] for key in ("configMapGenerator", "secretGenerator") for one in kustomization[key]}
     services = {one["metadata"]["name"]: one for one in found if one["kind"] == "Service"}
-    labels = {
-        one["spec"]["template"]["metadata"]["labels"]["staleflow/part"]
-        for one in found
-        if "template" in one.get("spec", {})
-    }
-    assert {service["spec"]["selector"]["staleflow/part"] for service in services.values()} <= labels
+    labels = {tuple(labels_of(one).items()) for one in found if "spec" in one}
+    assert {tuple(service["spec"]["selector"].items()) for service in services.values()} <= labels
     for pod in pods(found).values():
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for volume in volumes.values():
@@ -98,6 +97,14 @@ def test_each_pod_has_the_keys_of_its_role_and_no_other() -> None:
         (["launch.image="], 'launch.image is ""; it must name a container image'),
         (["rollout.workers=5"], "launch.rollout_nodes is 2; pods are alike: it must divide rollout.workers, 5"),
         ([*REAL, "launch.volume="], 'launch.volume is ""; checkpoints must outlive pods'),
+        (
+            ['stage=[{name="servers", run="m:f", makes=["x"]}]'],
+            'stage.name is "servers"; on Kubernetes it would have the name of the servers, cluster-servers',
+        ),
+        (
+            ['stage=[{name="a_b", run="m:f", makes=["x"]}, {name="a__b", run="m:f", makes=["x"]}]'],
+            'stage.name is "a__b"; on Kubernetes it would have the name of stage "a_b", cluster-a-b',
+        ),
     ],
 )
 def test_what_cannot_be_pods_is_refused(overrides: list[str], said: str) -> None:
@@ -107,7 +114,43 @@ def test_what_cannot_be_pods_is_refused(overrides: list[str], said: str) -> None
 
 
 def test_names_are_those_that_kubernetes_takes() -> None:
-    assert [kubernetes.dns_name(name) for name in ("Qwen3_8B.v2", "a" * 60, "...")] == ["qwen3-8b-v2", "a" * 40, "run"]
+    names = ("Qwen3_8B.v2", "7b.run", "...", "a" * 40, "a" * 41)
+    assert [kubernetes.dns_name(name) for name in names] == [
+        *("qwen3-8b-v2", "run-7b-run", "run", "a" * 40),
+        f"{'a' * 33}-c0f8bd",
+    ]
+    assert kubernetes.dns_name("sweep-" * 8 + "1") != kubernetes.dns_name("sweep-" * 8 + "2")
+
+
+def staged(name: str, *stages: str, workers: int) -> Config:
+    given = ", ".join(f'{{name="{stage}", run="m:f", makes=["x"], workers={workers}}}' for stage in stages)
+    return load(CLUSTER, [*REAL, f'name="{name}"', f"stage=[{given}]"])
+
+
+def labels_of(one: Object) -> Object:
+    """Of the pods of an object; none if it has no pods."""
+    return dict(one["spec"].get("template", {}).get("metadata", {}).get("labels", {}))
+
+
+@settings(max_examples=20, deadline=None)
+@example(name="7b.run", stages=[])
+@example(name="x" * 80, stages=["b" * 40, "b" * 39])
+@given(
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", fullmatch=True),
+    stages=st.lists(st.from_regex(r"[a-z][a-z0-9_]{0,39}", fullmatch=True), max_size=4, unique=True),
+)
+def test_whatever_a_run_and_its_stages_are_called_objects_have_names_of_their_own(name: str, stages: list[str]) -> None:
+    plain = {re.sub("_+", "-", stage.strip("_")) for stage in stages}
+    assume(not plain & {*RESERVED, *kubernetes.PARTS} and len(plain) == len(stages))  # others are refused
+    config = staged(name, *stages, workers=4096)
+    kubernetes.check(config)
+    found = [one for one in objects(config) if "metadata" in one]
+    named = [(one["kind"], one["metadata"]["name"]) for one in found]
+    assert len(named) == len(set(named))
+    labelled = [tuple(labels.values()) for one in found if (labels := labels_of(one))]
+    assert len(labelled) == len(set(labelled)) == 5 + len(stages), "a selector finds the pods of one object"
+    hosts = [f"{job}-4095" if kind == "Job" else job for kind, job in named]
+    assert [host for host in hosts if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", host)] == []
 
 
 @pytest.fixture

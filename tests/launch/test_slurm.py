@@ -1,10 +1,12 @@
 """The batch file of a run on Slurm: what Slurm reads of it, what its nodes run, and how it ends."""
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
 from staleflow.launch import slurm
 
@@ -90,3 +92,75 @@ def test_it_ends_with_the_run_or_when_nothing_is_left_of_a_part(
     words = ["bash", str(tmp_path / "job")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout.split()) == (code, said), done.stderr
+
+
+def argument(text: str) -> tuple[str, str]:
+    """The first argument of a line as ``sbatch`` reads it, and what is left of the line: a backslash takes the next
+    letter as it is, also between quotes; outside of them a space ends it and ``#`` begins a comment."""
+    found, quote, text = "", "", text.lstrip()
+    while text and (quote or not text[0].isspace()):
+        letter, text = text[0], text[1:]
+        if letter == "\\":
+            found, text = found + text[:1], text[1:]
+        elif quote:
+            found, quote = (found, "") if letter == quote else (found + letter, quote)
+        elif letter in "\"'":
+            quote = letter
+        elif letter == "#":
+            return found, ""
+        else:
+            found += letter
+    assert not quote, "sbatch: unmatched quote"
+    return found, text
+
+
+def expanded(pattern: str) -> str:
+    """A file's name as Slurm makes it."""
+    return re.sub("%(.)", lambda found: {"%": "%", "j": "JOB", "x": "NAME", "t": "0"}[found[1]], pattern)
+
+
+ODD = ("x y%j", "%x%%", "a # b", "it's", 'say "so"', "$HOME `id` $(id)", "tab;&|<>*?[]{}", "ü → ö", "-o", "a=b", "~")
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_whatever_a_run_directory_is_called_logs_are_in_it(name: str) -> None:
+    run_dir = Path("/shared") / name / name
+    text = slurm.script(load(CLUSTER), run_dir, str(run_dir / "keys"))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    for line in (line for component in components(text) for line in component):
+        whole, rest = argument(line)
+        assert rest == ""
+        if whole.startswith("--output="):
+            assert expanded(whole) == f"--output={run_dir}/logs/job.out"
+    told = "\n".join(line for line in text.splitlines() if line.startswith(("run=", "export STALEFLOW_KEY=", "umask")))
+    steps = text.replace("\\\n", "").replace("srun", 'printf "%s\\n"').splitlines()
+    printed = "\n".join(line.partition(" bash -c")[0].lstrip("(") for line in steps if 'printf "%s' in line)
+    shown = f'{told}\nprintf "%s\\n" "$run" "$STALEFLOW_KEY"\n{printed}'
+    said = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[:2] == [str(run_dir), str(run_dir / "keys")]
+    assert [expanded(word) for word in said if word.startswith("--output")] == [
+        f"--output={run_dir}/logs/{part}-machine-0.out" for part in ("rollout", "trainer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "run_dir", "said"),
+    [
+        (
+            [],
+            "/r/x y%j\ntouch /tmp/PWNED\n#",
+            'run directory is "/r/x y%j\\ntouch /tmp/PWNED\\n#"; sbatch cannot be told',
+        ),
+        ([], "/r/a\\b", "it must be printable, without a backslash"),
+        ([], "/r/my-HetJobs", 'sbatch takes "HetJob" in a line for the next component of the job'),
+        (["name=packjob"], "/r", 'name is "packjob"; sbatch takes'),
+        (['launch.options=["--comment=hetjob"]'], "/r", 'launch.options is "--comment=hetjob"; sbatch takes'),
+        (['launch.options=["-p gpu", "gpu"]'], "/r", 'launch.options is "gpu"; each must be an option, say'),
+        (['launch.options=["-p gpu\\ntouch /tmp/PWNED"]'], "/r", "launch.options is ['-p gpu\\ntouch /tmp/PWNED']; it"),
+        (['launch.setup=". a\\n"'], "/r", 'launch.setup is ". a\\n"; it must be a printable string'),
+    ],
+)
+def test_what_slurm_would_read_otherwise_is_refused(overrides: list[str], run_dir: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        slurm.script(load(CLUSTER, overrides), Path(run_dir), "")
+    assert said in str(refused.value)

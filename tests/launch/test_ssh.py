@@ -14,6 +14,7 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
 from staleflow.launch import ssh
+from staleflow.launch.remote import whole
 from staleflow.launch.servers import settled
 from staleflow.launch.ssh import Reach
 
@@ -76,7 +77,7 @@ def remote(command: str, home: Path, keys: list[Path]) -> "subprocess.Popen[byte
         "host": "here",
         "through": LOCAL,
         "command": command,
-        "keys_in": "kept",
+        "keys_in": "kept" if keys else "",
         "key_files": [str(key) for key in keys],
     }
     words = [sys.executable, "-m", "staleflow.launch.remote", json.dumps(told)]
@@ -89,10 +90,43 @@ def test_keys_arrive_private_before_anything_starts_and_the_exit_code_comes_back
     key = tmp_path / "rollout.key"
     key.write_text("secret")
     key.chmod(0o644)
-    running = remote('stat -c "%a %n" "$HOME"/kept "$HOME"/kept/*; exit 2', tmp_path, [key])
+    running = remote(
+        'stat -c %a "$keys" "$keys"/* "$keys"/..; echo "$keys"; ls "$keys"; exec sh -c "exit 2"', tmp_path, [key]
+    )
     said, _ = running.communicate(timeout=20)
-    assert said.decode().split("\n") == [f"700 {tmp_path}/kept", f"600 {tmp_path}/kept/rollout.key", ""]
-    assert running.returncode == 2
+    *modes, folder, files = said.decode().split()
+    assert (modes, files, running.returncode) == (["700", "600", "700"], "rollout.key", 2)
+    assert folder.startswith(f"{tmp_path}/.staleflow/kept.")
+    assert list((tmp_path / ".staleflow").iterdir()) == [], "and go with the machine"
+
+
+def test_runs_of_one_name_on_one_home_have_keys_of_their_own(tmp_path: Path) -> None:
+    """Also a machine that drains after its link was lost, while the next connection has started it anew."""
+    running = list[subprocess.Popen[bytes]]()
+    for run in ("alice", "bob"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "rollout.key").write_text(f"secret of {run}")
+        stay = f'cat "$keys"/rollout.key > {tmp_path}/{run}/got; echo there; cat; cat "$keys"/rollout.key'
+        running.append(remote(stay, tmp_path, [tmp_path / run / "rollout.key"]))
+        assert running[-1].stdout is not None
+        assert running[-1].stdout.readline() == b"there\n"
+    assert len(list((tmp_path / ".staleflow").iterdir())) == 2
+    for process, run in zip(running, ("alice", "bob"), strict=True):
+        process.terminate()
+        said, _ = process.communicate(timeout=20)
+        assert (said.decode(), (tmp_path / run / "got").read_text()) == (f"secret of {run}",) * 2
+    assert list((tmp_path / ".staleflow").iterdir()) == []
+
+
+def test_keys_that_do_not_arrive_whole_start_nothing(tmp_path: Path) -> None:
+    key = tmp_path / "rollout.key"
+    key.write_text("secret")
+    reach = Reach(host="here", through=LOCAL, command=f"touch {tmp_path}/started", keys_in="kept", key_files=[str(key)])
+    cut = ("sh", "-c", whole(reach, 10_240))
+    done = subprocess.run(cut, input=b"x" * 700, env={**os.environ, "HOME": str(tmp_path)}, check=False)
+    assert done.returncode != 0
+    assert not (tmp_path / "started").exists()
+    assert list((tmp_path / ".staleflow").iterdir()) == []
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

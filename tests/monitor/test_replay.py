@@ -1,5 +1,6 @@
 """A trace read again says what the scheduler itself said at that moment."""
 
+import io
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -8,16 +9,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Redundancy, Staleness
 from staleflow.monitor.replay import Retold
 from staleflow.monitor.sources import Replay
+from staleflow.monitor.top import lines, once
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire.messages import GetStatus, Join, Joined, NextGroups, Status
-from staleflow.supervisor.watch import NewLines
+from staleflow.runtime.trace import read_events
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -44,7 +48,7 @@ class Played:
         self.seats = [Seat(self.table, name, capacity=4) for name in ("a", "b")]
         self.staged: list[Any] = []
         self.retold = Retold(steps=config.trainer.steps)
-        self._lines = NewLines(run_dir / "trace.jsonl")
+        self._trace, self._told = run_dir / "trace.jsonl", 0
 
     def step(self) -> None:
         """Something that can happen happens."""
@@ -107,8 +111,10 @@ class Played:
         """What the scheduler says, and what the trace tells."""
         reply = self.table.ask("monitor", GetStatus())
         assert isinstance(reply, Status)
-        for line in self._lines.take():
+        lines = list(read_events(self._trace))
+        for line in lines[self._told :]:
             self.retold.feed(line)
+        self._told = len(lines)
         return reply.values, self.retold.status()
 
 
@@ -154,7 +160,9 @@ def written(folder: Path) -> Path:
     segment = {"lineage": 0, "version": 0, "tokens": 500}
     member = {"group": 7, "lease": 1, "lineage": 0, "version": 0, "sha": "ab"}
     sealed = {"batch": 1, "lineage": 0, "step": 0, "trainer_term": 1}
+    recovered = {"reserved": 0, "occupied": 0, "sealed": 0, "last_seq": 0, "lineage": 0, "version": -1}
     opening = {"max_staleness": 1, "batch_size": 1, "group_size": 4, "bound": "trajectory", "on_overdue": "wait"}
+    opening |= {"min_trainable": 0.0, "lease_ms": 1000, "protocol": 1, "config_sha": "ef", "recovered": recovered}
     published = {"lineage": 0, "sha": "ab", "bytes": 5, "trainer_term": 1}
     lines: list[tuple[float, str, dict[str, Any]]] = [
         (0, "open", opening),
@@ -208,3 +216,45 @@ def test_a_trace_without_a_line_is_over_at_once(tmp_path: Path) -> None:
     replay = Replay(tmp_path / "trace.jsonl")
     replay.advance(1.0)
     assert (replay.over, replay.snapshot().status["version"]) == (True, -1)
+
+
+def forged(folder: Path, ev: str, **fields: Any) -> Path:
+    """That trace, with other fields in the first line of a kind."""
+    trace = written(folder)
+    lines = [json.loads(line) for line in trace.read_bytes().splitlines()]
+    next(line for line in lines if line["ev"] == ev).update(fields)
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("ev", "fields", "what"),
+    [
+        ("open", {"max_staleness": 10**9}, "line 1: open cannot follow: .*at most 1024"),
+        ("publish", {"version": 10**9}, "line 4: publish cannot follow: .*version 1000000000 is the newest"),
+        ("seal", {"step": 10**9}, "line 9: seal cannot follow: .*step 1000000001 is next"),
+        ("push", {"group": 8}, "line 7: push cannot follow: KeyError: 8"),
+        ("seal", {"batch": None}, "line 9 is not an event: .*batch"),
+    ],
+)
+def test_a_line_that_cannot_follow_is_named(tmp_path: Path, ev: str, fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Replay(forged(tmp_path, ev, **fields)).to_the_end()
+
+
+@pytest.mark.timeout(20)
+def test_a_pause_of_years_is_left_out_of_pictures_and_lines(tmp_path: Path) -> None:
+    trace = forged(tmp_path, "occupy", m=9 * 10**18)
+    to = io.StringIO()
+    once(Replay(trace), Console(file=to, width=80), as_json=True)
+    assert json.loads(to.getvalue())["phase"] == "replay, the end"
+    assert len(list(lines(Replay(trace), to, as_json=False, speed=1.0))) < 30
+
+
+@pytest.mark.parametrize("line", ['{"step":0,"t":NaN}', '{"step":0,"t":"x"}', '{"torn', "[]"])
+def test_metrics_that_are_not_ours_stop_no_replay(tmp_path: Path, line: str) -> None:
+    trace = written(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(line + '\n{"step":0,"t":1099.5,"loss":0.5}\n')
+    replay = Replay(trace)
+    replay.to_the_end()
+    assert replay.snapshot().lines[-1] == {"step": 0, "t": 1099.5, "loss": 0.5}

@@ -5,7 +5,9 @@ After a change on purpose: ``STALEFLOW_DRAW=1 pytest tests/monitor/test_screen.p
 
 import dataclasses
 import io
+import itertools
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +124,7 @@ def test_the_engines_are_sorted_and_filtered() -> None:
     def names(look: Look) -> list[str]:
         text = "\n".join(drawn(it, look))
         return sorted(
-            (f"rollout-{n}" for n in range(3) if f"rollout-{n} " in text.split("6 processes")[1]), key=text.rindex
+            (f"rollout-{n}" for n in range(3) if f"rollout-{n} " in text.split("6:processes")[1]), key=text.rindex
         )
 
     assert names(Look()) == ["rollout-0", "rollout-1", "rollout-2"]
@@ -173,12 +175,110 @@ def test_colours_are_left_out_when_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "\x1b[3" not in file.getvalue().replace("\x1b[3m", "")
 
 
-def test_before_the_first_answer_nothing_is_claimed() -> None:
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_before_the_first_answer_nothing_is_claimed(width: int, height: int) -> None:
     empty = Snapshot(phase="building the model", elapsed_s=1.0, processes=(process("model"),), detail="step 3")
-    text = "\n".join(drawn(board("run", empty, History()), Look(tab="processes")))
+    lines = drawn(board("run", empty, History()), Look(tab="processes"), width, height)
+    text = "\n".join(lines)
     assert "building the model 0:01" in text
     assert "model    step 3" in text
     assert "staleness" not in text
+    assert "window" not in text
+    assert lines[1] == "why  building the model: step 3; nothing else has been started yet"
+    silent = board("run", Snapshot(phase="no answer yet", elapsed_s=1.0), History())
+    assert drawn(silent)[1] == "why  no answer yet: the scheduler has not said anything yet"
+
+
+LONG_NAME = "quickstart-20261122-045332"
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (120, f"staleflow {LONG_NAME}  ● training 1:23  ━━━━━━━━━·"),
+        (80, "staleflow quickstart-2…61122-045332  ● training 1:23  23 of 100 steps  1:30 left"),
+        (72, "staleflow quicksta…2-045332  ● training 1:23  23 of 100 steps  1:30 left"),
+        (60, "quickst…-045332  ● training 1:23  23 of 100 steps  1:30 left"),
+        (40, "qu…332  ● training 1:23  23 of 100 steps"),
+    ],
+)
+def test_the_step_and_the_state_stay_in_the_first_line_however_narrow(width: int, line: str) -> None:
+    it = dataclasses.replace(seen(snapshot()), name=LONG_NAME, left_s=90.0)
+    first = drawn(it, width=width)[0]
+    assert len(first) <= width
+    assert first.startswith(line) if width > 100 else first == line
+    assert "● training 1:23" in first
+    assert "23 of 100 steps" in first
+
+
+def test_how_far_it_is_can_be_read_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), width=120, height=24, force_terminal=True, highlight=False)
+    console.print(dashboard(seen(snapshot()), Look(), 120, 24))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    assert "━━━━━━━━━·······" in "".join(re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines()[0])
+
+
+def test_the_reason_has_as_many_rows_as_it_needs_and_an_ellipsis_when_that_is_too_many() -> None:
+    reason = "each of the last 40 groups failed, the newest: reward: " + " ".join(f"word{n}" for n in range(40))
+    lines = drawn(seen(snapshot(why=reason)))
+    end = next(number for number, line in enumerate(lines) if line.startswith("╭"))
+    assert " ".join(lines[1:end]) == f"why  {reason}"
+    lines = drawn(seen(snapshot(why=f"{reason} {reason}")), height=16)
+    end = next(number for number, line in enumerate(lines) if line.startswith("╭"))
+    assert (end, len(lines)) == (5, 16)
+    assert lines[4].endswith(" …")
+    assert "…" not in "".join(lines[:4])
+
+
+def test_a_narrow_list_leaves_columns_out_and_no_digit() -> None:
+    engines = [STATUS["instances"][0] | {"worker": f"rollout-{n}.aa", "name": f"rollout-{n}"} for n in (10, 11)]
+    lines = drawn(seen(snapshot(instances=engines)), Look(), 60, 24)
+    assert [line[2:13] for line in lines if line.startswith("│ rollout-1")] == ["rollout-10 ", "rollout-11 "]
+    assert any("rollout-10       23    32/32  75 %      1.2k  assign " in line for line in lines)
+
+
+def test_no_box_is_empty_for_want_of_rows() -> None:
+    reason = " ".join(f"word{n}" for n in range(40))
+    for height in range(12, 26):
+        lines = drawn(seen(snapshot(why=reason)), Look(tab="processes"), 60, height, footer=keys(Look()))
+        assert len(lines) == height
+        boxed = [above for above, below in itertools.pairwise(lines) if above.startswith("╭") and below.startswith("╰")]
+        assert boxed == [], height
+
+
+def test_what_was_trained_is_summed_up_from_its_own_column() -> None:
+    """The world's last step says mean 1.25; all that was trained is 0 x 8, 1 x 150, 2 x 26."""
+    assert any("trained: mean 1.10  max 2  0 violations" in line for line in drawn(seen(snapshot()), width=120))
+    nothing = {"in_flight": [(0, 4)], "in_queue": [], "consumed": []}
+    assert any("mean -  max -  0 violations" in line for line in drawn(seen(snapshot(staleness=nothing))))
+
+
+def test_one_of_a_thing_is_not_called_many() -> None:
+    text = "\n".join(drawn(seen(snapshot(violations=1, batch_size=1))))
+    assert "1 VIOLATION OF" in text
+    assert "1 violation " in text
+    assert "window · 1 group a step" in text
+
+
+def test_a_story_says_how_to_go_back() -> None:
+    unknown = Telling(headline="group 5: the trace never mentions it", chapters=())
+    lines = drawn(seen(snapshot()), Look(story=5), telling=unknown, footer=keys(Look(story=5)))
+    assert lines[-2].endswith(" Esc goes back ─╯")
+    assert lines[-1] == " Esc back  ↑,↓ scroll"
+    assert "what happened" not in "\n".join(lines), "no columns of nothing"
+
+
+def test_the_help_of_a_run_says_what_is_true_there() -> None:
+    own = Look(help=True, ends_run=True)
+    text = "\n".join(drawn(seen(snapshot()), own))
+    assert "Ctrl-C         end the run" in text
+    assert "leave" not in text
+    assert keys(Look(ends_run=True)).plain.startswith(" Ctrl-C end ")
+    assert "q, Ctrl-C      leave; the run goes on" in "\n".join(drawn(seen(snapshot()), Look(help=True)))
+    narrow = drawn(seen(snapshot()), Look(help=True, row=99), 60, 15)
+    assert any("is the 24th." in line for line in narrow), "it can be scrolled"
 
 
 def test_under_the_token_bound_the_masked_share_is_shown() -> None:
@@ -231,7 +331,7 @@ def test_the_plain_view_says_a_line_at_a_new_phase_and_then_now_and_again() -> N
     view.stop()
     lines = out.getvalue().splitlines()
     assert lines[0] == (
-        f"   1:23  training  step 23/100  reward 0.61  staleness 1.2/2 of 2  980 tokens/s  ({STATUS['why']})"
+        f"   1:23  training  23/100 steps  reward 0.61  staleness 1.2/2 of 2  980 tokens/s  ({STATUS['why']})"
     )
     assert len(lines) == 2
 

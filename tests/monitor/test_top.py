@@ -21,8 +21,8 @@ def test_a_replay_is_a_line_every_five_seconds_of_the_run(tmp_path: Path) -> Non
     said = out.getvalue().splitlines()
     assert set(waits) == {0.5}
     assert len(said) == len(waits) + 1 == 21
-    assert "   0:10  replay  step 0/3  " in said[2]
-    assert "replay, the end  step 1/3" in said[-1]
+    assert "   0:10  replay  0/3 steps  " in said[2]
+    assert "replay, the end  1/3 steps" in said[-1]
 
 
 def test_an_object_a_second_has_everything_that_a_screen_shows(tmp_path: Path) -> None:

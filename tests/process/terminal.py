@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -17,15 +18,19 @@ import pyte
 from staleflow.cli.main import VERBS
 
 LEAVES_S = 20.0
+PROMPT = "shell$"
 ALTERNATE, MAIN = b"\x1b[?1049h", b"\x1b[?1049l"
 """Bytes that begin and end a screen of its own."""
 
 
 class Terminal:
-    """``staleflow`` with these words in ``columns`` x ``rows`` cells."""
+    """``staleflow`` with these words in ``columns`` x ``rows`` cells. ``shell``: typed into a bash, which stays."""
 
-    def __init__(self, *words: object, columns: int = 80, rows: int = 24) -> None:
+    def __init__(
+        self, *words: object, columns: int = 80, rows: int = 24, shell: bool = False, term: str = "xterm-256color"
+    ) -> None:
         assert words[0] in VERBS
+        command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
         self._master, slave = pty.openpty()
@@ -34,15 +39,18 @@ class Terminal:
         """Of the terminal before the command began."""
         environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "staleflow.cli", *map(str, words)],
+            ["bash", "--norc", "--noprofile", "--noediting", "-i"] if shell else command,
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env=environment | {"TERM": "xterm-256color"},
-            preexec_fn=_own_terminal,
+            env=environment | {"TERM": term, "PS1": f"{PROMPT} "},
+            preexec_fn=own_terminal,
         )
         self._slave = slave
         self.written = b""
+        if shell:
+            self.until(PROMPT)
+            self.press(f"{shlex.join(command)}\n")
 
     def __enter__(self) -> "Terminal":
         return self
@@ -93,6 +101,13 @@ class Terminal:
             self.read(0.05)
         return self.text
 
+    def until_written(self, what: bytes, times: int, timeout_s: float = 30.0) -> None:
+        """Until the terminal was told that often."""
+        deadline = time.monotonic() + timeout_s
+        while self.written.count(what) < times:
+            assert time.monotonic() < deadline, f"{what!r} came {self.written.count(what)} times:\n{self.text}"
+            self.read(0.05)
+
     def _rest(self) -> str:
         self.read(0.05)
         return self.text
@@ -108,7 +123,7 @@ class Terminal:
         return self.process.returncode
 
 
-def _own_terminal() -> None:
+def own_terminal() -> None:
     """In the child: Ctrl-C of this terminal is its business."""
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

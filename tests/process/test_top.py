@@ -10,7 +10,7 @@ import pytest
 from staleflow.configs.load import addresses, read_run
 from tests.monitor.test_replay import written
 from tests.process.running import ROOT
-from tests.process.terminal import ALTERNATE, MAIN, Terminal
+from tests.process.terminal import ALTERNATE, MAIN, PROMPT, Terminal
 
 SIMULATED = ROOT / "configs" / "simulated.toml"
 
@@ -27,14 +27,42 @@ def test_a_replay_is_driven_by_keys_and_leaves_the_terminal_as_it_was(tmp_path: 
         terminal.press("g7\r")
         assert "trained: step 0 is done, version 1 exists" in terminal.until("group 7: trained by step 0")
         terminal.press("q")
-        terminal.until("3 stages")
+        terminal.until("3:stages")
         terminal.press("?")
         terminal.until("the story of any group")
         terminal.press("x")
-        terminal.until("3 stages")
+        terminal.until("3:stages")
         terminal.press("q")
         assert terminal.ended() == 0
         assert terminal.written.count(ALTERNATE) == terminal.written.count(MAIN) == 1
+        assert terminal.modes_now == terminal.modes
+
+
+def test_after_ctrl_z_and_fg_the_keys_are_heard_again(tmp_path: Path) -> None:
+    with Terminal("top", written(tmp_path), "--replay", "--speed", "1000", shell=True) as terminal:
+        terminal.until("replay, the end")
+        terminal.press("\x1a")
+        terminal.until_written(b"Stopped", 1)
+        assert terminal.written.count(ALTERNATE) == terminal.written.count(MAIN) == 1, "the prompt has its own screen"
+        terminal.press("fg\n")
+        terminal.until_written(ALTERNATE, 2)
+        terminal.press("?")
+        terminal.until("the story of any group")
+        terminal.press("\x1a")
+        terminal.until_written(b"Stopped", 2)
+        terminal.press("bg\n")
+        terminal.until_written(PROMPT.encode(), 4)
+        assert terminal.written.count(ALTERNATE) == 2, "in the background nothing is drawn"
+        terminal.press("fg\n")
+        terminal.until_written(ALTERNATE, 3)
+        terminal.press("x")
+        terminal.until("engine▲")
+        terminal.press("q")
+        terminal.until_written(MAIN, 3)
+        terminal.press("echo code $?; exit\n")
+        terminal.until("code 0")
+        assert terminal.ended() == 0
+        assert terminal.written.count(ALTERNATE) == terminal.written.count(MAIN) == 3
         assert terminal.modes_now == terminal.modes
 
 
@@ -47,6 +75,45 @@ def test_it_fills_any_terminal(tmp_path: Path, columns: int, rows: int) -> None:
         assert " q leave " in terminal.lines[-1]
         terminal.press("\x03")
         assert terminal.ended() == 0
+
+
+def test_a_terminal_that_cannot_be_drawn_on_gets_lines(tmp_path: Path) -> None:
+    with Terminal("top", written(tmp_path), "--replay", "--speed", "1000", term="dumb") as top:
+        assert top.ended() == 0
+        assert "replay, the end" in top.text
+        assert ALTERNATE not in top.written
+
+
+@pytest.mark.xdist_group("machine")
+def test_a_run_in_such_a_terminal_says_lines_too(run_dir: Path) -> None:
+    short = ("trainer.steps=3", "rollout.simulated.k2=0.001", "trainer.simulated_step_s=0.02")
+    with Terminal("run", SIMULATED, "--run-dir", run_dir, *short, term="dumb", rows=40) as run:
+        assert run.ended() == 0
+        assert "  starting servers\n" in run.text
+        assert "3 of 3" in run.text
+
+
+@pytest.mark.xdist_group("machine")
+def test_in_the_view_of_a_run_q_does_nothing_and_after_ctrl_z_its_keys_are_heard(run_dir: Path) -> None:
+    longer = ("trainer.steps=1000", "trainer.simulated_step_s=0.05")
+    with Terminal("run", SIMULATED, "--run-dir", run_dir, *longer, shell=True) as run:
+        run.until("of 1,000", 60.0)
+        run.press("\x1a")
+        run.until_written(PROMPT.encode(), 2)
+        run.press("fg\n")
+        run.until("6:processes")
+        run.press("?")
+        run.until("Ctrl-C         end the run")
+        run.press("q")
+        run.until("6:processes")
+        run.press("q5")
+        run.until("ago  event")
+        run.press("\x03")
+        run.until_written(PROMPT.encode(), 3)
+        assert "interrupted" in run.text
+        run.press("exit $?\n")
+        assert run.ended() == 130
+        assert run.modes_now == run.modes
 
 
 @pytest.mark.xdist_group("machine")

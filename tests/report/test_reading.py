@@ -150,3 +150,18 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
 def test_a_seal_of_groups_that_nobody_saw_is_no_error() -> None:
     facts = read([opened(0), publish(1, 0), sealed(2, 1, 0, 99, 0), consume(3, 1, 0)])
     assert facts.steps[0].last is None
+
+
+def test_a_run_that_ended_and_goes_on_lost_nobody() -> None:
+    again = [
+        opened(20, 2, reserved=1, occupied=2, version=2),
+        attach(20, "rollout-0.bb", "rollout"),
+        attach(21, "rollout-0.cc", "rollout"),
+    ]
+    facts = read([*PLAIN, *again])
+    assert [(one.text, one.bad) for one in facts.happenings] == [
+        ("the scheduler came back, with 3 groups and version 2", False),
+        ("rollout-0 came back", False),
+        ("rollout-0 died: a new process has its name", True),
+    ]
+    assert read([*PLAIN[:-1], *again]).happenings[0].bad, "nobody asked it to end"

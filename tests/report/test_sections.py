@@ -81,3 +81,8 @@ def test_what_differs_from_the_defaults_is_shown_and_secrets_are_not() -> None:
     assert "(not shown)" in str(found["stage"])
     options = Config(prompts=Prompts(options={"n": 1}), reward=Reward(run="r:f"))
     assert ("prompts.options.n", 1, MISSING) in changes(options)
+
+
+def test_a_time_has_its_units_beside_its_numbers() -> None:
+    said = [sections.duration(seconds) for seconds in (12.34, 59.99, 227.5, 3600.0, 3725.0)]
+    assert said == ["12.3 s", "60.0 s", "3 min 47 s", "1 h 0 min", "1 h 2 min"]

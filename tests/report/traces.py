@@ -7,14 +7,32 @@ from typing import Any
 SECOND = 10**9
 
 
+FIELDS: dict[str, dict[str, Any]] = {
+    "open": {"min_trainable": 0.0, "lease_ms": 1000, "protocol": 1, "config_sha": "c"},
+    "publish": {"sha": "ab", "trainer_term": 1},
+    "pull": {"worker": "rollout-0.aa", "sha": "ab"},
+    "join": {"checkpoint": {"lineage": 0, "version": -1}},
+    "rollback": {"trainer_term": 2},
+    "reserve": {"lineage": 0, "deadline": None, "spare": False},
+    "push": {"worker": "rollout-0.aa", "shard": 0, "sha": "ab", "bytes": 9, "truncated": False},
+    "seal": {"trainer_term": 1, "digest": "cd"},
+    "deliver": {"lineage": 0, "attempt": 1, "trainer_term": 1, "rank": 0},
+    "consume": {"lineage": 0, "trainer_term": 1},
+    "close": {"reserved": 0, "occupied": 0},
+}
+"""Fields of each kind of line that are of no interest here."""
+
+
 def event(ev: str, at_s: float, **fields: Any) -> dict[str, Any]:
-    return {"inc": 1, "ev": ev, "t": round((1000 + at_s) * SECOND), "m": round((100 + at_s) * SECOND), **fields}
+    """A whole line: what is not given is as in ``FIELDS``."""
+    line = {"run": "hand-1", "inc": 1, "seq": 1, "t": round((1000 + at_s) * SECOND), "m": round((100 + at_s) * SECOND)}
+    return {**line, "ev": ev, **FIELDS.get(ev, {}), **fields}
 
 
 def opened(at_s: float, inc: int = 1, **found: int) -> dict[str, Any]:
     limits = {"max_staleness": 2, "batch_size": 1, "group_size": 4, "bound": "trajectory", "on_overdue": "wait"}
-    recovered = {"reserved": 0, "occupied": 0, "version": -1, **found}
-    return event("open", at_s, run="hand-1", recovered=recovered, **limits) | {"inc": inc}
+    recovered = {"reserved": 0, "occupied": 0, "sealed": 0, "last_seq": 0, "lineage": 0, "version": -1, **found}
+    return event("open", at_s, recovered=recovered, **limits) | {"inc": inc}
 
 
 def attach(at_s: float, worker: str, role: str, why: str = "") -> dict[str, Any]:
@@ -28,13 +46,13 @@ def publish(at_s: float, version: int, lineage: int = 0) -> dict[str, Any]:
 def written(group: int, version: int, *, reserved_s: float, pushed_s: float, occupied_s: float) -> list[dict[str, Any]]:
     return [
         event("reserve", reserved_s, group=group, lease=group, worker="rollout-0.aa", version=version),
-        event("push", pushed_s, group=group, lease=group, segments=[{"tokens": 10}]),
+        event("push", pushed_s, group=group, lease=group, segments=[{"lineage": 0, "version": version, "tokens": 10}]),
         event("occupy", occupied_s, group=group),
     ]
 
 
 def sealed(at_s: float, batch: int, step: int, group: int, version: int, lineage: int = 0) -> dict[str, Any]:
-    members = [{"group": group, "version": version}]
+    members = [{"group": group, "lease": group, "lineage": lineage, "version": version, "sha": "ab"}]
     fields = {"lineage": lineage, "step": step, "members": members, "tokens": 10, "masked_tokens": 0}
     return event("seal", at_s, batch=batch, **fields)
 

@@ -209,3 +209,28 @@ def test_a_group_that_nobody_leased_is_a_violation_and_no_crash(tmp_path: Path, 
     for place in reserves[:: max(len(reserves) // 12, 1)]:
         path.write_bytes(chained([*lines[:place], *lines[place + 1 :]]))
         assert audit(path).violations
+
+
+def huge_window(lines: list[dict[str, Any]]) -> None:
+    lines[0]["max_staleness"] = 2**50
+
+
+def far_version(lines: list[dict[str, Any]]) -> None:
+    lines[first(lines, "publish", first(lines, "publish") + 1)]["version"] = 2**50
+
+
+def lineage_of_itself(lines: list[dict[str, Any]]) -> None:
+    rollback = {"lineage": 7, "from_lineage": 7, "to_version": 0, "trainer_term": 1, "ev": "rollback"}
+    lines.insert(first(lines, "seal"), {**lines[first(lines, "seal")], **rollback})
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("forge", [huge_window, far_version, lineage_of_itself])
+def test_a_forged_number_is_a_violation_and_costs_no_more_time(
+    tmp_path: Path, true_trace: bytes, forge: Callable[[list[dict[str, Any]]], None]
+) -> None:
+    lines = [json.loads(line) for line in true_trace.splitlines()]
+    forge(lines)
+    path = tmp_path / "forged.jsonl"
+    path.write_bytes(chained(lines))
+    assert audit(path).violations

@@ -1,8 +1,10 @@
 """Whoever reads the metrics gets them, and nobody gets anything else."""
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,39 @@ async def test_who_says_nothing_is_let_go_and_few_may_try_at_once(
                 break
             await asyncio.sleep(0.05)
         assert await asyncio.gather(*silent) == [b""] * MOST_CONNECTIONS
+
+
+async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def much() -> bytes:
+        return bytes(8_000_000)
+
+    monkeypatch.setattr(scrape, "PATIENCE_S", 0.3)
+    made = ScrapeServer("http://127.0.0.1:0", much)
+    await made.start()
+    host, port = made.url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    async with AsyncExitStack() as readers:
+        readers.push_async_callback(made.close)
+        for _ in range(MOST_CONNECTIONS):
+            reader = readers.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((host, int(port)))
+            reader.send(get())
+        async with asyncio.timeout(10):
+            while len(os.listdir("/proc/self/fd")) != before + 2 * MOST_CONNECTIONS:  # noqa: ASYNC110 all are there
+                await asyncio.sleep(0.01)
+            while len(os.listdir("/proc/self/fd")) != before + MOST_CONNECTIONS:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_a_long_answer_reaches_who_reads_it() -> None:
+    async def much() -> bytes:
+        return b"x" * 8_000_000
+
+    made = ScrapeServer("http://127.0.0.1:0", much)
+    await made.start()
+    assert (await ask(made, get())).endswith(b"\r\n\r\n" + await much())
+    await made.close()
 
 
 async def test_a_defect_costs_one_answer_and_not_the_loop() -> None:

@@ -8,14 +8,16 @@ import msgspec
 import pytest
 
 from staleflow.cli.main import main
+from staleflow.cli.plan import show as show_front
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Staleness, Trainer
 from staleflow.configs.simulation import Simulated, Simulation
 from staleflow.sim import plan as searched
 from staleflow.sim.compare import changed
 from staleflow.sim.measured import measure
-from staleflow.sim.plan import Choice, front, plan, splits
+from staleflow.sim.plan import Choice, front, picks, plan, splits
 from staleflow.sim.simulate import simulate
+from tests.report.traces import PLAIN, save
 
 
 def config(*, steps: int = 12, mean_tokens: float = 100.0) -> Config:
@@ -68,12 +70,12 @@ def test_a_trace_that_says_nothing_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         measure(trace)
     trace.write_text('{"ev": "push", "m": 1}\n')
-    with pytest.raises(ConfigError, match=r"line 1 .*segments"):
+    with pytest.raises(ConfigError, match=r"line 1 is not an event: .*missing required field"):
         measure(trace)
     trace.write_text("{\n")
     with pytest.raises(ConfigError, match="line 1 is not JSON"):
         measure(trace)
-    trace.write_text('{"ev": "open", "m": 1, "group_size": 2}\n')
+    save(tmp_path, PLAIN[:1])
     with pytest.raises(ConfigError, match="trained a step"):
         measure(trace)
 
@@ -153,3 +155,43 @@ def test_whoever_waits_for_a_plan_hears_how_far_it_is(monkeypatch: pytest.Monkey
     assert done == sorted(done)
     assert heard[6] == (first, 2 * first)
     assert heard[-1] == (first + len(found) * searched.LONG,) * 2
+
+
+def chosen(steps_per_min: float, staleness: float, waste: float = 0.0, *overrides: str) -> Choice:
+    return Choice(
+        overrides=overrides,
+        steps_per_min=steps_per_min,
+        of_limit=steps_per_min / 100,
+        staleness_mean=staleness,
+        staleness_max=4,
+        waste=waste,
+        length_bias=1.0,
+    )
+
+
+FRONT = [
+    chosen(100.0, 4.0, 0.0, "staleness.max_staleness=4", "staleness.on_overdue=wait"),
+    chosen(99.0, 1.5, 0.9, "staleness.max_staleness=3"),
+    chosen(95.0, 1.0, 0.0, "staleness.max_staleness=2", "coordination.admission=fill"),
+    chosen(40.0, 0.1, 0.0, "staleness.max_staleness=1"),
+    chosen(10.0, 0.0, 0.0, "staleness.max_staleness=0"),
+]
+
+
+def test_three_of_a_front_are_picked_and_the_knee_is_near_to_all_that_is_good() -> None:
+    assert picks(FRONT) == {"freshest": FRONT[4], "knee": FRONT[2], "fastest": FRONT[0]}
+    assert picks(FRONT[:1]) == dict.fromkeys(("freshest", "knee", "fastest"), FRONT[0])
+
+
+def test_the_picks_are_marked_and_their_lines_stand_below_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    show_front(FRONT, config(), None)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    assert [line.split("│")[-2].strip() for line in rows][-5:] == ["fastest", "", "knee", "", "freshest"]
+    knee = out.partition("\nknee (3): ")[2].partition("\n\n")[0].splitlines()
+    assert knee[0].endswith("take this if in doubt")
+    assert knee[1:] == ["  staleness.max_staleness=2", "  coordination.admission=fill"]

@@ -114,6 +114,16 @@ def test_sweeping_ends_what_a_killed_child_had_started(start: Callable[..., Chil
     until(lambda: gone(grandchild))
 
 
+def test_progress_bars_are_not_what_a_child_says(start: Callable[..., Child]) -> None:
+    bars = "\\r".join(("Loading weights:   0%|          | 0/26 [00:00<?, ?it/s]", "12it [00:01, 9.42it/s]", "7.5s/it"))
+    child = start(f"print('reading text', flush=True); print('{bars}\\rLoading weights: 100%|####| 26/26')")
+    until(lambda: not child.alive)
+    assert child.words() == "reading text"
+    quiet = start("pass", "two")
+    until(lambda: not quiet.alive)
+    assert quiet.words() == ""
+
+
 def test_draining_asks_workers_first_and_the_scheduler_last(start: Callable[..., Child]) -> None:
     children = [start(POLITE, kind.value, kind) for kind in (Kind.SCHEDULER, Kind.SERVER, Kind.TRAINER, Kind.WORKER)]
     for child in children:

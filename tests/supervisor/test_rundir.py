@@ -1,11 +1,14 @@
 """Nobody writes over another's run."""
 
+import fcntl
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load, read_run
+from staleflow.configs.load import load, read_run, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.supervisor import rundir
 
@@ -76,12 +79,38 @@ def test_resuming_without_a_directory_takes_the_newest_of_that_name(tmp_path: Pa
 
 
 def test_one_supervisor_at_a_time(tmp_path: Path) -> None:
-    with (
-        rundir.claim(config(), tmp_path / "run", resume=False),
-        pytest.raises(ConfigError, match=r"process \d+ runs there"),
-        rundir.claim(config(), tmp_path / "run", resume=True),
-    ):
-        pass
+    run = tmp_path / "run"
+    running = rf"it is running \(process {os.getpid()}\); watch it with staleflow top {run}"
+    with rundir.claim(config(), run, resume=False):
+        assert rundir.holder(run) == str(os.getpid())
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=running):
+                rundir.choose(config(), run, resume=resume)
+        with pytest.raises(ConfigError, match=running), rundir.claim(config(), run, resume=True):
+            pass
+    assert rundir.holder(run) is None
+    assert rundir.holder(tmp_path / "none") is None
+
+
+def test_whoever_looks_keeps_nobody_out(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    with (run / ".lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.05, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        with rundir.claim(config(), run, resume=True):
+            assert rundir.holder(run) is not None
+
+
+def test_the_newest_run_is_the_one_that_somebody_came_to_last() -> None:
+    assert rundir.newest() is None
+    old, new = make(Path("runs/simulated-2")), make(Path("runs/another-1"), "name=another")
+    write_resolved(config(), Path("runs/attached-x"))  # of a worker whose run is elsewhere
+    for second, path in enumerate((old, new)):
+        for name in (".lock", "config.json"):
+            os.utime(path / name, (1000 + second, 1000 + second))
+    assert rundir.newest() == new
+    with rundir.claim(config(), old, resume=True):
+        assert rundir.newest() == old
 
 
 def test_daemons_by_hand_agree_on_the_configuration(tmp_path: Path) -> None:
@@ -89,3 +118,10 @@ def test_daemons_by_hand_agree_on_the_configuration(tmp_path: Path) -> None:
     rundir.same(config(), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"seed is 1; .* was made with 0"):
         rundir.same(config("seed=1"), tmp_path / "run")
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(tmp_path: Path) -> None:
+    used = make(tmp_path / "used")
+    (used / "summary.json").write_text("{}")
+    with rundir.claim(config(), used, resume=True):
+        assert not (used / "summary.json").exists()

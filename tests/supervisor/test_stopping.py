@@ -29,3 +29,18 @@ def test_a_thread_of_a_notebook_can_wait_and_changes_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [False, before]
+
+
+def test_a_closed_terminal_asks_as_sigterm_does_unless_that_is_ignored() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.wait(0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.wait(0)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,12 +1,15 @@
 """The end of a run, from its files."""
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from staleflow.configs.load import load
+from staleflow import api
+from staleflow.configs.load import load, write_resolved
+from staleflow.monitor.ending import rows
 from staleflow.supervisor import summary
 from staleflow.supervisor.summary import Pace, Summary, facts, rewards, summarise
 
@@ -21,17 +24,75 @@ def consume(batch: int) -> dict[str, Any]:
     return {"ev": "consume", "batch": batch}
 
 
-def release(why: str) -> dict[str, Any]:
-    return {"ev": "release", "why": why}
+def reserve(group: int) -> dict[str, Any]:
+    return {"ev": "reserve", "group": group, "worker": "a"}
+
+
+def push(group: int) -> dict[str, Any]:
+    return {"ev": "push", "group": group}
+
+
+def release(group: int, why: str = "aborted") -> dict[str, Any]:
+    return {"ev": "release", "group": group, "why": why}
+
+
+ATTACH, DETACH, CLOSE = {"ev": "attach", "worker": "a"}, {"ev": "detach", "worker": "a"}, {"ev": "close"}
 
 
 def test_off_policy_is_of_what_was_trained_not_of_what_was_sealed() -> None:
     assert facts([seal(1, 2, 0, 2), seal(2, 3, 0, 0), consume(1)]).ages == [2, 0]
 
 
-def test_what_a_drain_gives_back_is_not_lost() -> None:
-    events = [release("expired"), release("filtered"), seal(1, 0, 0), consume(1), release("aborted")]
-    assert facts(events).lost == {"expired": 1}
+def test_groups_that_failed_are_lost_though_nothing_was_ever_trained() -> None:
+    in_a_stage = [reserve(1), push(1), release(1)]
+    at_a_worker = [reserve(2), release(2), reserve(3), release(3, "expired"), reserve(4), release(4, "filtered")]
+    assert facts([*in_a_stage, *at_a_worker]).lost == {"aborted": 2, "expired": 1}
+
+
+def test_what_a_drain_gives_back_is_not_lost_also_when_the_run_is_resumed() -> None:
+    drain = [reserve(1), reserve(2), DETACH, release(1), release(2), CLOSE]
+    resumed = [ATTACH, seal(1, 0, 0), consume(1), reserve(3), release(3)]
+    assert facts([ATTACH, *drain, *resumed]).lost == {"aborted": 1}
+
+
+def test_what_a_worker_gives_back_that_leaves_in_the_middle_is_lost() -> None:
+    left = [reserve(1), DETACH, release(1)]
+    assert facts(left).lost == {}
+    assert facts([*left, seal(1, 0, 0), consume(1)]).lost == {"aborted": 1}
+
+
+def test_a_trace_is_read_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day's has millions of lines: none of them is kept."""
+    alive: set[int] = set()
+    most = 0
+
+    class Line(dict[str, Any]):
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+    def lines(path: Path) -> Iterator[Line]:
+        nonlocal most
+        for _ in range(100):
+            alive.add(id(line := Line(push(1))))
+            most = max(most, len(alive))
+            yield line
+
+    monkeypatch.setattr(summary, "read_events", lines)
+    made(tmp_path)
+    assert 0 < most <= 2
+
+
+def test_the_model_is_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    learning = ["trainer.backend=torch", "model.build=a:b"]
+    assert made(tmp_path, learning).model == ""
+    for name in ("8", "25", "30.part"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "checkpoint.json").touch()
+    (tmp_path / "checkpoints" / "40").mkdir()
+    newest = str(tmp_path / "checkpoints" / "25")
+    assert made(tmp_path, learning).model == newest
+    assert ("model", newest) in rows(made(tmp_path, learning))
+    assert made(tmp_path).model == "", "simulated: no weights to speak of"
 
 
 def test_held_out_prompts_are_judged_before_training_groups() -> None:
@@ -41,8 +102,8 @@ def test_held_out_prompts_are_judged_before_training_groups() -> None:
     assert rewards([]) == ("training groups", None, None)
 
 
-def made(run_dir: Path, **changes: Any) -> Summary:
-    config = load(SIMULATED)
+def made(run_dir: Path, overrides: Sequence[str] = (), **changes: Any) -> Summary:
+    config = load(SIMULATED, overrides)
     given: dict[str, Any] = {
         "outcome": "finished",
         "error": "",
@@ -86,3 +147,25 @@ def test_the_pace_counts_from_the_first_weights_to_the_last_step() -> None:
 def test_a_run_with_an_error_or_a_violation_is_not_good(tmp_path: Path, change: dict[str, Any]) -> None:
     assert made(tmp_path).good
     assert not made(tmp_path, **change).good
+
+
+def test_a_finished_run_is_left_as_it_is_also_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learning = load(SIMULATED, ["trainer.backend=torch", "model.build=a:b", "model.options.width=8"])
+    write_resolved(learning, tmp_path)
+    (tmp_path / "checkpoints" / "30").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "30" / "checkpoint.json").touch()
+    summary.write(made(tmp_path, ["trainer.backend=torch", "model.build=a:b"], outcome="finished"), tmp_path)
+    before = (tmp_path / "summary.json").read_bytes()
+    assert api.run(learning, run_dir=tmp_path, resume=True).summary.outcome == "finished"
+    command = capsys.readouterr().out.strip().rpartition("staleflow run ")[2].split()
+    assert command[0] == f"{tmp_path}/config.toml"
+    more = load(command[0], [word.replace("=N", "=60") for word in command[1:]])
+    assert (more.trainer.steps, more.model.path) == (60, str(tmp_path / "checkpoints" / "30"))
+    assert (tmp_path / "summary.json").read_bytes() == before
+
+
+def test_only_a_run_that_trained_every_step_is_finished(tmp_path: Path) -> None:
+    assert summary.finished(tmp_path) is None
+    for outcome, version, done in (("finished", 30, True), ("finished", 29, False), ("interrupted", 30, False)):
+        summary.write(made(tmp_path, outcome=outcome, status={"version": version}), tmp_path)
+        assert (summary.finished(tmp_path) is not None) == done

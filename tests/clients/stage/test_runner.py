@@ -1,10 +1,12 @@
 """The reward runner: a user's function behind a process, a time limit and retries."""
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -60,6 +62,18 @@ async def test_a_reward_that_raises_is_tried_again_and_then_named() -> None:
         with pytest.raises(RewardFailed, match=r"raised ValueError: cannot judge 2 \(3 tries\)"):
             await runner.score(said("2"))
         assert runner.failed_calls == 3
+
+
+async def test_a_reward_that_always_fails_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    began = time.monotonic()
+    async with running("raises", retries=2) as runner:
+        for _ in range(40):
+            with pytest.raises(RewardFailed):
+                await runner.score(said("2"))
+    tries = [message for message in caplog.messages if message.startswith("try ")]
+    assert tries[0] == "try 1 of 3: the reward raised ValueError: cannot judge 2"
+    assert len(tries) <= 1 + (time.monotonic() - began) < 120
 
 
 async def test_a_reward_that_hangs_is_killed_and_named() -> None:

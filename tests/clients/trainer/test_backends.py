@@ -25,7 +25,7 @@ STOP_AFTER = 9
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
-    reason="deepspeed is not installed: pip install 'staleflow[deepspeed]'",
+    reason="deepspeed is not installed: pip install -e '.[deepspeed]'",
 )
 
 

@@ -21,6 +21,7 @@ from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, Step, Version
 from staleflow.protocols.wire.trajectory import GroupPayload
 from tests.clients.trainer.making import batch, config, header, payload
+from tests.docs.test_blocks import defined
 
 
 def going_on() -> bool:
@@ -355,3 +356,16 @@ def test_a_model_saved_tensor_by_tensor_is_the_one_saved_at_once(
     again, own = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), trainer.model.state_dict()
     assert again.keys() == own.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in own.items())
+
+
+def test_a_checkpoint_is_a_model_that_transformers_opens_as_the_page_says(
+    model_directory: Path, tmp_path: Path
+) -> None:
+    trainer = TorchTrainer(config(), model_directory)
+    trained(trainer, 0)
+    trainer.save(tmp_path)
+    (complete,) = defined("complete")
+    written = complete(str(tmp_path), "1+1=")
+    assert written.startswith("1 + 1 =")
+    assert len(written) > len("1 + 1 =")
+    assert same(copied(TorchTrainer(config(), tmp_path)), copied(trainer)), "a new run begins with what was trained"

@@ -175,7 +175,7 @@ RANKS = [
     pytest.param("fsdp", 2, id="fsdp"),
     pytest.param("deepspeed", 3, id="zero3", marks=[
         pytest.mark.long,
-        pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install 'staleflow[deepspeed]'"),
+        pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="pip install -e '.[deepspeed]'"),
     ]),
 ]  # fmt: skip
 

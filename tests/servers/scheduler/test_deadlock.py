@@ -9,7 +9,7 @@ from staleflow.configs.schema import Config, Prompts
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import NextBatch, Refusal, Reply
-from staleflow.servers.scheduler.deadlock import MANY_TIMES
+from staleflow.servers.scheduler.deadlock import FAILED_BATCHES, FAILING_MS, MANY_TIMES
 from tests.servers.scheduler.table import TICK_MS, Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -111,7 +111,7 @@ def test_an_instance_that_refuses_everything_ends_the_run(tmp_path: Path) -> Non
     seat = Seat(table, "a", capacity=2)
     said = [refuse(seat, seat.holds()[0]) for _ in range(5)]
     assert told(table) == ""
-    assert table.why.endswith(f"workers gave up each of the last 5 groups, the newest: {said[-1]}")
+    assert table.why.startswith(f"workers gave up each of the last 5 groups, the newest: {said[-1]}; step 0 waits for ")
     last = refuse(seat, seat.holds()[0])
     table.after(TICK_MS)
     assert [refusal.detail for refusal in table.refused] == [
@@ -174,7 +174,7 @@ def test_a_filter_that_keeps_nothing_is_named_and_does_not_end_the_run(tmp_path:
     seat = Seat(table, "a")
     through_the_shard(seat, 16, ReleaseWhy.FILTERED)
     assert told(table) == ""
-    assert table.why.partition("; ")[2] == (
+    assert table.why.partition("; step 0 waits for groups: ")[0] == (
         'the filter "zero_spread" kept none of the last 16 groups: the samples of each had the same reward; easier or '
         "harder prompts, a larger rollout.group_size, a higher rollout.temperature, or "
         'rollout.filter = "none"'
@@ -200,9 +200,60 @@ def test_rewards_that_all_fail_are_named(tmp_path: Path) -> None:
     assert "failed" not in table.why
     through_the_shard(seat, 2, ReleaseWhy.ABORTED, "reward: ZeroDivisionError: division by zero")
     assert told(table) == ""
-    assert table.why.endswith(
-        "; each of the last 3 groups failed, the newest: reward: ZeroDivisionError: division by zero"
+    assert table.why.startswith(
+        "each of the last 3 groups failed, the newest: reward: ZeroDivisionError: division by zero; step 0 waits for "
     )
+
+
+MANY_FAILED = 2 * FAILED_BATCHES
+BAD = "reward: the reward is 'good'; it must be a number"
+
+
+def test_rewards_that_fail_from_the_beginning_on_end_the_run_with_the_newest_reason(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    through_the_shard(seat, MANY_FAILED, ReleaseWhy.ABORTED, BAD)
+    assert told(table) == "", "what the reward needs may still be starting"
+    table.after(FAILING_MS)
+    assert table.refused[0].detail == (
+        f"step 0 can never be trained: every group fails in a stage, {MANY_FAILED} so far and none succeeded. The "
+        f"newest: {BAD}. More in logs/ of the run directory"
+    )
+
+
+def test_few_failures_however_old_end_nothing(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    through_the_shard(seat, MANY_FAILED - 1, ReleaseWhy.ABORTED, BAD)
+    table.after(FAILING_MS)
+    assert told(table) == ""
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_one_group_that_had_its_reward_shows_that_failures_pass(tmp_path: Path, restarted: bool) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    seat.finish(seat.holds()[0])
+    if restarted:
+        table.restart()
+        table.attach("trajectories-0", "trajectories", endpoint="ipc:///none", rows=1000, prompts_sha="p")
+    through_the_shard(seat, MANY_FAILED, ReleaseWhy.ABORTED, BAD)
+    table.after(FAILING_MS)
+    assert told(table) == ""
+
+
+@pytest.mark.parametrize("pushed", [0, 1])
+def test_an_environment_that_fails_from_the_beginning_on_ends_the_run_too(tmp_path: Path, pushed: int) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    through_the_shard(seat, pushed, ReleaseWhy.FILTERED)
+    for _ in range(MANY_FAILED):
+        seat.report()
+        assign = seat.assign(seat.holds()[0])
+        del seat.held[assign.lease]
+        table.release(assign, ReleaseWhy.ABORTED, "a", detail=f"group {assign.group}: the environment raised")
+    table.after(FAILING_MS)
+    assert ("rollout workers give up every group" in told(table)) == (not pushed)
 
 
 def test_a_pinning_group_whose_instance_is_silent_says_so(tmp_path: Path) -> None:

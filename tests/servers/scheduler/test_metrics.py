@@ -1,6 +1,7 @@
 """The lines of ``metrics.jsonl``."""
 
 import json
+import math
 from pathlib import Path
 
 from staleflow.protocols.consistency import events
@@ -69,3 +70,14 @@ def test_length_bias_is_mean_trained_over_mean_sampled() -> None:
     assert length_bias(totals) == 1.0
     totals.counts.tokens_trained, totals.counts.samples_trained = 40, 8
     assert length_bias(totals) == 0.5
+
+
+def test_what_is_not_finite_is_neither_written_nor_told(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    said = metrics(path)
+    said.step(
+        Step(0), {"loss": 0.5, "nan": math.nan, "high": math.inf, "low": -math.inf, "most": 1e308}, machine(), [], 10**9
+    )
+    line = lines(path)[0]
+    assert (line["loss"], line["most"]) == (0.5, 1e308)
+    assert {"nan", "high", "low"}.isdisjoint({*line, *said.last, *said.newest})

@@ -41,3 +41,15 @@ def test_a_name_belongs_to_its_key_while_its_owner_is_there(tmp_path: Path) -> N
     run.service.on_gone("a.again")
     assert isinstance(run.attach(*other, key="key-of-evil", capacity=4), Attached)
     run.stop()
+
+
+def test_a_name_can_be_printed(tmp_path: Path) -> None:
+    run = Asked(tmp_path)
+    for letter in ("\x1b", "\x07", "\n", "\x9b", "\x7f", "\u202e", "\u2028"):
+        for worker, name in (("a", f"a{letter}]0;title"), (f"a{letter}", "a")):
+            answer = run.attach(worker, name, "rollout", Role.ROLLOUT, capacity=1)
+            assert isinstance(answer, Refusal)
+            assert answer.code is Code.MALFORMED
+            assert answer.detail.isprintable()
+    assert isinstance(run.attach("b", "Läufer 日本", "rollout", Role.ROLLOUT, capacity=1), Attached)
+    run.stop()

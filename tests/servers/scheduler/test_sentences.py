@@ -50,8 +50,10 @@ def test_groups_on_engines_and_in_stages_are_both_told() -> None:
 
 
 def test_a_starved_step_says_what_is_under_way() -> None:
-    said = "step 12 waits for groups: 3 of 8 are ready, 4 are generated, 17 are in stages"
+    said = "step 12 waits for groups: 3 of 8 are ready, 4 are being generated, 17 are in stages"
     assert starved(12, 8, COUNTS) == said
+    one = COUNTS | {"leased": 1, "pushed": 1}
+    assert starved(12, 8, one).endswith("3 of 8 are ready, 1 is being generated, 1 is in stages")
     assert starved(12, 8, COUNTS, 3.6) == f"{said}, about 4 s left"
     assert starved(12, 8, COUNTS | {"claimed": 2}) == said.replace("ready", "ready (2 with the trainer)")
 

@@ -143,3 +143,10 @@ def test_with_many_processes_an_answer_serves_for_a_second(tmp_path: Path) -> No
 def test_with_few_processes_every_answer_is_new(tmp_path: Path) -> None:
     table = Table(tmp_path / "run", config())
     assert asked(table) is not asked(table)
+
+
+def test_a_silent_trainer_is_named_once(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    trained(table, Seat(table, "a"), 1)
+    table.silent("trainer")
+    assert asked(table)["why"] == "trainer is silent; step 1 waits for it or its successor"

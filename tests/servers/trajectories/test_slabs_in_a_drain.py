@@ -1,0 +1,229 @@
+"""A slab that a push names stays as it is from when the push is taken in, whatever comes before its commit."""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from mmap import mmap
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from staleflow.configs.schema import Config, Prompts, Reward
+from staleflow.configs.stages import graph
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire.messages import GetSlab, Op, Place, Result
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.memory_store import MemoryStore
+from staleflow.runtime.store import StoreFull
+from staleflow.servers.trajectories.filters import none
+from staleflow.servers.trajectories.records import Key, Pushed, Record
+from staleflow.servers.trajectories.registrar import Then
+from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.slabs import Slabs
+from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+
+Step = tuple[str, WorkerId, int, int]
+MB = 1 << 20
+NBYTES = 64
+WORKERS = [WorkerId("rollout-0.1"), WorkerId("rollout-1.1")]
+
+
+class Scheduler:
+    """Takes every push at once."""
+
+    def add(self, op: Op, then: Then) -> None:
+        then(Result())
+
+
+class Store(MemoryStore):
+    """One that can be full."""
+
+    full = False
+
+    def write(self) -> Any:
+        if self.full:
+            raise StoreFull("used up")
+        return super().write()
+
+
+class World:
+    """A shard with room for few slabs, and workers that write over every byte of a slab that they are given."""
+
+    def __init__(self, folder: Path, *, map_bytes: int = 5 * MB) -> None:
+        self.folder = folder / "slabs"
+        self.slabs = Slabs(self.folder, map_bytes=map_bytes)
+        self.store = Store(TABLES)
+        scheduler: Any = Scheduler()
+        kept: Any = self.store
+        self.shard = Shard(
+            TrajectoryStore(kept, map_bytes=map_bytes, slabs=self.slabs),
+            scheduler,
+            shard=0,
+            stages=graph(Config(prompts=Prompts(), reward=Reward(run=""))),
+            keep=none,
+        )
+        self.given: dict[WorkerId, list[str]] = {worker: [] for worker in WORKERS}
+        self.taken = 0
+        """Pushes that the shard took in."""
+        self.told: list[Code | None] = []
+        """Their answers."""
+        self._asked = self._places = 0
+
+    def get(self, worker: WorkerId, held: Sequence[str] = ()) -> str:
+        self._asked += 1
+        asked = GetSlab(worker=worker, number=self._asked, held=list(held))
+        name = self.slabs.give(asked, self.shard.slab_room()).name
+        if name:
+            self.given[worker].append(name)
+            self._write(name, 0, bytes(MB))
+        return name
+
+    def push(self, worker: WorkerId, number: int, name: str = "") -> None:
+        """In frames without ``name``; not at all when that slab is gone."""
+        data, offset = data_of(number), 0
+        if name:
+            self._places += 1
+            offset = self._places * NBYTES
+            try:
+                self.slabs.written(worker, Place(slab=name, offset=offset, nbytes=NBYTES))
+            except Refused:
+                return
+            self._write(name, offset, data)
+        record = Record(
+            worker=WORKERS[0],  # the same key comes from the same worker, as far as the shard can tell
+            sha=sha256(data).hexdigest(),
+            nbytes=NBYTES,
+            truncated=False,
+            segments=[],
+            samples=[1],
+            tokens=1,
+            slab=name,
+            offset=offset,
+        )
+        self.taken += 1
+        pushed = Pushed(key_of(number), record, () if name else (data,))
+        self.shard.push(pushed, lambda result: self.told.append(result.code))
+
+    def forget(self, number: int) -> None:
+        if (held := self.shard.holdings.find(key_of(number))) is not None:
+            self.shard.forget(held.key)
+
+    def check(self) -> None:
+        """Every group that is held has the bytes that were pushed."""
+        for held in self.shard.holdings:
+            assert bytes(self.shard.stored(held)) == data_of(held.key.group)
+
+    def end(self) -> None:
+        """Every push has its answer, and once the last group is forgotten nothing holds a slab."""
+        self.store.full = False
+        self.shard.commit()
+        self.check()
+        assert len(self.told) == self.taken
+        for held in list(self.shard.holdings):
+            self.shard.forget(held.key)
+        self.shard.commit()
+        for worker in WORKERS:
+            self.slabs.lose(worker)
+        counts = self.slabs.counts()
+        assert (counts["holding"], counts["files"]) in ((0, 0), (0, 1))  # the shard's own slab stays, to be written
+
+    def _write(self, name: str, offset: int, data: bytes) -> None:
+        with (self.folder / name).open("r+b") as file, mmap(file.fileno(), 0) as mapped:
+            mapped[offset : offset + len(data)] = data
+
+
+def key_of(number: int) -> Key:
+    return Key(GroupId(number), LeaseId(number))
+
+
+def data_of(number: int) -> bytes:
+    return bytes([1 + number]) * NBYTES
+
+
+def test_a_slab_with_a_push_that_waits_for_its_commit_makes_no_room_for_another(tmp_path: Path) -> None:
+    world, (me, other) = World(tmp_path), WORKERS
+    first = world.get(me)
+    named = world.get(me, [first])
+    world.push(me, 1, named)
+    assert world.get(me) == first  # which is empty; of the other one it says that it writes there no more
+    while world.get(other, world.given[other]):
+        pass
+    world.shard.commit()
+    assert world.told == [None]
+    world.check()
+    world.end()
+
+
+def test_a_slab_with_a_push_that_waits_for_its_commit_is_not_given_anew(tmp_path: Path) -> None:
+    world, (me, _) = World(tmp_path), WORKERS
+    named = world.get(me)
+    world.push(me, 1, named)
+    assert world.get(me) not in ("", named)
+    world.shard.commit()
+    world.check()
+    world.end()
+
+
+def test_a_worker_that_is_lost_before_its_push_is_stored_loses_nothing_that_it_pushed(tmp_path: Path) -> None:
+    world, (me, _) = World(tmp_path), WORKERS
+    world.push(me, 1, world.get(me))
+    world.slabs.lose(me)
+    world.shard.commit()
+    assert world.told == [None]
+    world.check()
+    world.end()
+
+
+def test_a_push_that_finds_no_room_keeps_no_slab(tmp_path: Path) -> None:
+    world, (me, _) = World(tmp_path), WORKERS
+    named = world.get(me)
+    world.push(me, 1, named)
+    world.store.full = True
+    world.shard.commit()
+    assert world.told == [Code.BUSY]
+    assert world.get(me) == named
+    world.end()
+
+
+NUMBERS = st.integers(0, 5)
+WHICH = st.integers(0, 3)
+STEPS = st.one_of(
+    st.tuples(st.just("push"), st.sampled_from(WORKERS), NUMBERS, WHICH),
+    st.tuples(st.just("frames"), st.sampled_from(WORKERS), NUMBERS, st.just(0)),
+    st.tuples(st.just("get"), st.sampled_from(WORKERS), st.just(0), WHICH),
+    st.tuples(st.just("lose"), st.sampled_from(WORKERS), st.just(0), st.just(0)),
+    st.tuples(st.just("forget"), st.sampled_from(WORKERS), NUMBERS, st.just(0)),
+    st.tuples(st.just("full"), st.sampled_from(WORKERS), st.just(0), WHICH),
+    st.tuples(st.just("commit"), st.sampled_from(WORKERS), st.just(0), st.just(0)),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps=st.lists(STEPS, max_size=30))
+def test_whatever_comes_in_one_drain_no_byte_of_a_group_is_written_again(steps: list[Step]) -> None:
+    with TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        for what, worker, number, which in steps:
+            given_to = world.given[worker]
+            match what:
+                case "push" if given_to:
+                    world.push(worker, number, given_to[-1 - which % len(given_to)])
+                case "frames":
+                    world.push(worker, number)
+                case "get":
+                    world.get(worker, given_to[len(given_to) - which :])
+                case "lose":
+                    world.slabs.lose(worker)
+                case "forget":
+                    world.forget(number)
+                case "full":
+                    world.store.full = which == 0
+                case "commit":
+                    world.shard.commit()
+                case _:
+                    pass
+            world.check()
+        world.end()
