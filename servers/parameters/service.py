@@ -8,8 +8,9 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from staleflow.configs.errors import ConfigError
@@ -126,7 +127,7 @@ class ParameterService:
                 key = VersionKey(ask.lineage, ask.version)
                 stored = self._catalog.find(key)
                 self._catalog.pins.add(ask.worker, key)  # now: a later Unpin must find it
-                self._later(call, self._manifest(ask, key, stored))
+                self._later(call, partial(self._manifest, ask, key, stored))
             case GetChunk() as ask:
                 self._later_chunk(call, ask)
             case GetDelta() as ask:
@@ -136,11 +137,11 @@ class ParameterService:
                 unpin(ask.worker, VersionKey(ask.lineage, ask.version))
                 call.reply(Done())
             case BeginPublish() as ask:
-                self._later(call, self._begin(call.peer, ask))
+                self._later(call, partial(self._begin, call.peer, ask))
             case PublishChunk() as ask:
                 self._write(call, ask)
             case CommitPublish() as ask:
-                self._later(call, self._commit(call.peer, ask))
+                self._later(call, partial(self._commit, call.peer, ask))
             case JoinRelays() as ask:
                 call.reply(self._join(call.peer, ask))
             case FindSources() as ask:
@@ -151,10 +152,10 @@ class ParameterService:
             case _:
                 call.refuse(Code.DENIED, f"the parameter server does not answer {type(call.body).__name__}")
 
-    def _later(self, call: Call, answer: Coroutine[Any, Any, Reply]) -> None:
+    def _later(self, call: Call, answer: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
         async def answering() -> None:
             try:
-                reply = await answer
+                reply = await answer()
             except Refused as no:
                 _refuse(call, no)
             except ProtocolError as error:

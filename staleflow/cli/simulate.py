@@ -47,7 +47,7 @@ def command(
       staleflow simulate configs/skewed.toml --compare --peers areal,verl --plot skewed
     """
     from staleflow.configs.load import load
-    from staleflow.sim.world import Stalled
+    from staleflow.sim.asking import Stalled
 
     _fit(trace, beside, peers)
     config = load(file, overrides if seed is None else (*overrides, f"seed={seed}"))

@@ -17,7 +17,8 @@ from staleflow.protocols.consistency.limits import Bound, OnOverdue
 SCHEMA = 1
 
 _EXACT = Meta(ge=-(2**50), le=2**50)
-"""Whoever reads a line may count on it that a float holds the number, and half of it."""
+"""Whoever reads a line may count on it that a float holds the number, and half of it. Not so of what is a peer's word
+alone: sizes, shards, and what was refused."""
 Whole = Annotated[int, _EXACT]
 Size = Annotated[int, Meta(ge=1, le=2**50)]
 Share = Annotated[float, Meta(ge=0, le=2**50)]
@@ -101,14 +102,15 @@ class Publish(TraceEvent, frozen=True, kw_only=True, tag="publish"):
     lineage: Lineage
     version: Version
     sha: str
-    nbytes: Whole = field(name="bytes")
+    nbytes: int = field(name="bytes")
     trainer_term: TrainerTerm
 
 
 class Pull(TraceEvent, frozen=True, kw_only=True, tag="pull"):
     worker: WorkerId
-    lineage: Lineage
-    version: Version
+    lineage: ids.Lineage
+    """As the worker says, whatever that is; so is the version."""
+    version: ids.Version
     sha: str
     ok: bool
 
@@ -145,9 +147,9 @@ class Push(TraceEvent, frozen=True, kw_only=True, tag="push"):
     group: GroupId
     lease: LeaseId
     worker: WorkerId
-    shard: Whole
+    shard: int
     sha: str
-    nbytes: Whole = field(name="bytes")
+    nbytes: int = field(name="bytes")
     truncated: bool
     segments: list[SegmentOf]
 
@@ -215,8 +217,9 @@ class CheckpointKept(TraceEvent, frozen=True, kw_only=True, tag="checkpoint"):
 class Reject(TraceEvent, frozen=True, kw_only=True, tag="reject"):
     op: str
     worker: str
-    group: GroupId | UnsetType = UNSET
-    lease: LeaseId | UnsetType = UNSET
+    group: ids.GroupId | UnsetType = UNSET
+    """As the peer says, whatever that is; so is the lease."""
+    lease: ids.LeaseId | UnsetType = UNSET
     count: Whole
     code: str
 

@@ -7,6 +7,10 @@ from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import Reply, Request
 
 
+class Stalled(Exception):
+    """Nothing can go on in a simulated run; the message says what it waits for."""
+
+
 def nothing(_: Reply) -> None:
     """For an answer that changes nothing."""
 

@@ -26,7 +26,7 @@ from staleflow.protocols.wire.messages import (
     RegisterVersion,
     Reply,
 )
-from staleflow.sim.asking import Ask, sha_of
+from staleflow.sim.asking import Ask, Stalled, sha_of
 from staleflow.sim.timeline import Timeline
 
 WAIT_MS = 60_000
@@ -149,6 +149,8 @@ class SimTrainer:
                 return
             case _:
                 assert isinstance(reply, Refusal), reply
+                if reply.code is Code.DENIED:  # the scheduler has given the run up
+                    raise Stalled(reply.detail)
                 assert reply.code is Code.BUSY, reply
                 return self._feed()
         if self._working and self._stream_groups:

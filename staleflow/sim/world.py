@@ -17,7 +17,7 @@ from staleflow.runtime.memory import MemoryEndpoint
 from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.scheduler.interpreter import TABLES
 from staleflow.servers.scheduler.main import LATER_S, open_service
-from staleflow.sim.asking import Ask, nothing
+from staleflow.sim.asking import Ask, Stalled, nothing
 from staleflow.sim.check import check, fleet
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
@@ -31,10 +31,6 @@ from staleflow.sim.workload import Workload
 
 TICK_S = 1.0
 GONE_S = TransportLimits().silence_s
-
-
-class Stalled(Exception):
-    """Nothing can go on in a simulated run; the message says what it waits for."""
 
 
 class World:

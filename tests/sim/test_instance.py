@@ -44,7 +44,7 @@ ATTACHED = Attached(
 
 
 class Alone:
-    """An instance whose scheduler is the test."""
+    """An instance whose scheduler is the test. Its first command was to load version 0."""
 
     def __init__(self, slots: int = 8) -> None:
         self.timeline = Timeline()
@@ -70,6 +70,8 @@ class Alone:
         )
         self.instance.attach(4)
         self.answer(ATTACHED)
+        self.answer(commands(1, Pull(lineage=Lineage(0), version=Version(0))))
+        self.timeline.run(lambda: any(isinstance(body, Pulled) for body in self.said))
 
     def _ask(
         self, body: Request, on_reply: Callable[[Reply], None] = lambda _: None, frames: Sequence[memoryview] = ()
@@ -94,20 +96,20 @@ def commands(first: int, *given: Command) -> Commands:
 
 def test_a_command_that_is_repeated_is_carried_out_once() -> None:
     alone = Alone()
-    alone.answer(commands(1, assign(1), Abort(lease=LeaseId(1)), assign(2)))
-    assert (alone.report().ack, alone.report().held) == (3, [2])
-    alone.answer(commands(1, assign(1), Abort(lease=LeaseId(1)), assign(2), assign(3)))
-    assert (alone.report().ack, alone.report().held) == (4, [2, 3])
+    alone.answer(commands(2, assign(1), Abort(lease=LeaseId(1)), assign(2)))
+    assert (alone.report().ack, alone.report().held) == (4, [2])
+    alone.answer(commands(2, assign(1), Abort(lease=LeaseId(1)), assign(2), assign(3)))
+    assert (alone.report().ack, alone.report().held) == (5, [2, 3])
     assert len(alone.begun) == 3
 
 
 def test_an_aborted_group_leaves_the_engine_too() -> None:
     alone = Alone()
-    alone.answer(commands(1, assign(1), assign(2)))
+    alone.answer(commands(2, assign(1), assign(2)))
     alone.timeline.at(1.0, lambda: None)
     alone.timeline.run(lambda: alone.timeline.now_s >= 1.0)
     assert alone.engine.seen().running == 4
-    alone.answer(commands(3, Abort(lease=LeaseId(1))))
+    alone.answer(commands(4, Abort(lease=LeaseId(1))))
     alone.timeline.run(lambda: alone.engine.seen().running < 4)
     assert (alone.engine.seen().running, alone.timeline.now_s, alone.instance.thrown_away) == (2, 1.0, 2)
 
@@ -115,19 +117,18 @@ def test_an_aborted_group_leaves_the_engine_too() -> None:
 def test_an_answer_to_an_older_report_is_obeyed_and_not_reported_on() -> None:
     alone = Alone()
     older = alone.answer
-    alone.answer(commands(1, Pull(lineage=Lineage(0), version=Version(0))))
-    alone.timeline.run(lambda: any(isinstance(body, Pulled) for body in alone.said))
+    alone.answer(commands(2, Pull(lineage=Lineage(0), version=Version(1))))
+    alone.timeline.run(lambda: sum(isinstance(body, Pulled) for body in alone.said) == 2)
     reports = sum(isinstance(body, Report) for body in alone.said)
-    older(commands(2, assign(1)))
+    older(commands(3, assign(1)))
     assert sum(isinstance(body, Report) for body in alone.said) == reports
     assert len(alone.begun) == 1
 
 
 def test_a_group_is_handed_over_once_all_of_it_is_out_of_the_engine() -> None:
     alone = Alone(slots=1)  # one of the two samples runs, the other waits
-    alone.engine.load(Lineage(0), Version(0), 0.0)
-    alone.answer(commands(1, assign(1)))
-    alone.timeline.at(1.5, lambda: alone.answer(commands(2, Yield(lease=LeaseId(1)))))
+    alone.answer(commands(2, assign(1)))
+    alone.timeline.at(1.5, lambda: alone.answer(commands(3, Yield(lease=LeaseId(1)))))
     alone.timeline.run(lambda: isinstance(alone.said[-1], Operations))
     assert alone.timeline.now_s == 2.0
     op = RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0))
@@ -140,10 +141,10 @@ def test_a_group_is_handed_over_once_all_of_it_is_out_of_the_engine() -> None:
 
 def test_a_worker_that_has_crashed_says_nothing_more() -> None:
     alone = Alone()
-    alone.answer(commands(1, assign(1)))
+    alone.answer(commands(2, assign(1)))
     said = len(alone.said)
     alone.instance.crash()
-    alone.answer(commands(2, assign(2)))
+    alone.answer(commands(3, assign(2)))
     assert (len(alone.said), len(alone.begun)) == (said, 1)
 
 

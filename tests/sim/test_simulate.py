@@ -13,9 +13,9 @@ from staleflow.configs.schema import Coordination, Redundancy
 from staleflow.configs.simulation import Fleet, Occurrence
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.runtime.audit import audit
+from staleflow.sim.asking import Stalled
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
-from staleflow.sim.world import Stalled
 from tests.sim.configs import config
 
 HASHES = """
@@ -218,7 +218,7 @@ def test_a_run_whose_engines_are_all_gone_says_so_instead_of_going_on_for_ever()
 
 
 def test_a_run_none_of_whose_groups_fits_anywhere_says_so() -> None:
-    with pytest.raises(Stalled):
+    with pytest.raises(Stalled, match="a sample of 100 tokens does not fit into a KV cache of 50"):
         simulate(config(kv_tokens=50, lengths=fixed(100)))
 
 

@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,8 +97,9 @@ def test_only_the_whole_batch_may_be_committed_and_it_must_be(service: Service) 
             next(stream)
 
 
-def test_other_ranks_must_be_told_of_every_piece(service: Service) -> None:
-    with TrainerClient(service.address, rank=0, world=2) as trainer, pytest.raises(RuntimeError, match="set share"):
+def test_other_ranks_must_be_told_of_every_piece(tmp_path: Path) -> None:
+    nobody = f"ipc://{tmp_path}/scheduler"
+    with TrainerClient(nobody, rank=0, world=2) as trainer, pytest.raises(RuntimeError, match="set share"):
         next(trainer.stream(1))
 
 
