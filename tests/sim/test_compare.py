@@ -153,5 +153,5 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     from staleflow.sim.plot import plot
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"staleflow\[plot\]"):
+    with pytest.raises(ConfigError, match=r"it needs matplotlib: pip install .*\[plot\]"):
         plot([], 1, tmp_path / "none")
