@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 
+from staleflow.cli.progress import bar
 from staleflow.runtime.audit import audit
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -105,17 +106,19 @@ def until_quick(run_dir: Path, process: "subprocess.Popen[bytes]") -> float:
 def harm(run_dir: Path, *, steps: int, faults: int, seed: int) -> list[dict[str, Any]]:
     """All faults, in legs; what each said of itself."""
     told: list[dict[str, Any]] = []
-    while len(told) < faults:
-        found = gaps(run_dir)
-        recent = statistics.mean(second for _, second in found[len(found) // 2 :])
-        every = max(0.95 * recent * (steps - len(found)) / (faults - len(told)), 1.0)
-        leg = [*CLI, "chaos", str(run_dir), "--json", "--every", f"{every:.2f}", "--seed", str(seed + len(told))]
-        leg += ["--faults", str(min(LEG, faults - len(told)))]
-        done = subprocess.run(leg, stdout=subprocess.PIPE, text=True, check=False)
-        told += [json.loads(line) for line in done.stdout.splitlines()]
-        if done.returncode:
-            break
-        time.sleep(every)
+    with bar("faults") as tell:
+        while len(told) < faults:
+            tell(len(told), faults, told[-1]["kind"] if told else "")
+            found = gaps(run_dir)
+            recent = statistics.mean(second for _, second in found[len(found) // 2 :])
+            every = max(0.95 * recent * (steps - len(found)) / (faults - len(told)), 1.0)
+            leg = [*CLI, "chaos", str(run_dir), "--json", "--every", f"{every:.2f}", "--seed", str(seed + len(told))]
+            leg += ["--faults", str(min(LEG, faults - len(told)))]
+            done = subprocess.run(leg, stdout=subprocess.PIPE, text=True, check=False)
+            told += [json.loads(line) for line in done.stdout.splitlines()]
+            if done.returncode:
+                break
+            time.sleep(every)
     return told
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from bench.control_echo import echo_load, serve_echo
 from bench.control_load import Counts, Load
+from bench.progress import tracked
 from staleflow.configs.load import addresses
 from staleflow.configs.schema import Config, Coordination, Durability, Prompts, Reward, Scheduler, Staleness, Trainer
 from staleflow.servers.scheduler.main import serve
@@ -198,7 +199,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON array instead of the table")
     parser.add_argument("--markdown", action="store_true", help="a table for bench/results")
     arguments = parser.parse_args()
-    rows = [row for workers in arguments.workers for row in rows_for(workers, arguments.seconds)]
+    rows = [row for workers in tracked("workers", arguments.workers) for row in rows_for(workers, arguments.seconds)]
     if arguments.json:
         print(json.dumps([vars(row) for row in rows]))
     elif arguments.markdown:

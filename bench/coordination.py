@@ -28,6 +28,7 @@ from bench.coordination_rows import Bench
 from bench.coordination_table import Line, Table
 from bench.coordination_world import COSTS, DISPATCH, FILL, FULL, MU, SMALL, Publish, Runs, Size
 from bench.ledger_model import HISTORY, compare
+from bench.progress import tracked
 
 ROWS = ("ledger", "token", "trajectory", "clustered", "asynchronous", "staleness", "engines")
 RESULTS = Path(__file__).parent / "results"
@@ -65,9 +66,8 @@ def tables(rows: Sequence[str], size: Size, cost: str, publishes: Sequence[Publi
             "staleness": bench.staleness,
             "engines": partial(engines, size, cost, publish),
         }
-        for name in rows:
-            if name in of:
-                yield of[name]()
+        for name in tracked("tables", [name for name in rows if name in of]):
+            yield of[name]()
 
 
 def heading(size: Size, cost: str, seconds: float) -> str:

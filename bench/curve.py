@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import psutil
 import uvloop
 
 from bench.hostile import BIG, TINY, Hostile
+from bench.progress import tracked
 from staleflow.cli.main import main as staleflow
 from staleflow.protocols.consistency.ids import Step, WorkerId
 from staleflow.protocols.wire.messages import Done, Metrics
@@ -211,12 +213,13 @@ def main() -> None:
     )
     print("| flood | sent MiB | at rest, MiB | peak, MiB | honest calls | slowest, ms |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for what, data, guarded, most in (
+    floods = (
         ("64 KiB frames", BIG, True, 1 << 50),
         ("empty frames", TINY, True, 1 << 50),
         ("64 KiB frames, not guarded", BIG, False, 2_000 * MIB),
         ("empty frames, not guarded", TINY, False, 60 * MIB),
-    ):
+    )
+    for what, data, guarded, most in tracked("floods", floods, itemgetter(0)):
         it = flood(what, data, options.flood_seconds, guarded=guarded, most=most)
         print(
             f"| {it.what} | {it.sent_mib:,.0f} | {it.rest_mib:,.0f} | {it.peak_mib:,.0f} | {it.served:,} |"

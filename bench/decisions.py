@@ -14,6 +14,7 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
+from bench.progress import tracked
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, WorkerId
 from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.routing import Routing
@@ -82,7 +83,7 @@ def main() -> None:
             migration_gap=2.0,
             admission="just_in_time",
         )
-        for instances in chosen.instances:
+        for instances in tracked(routing, chosen.instances, lambda count: f"{count} instances"):
             took = measure(fleet(instances), strategies, chosen.repeat)
             p90 = took[int(0.9 * (len(took) - 1))]
             table.add_row(routing, str(instances), *(f"{ms:.2f}" for ms in (statistics.median(took), p90, took[0])))

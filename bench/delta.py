@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from bench.progress import tracked
 from staleflow.clients.parameters import Puller
 from staleflow.configs.load import addresses, read_run
 from staleflow.protocols.consistency.effects import Code
@@ -207,7 +208,7 @@ def main(steps: int, warmup: int, large_mb: int) -> None:
         title=f"deltas, {steps} versions of {len(run[0].data) / 1e6:.1f} MB in bfloat16, learning rate 1e-6",
     )
     good = False
-    for apart in (apart for apart in APART if apart < steps):
+    for apart in tracked("deltas", (apart for apart in APART if apart < steps), lambda steps: f"{steps} apart"):
         cells, raw, packed = row(f"{apart} apart", list(zip(run, run[apart:], strict=False)))
         good |= apart == 1 and raw >= RAW and packed >= COMPRESSED
         table.add_row(*cells)

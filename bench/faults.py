@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import uvloop
 
+from bench.progress import tracked
 from staleflow.configs.schema import Durability
 from tests.audit.reconcile import Rule, prove
 from tests.process.kills import IN_DOUBT, NO_STALE, Tally, campaign
@@ -120,7 +121,7 @@ JOBS: dict[str, Callable[[int, int], Rows]] = {
 @click.option("--seed", default=0, show_default=True)
 def main(jobs: Sequence[str], scale: int, seed: int) -> None:
     missed = False
-    for job in jobs or JOBS:
+    for job in tracked("jobs", jobs or JOBS):
         click.echo(f"\n## {job}\n\n| | |\n| --- | --- |")
         for name, value in JOBS[job](scale, seed):
             click.echo(f"| {name} | {value} |")

@@ -30,6 +30,7 @@ from bench.fuzz_parameters import ParameterTarget
 from bench.fuzz_scheduler import SchedulerTarget
 from bench.fuzz_shard import ShardTarget
 from bench.fuzz_target import UNREADABLE, Finding, Target, read
+from bench.progress import tracked
 
 SHARES = {"codec": 0.7, "scheduler": 0.1, "shard": 0.1, "parameters": 0.1}
 """Of all messages."""
@@ -182,7 +183,7 @@ def main() -> None:
     asked = parser.parse_args()
     logging.disable()
     table = Table("target", "messages", "unreadable", "read", "kinds of outcome", "lines reached", "messages/s")
-    for name in asked.target or SHARES:
+    for name in tracked("targets", asked.target or SHARES):
         share = 1.0 if asked.target else SHARES[name]
         with tempfile.TemporaryDirectory(prefix="sf-") as folder:
             report = asyncio.run(fuzz(name, round(asked.messages * share), asked.seed, Path(folder) / name))

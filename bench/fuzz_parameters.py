@@ -40,6 +40,8 @@ class Registry:
                 return messages.Registered(lineage=body.lineage, version=body.version)
             case messages.VersionsInUse():
                 return messages.KeepVersions(versions=[])
+            case messages.GetStatus():
+                return messages.Status(values={"trainer_term": 1})
             case _:
                 raise Finding(f"the parameter server asks {type(body).__name__}")
 
@@ -62,6 +64,7 @@ class ParameterTarget:
             Tasks(self._group),
             keep_versions=2,
             chunk_bytes=256,
+            budget_bytes=MOST_BYTES // 2,  # a trainer may announce what it likes otherwise, up to the disk
         )
         self._service.run = "fuzz"
         self._ears = Ears(self._service.on_call)

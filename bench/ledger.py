@@ -18,6 +18,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.progress import tracked
 from staleflow.protocols.consistency.events import Consume, Event, Join, Occupy, Publish, Push, Renew, Reserve, Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.consistency.limits import Limits
@@ -153,7 +154,7 @@ def show(results: dict[int, dict[str, float]]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def main(live: tuple[int, ...], as_json: bool) -> None:
     """Print what one operation of the ledger costs at several sizes."""
-    results = {size: measure(size) for size in live or SIZES}
+    results = {size: measure(size) for size in tracked("live groups", live or SIZES)}
     if as_json:
         click.echo(json.dumps(results))
     else:

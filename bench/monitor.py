@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from bench.control_plane import config_for, shape
+from bench.progress import tracked
 from staleflow.monitor.history import History
 from staleflow.monitor.look import Look
 from staleflow.monitor.model import Board, board
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows = [measure(instances) for instances in arguments.instances]
+    rows = [measure(instances) for instances in tracked("instances", arguments.instances)]
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows]))
         return

@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from bench.progress import tracked
 from staleflow.supervisor.summary import Summary
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -87,7 +88,7 @@ def main(overrides: tuple[str, ...], seeds: int, runs: Path | None, markdown: bo
     titles += ("violations", "tokens/s", "wall s", "goal")
     rows: list[tuple[str, ...]] = []
     passed: list[bool] = []
-    for seed in range(seeds):
+    for seed in tracked("runs", range(seeds), "seed {}".format):
         summary = run(seed, overrides, folder / f"seed-{seed}")
         passed.append(good(summary))
         rows.append(

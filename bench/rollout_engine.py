@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.progress import tracked
 from staleflow.clients.rollout.engine import Request, Sampling
 from staleflow.clients.rollout.transformers_engine import TransformersEngine
 
@@ -33,7 +34,7 @@ def main(hidden: int, layers: int, tokens: int, waves: int) -> None:
         f"{sum(p.numel() for p in model.parameters()):,} parameters, one thread; tokens/s by wall clock (by CPU time)"
     )
     print(f"{'concurrent':>10} {'staleflow':>20} {'model.generate':>20}")
-    for rows in (1, 16, 64):
+    for rows in tracked("at once", (1, 16, 64)):
         rng = np.random.default_rng(rows)
         prompts = rng.integers(3, 64, (rows * waves, 12))
         lengths = rng.integers(1, tokens + 1, rows * waves)

@@ -21,6 +21,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.progress import tracked
 from staleflow.configs.load import load
 from staleflow.configs.schema import Config
 from staleflow.runtime.trace import read_events
@@ -158,7 +159,10 @@ def simulated(config: Config) -> Seen:
 def main(file: Path, overrides: tuple[str, ...], markdown: bool) -> None:
     config = load(file, overrides)
     ran = real(file, overrides, config.staleness.max_staleness)
-    seeds = [simulated(load(file, (*overrides, f"seed={seed}"))) for seed in range(SEEDS)]
+    seeds = [
+        simulated(load(file, (*overrides, f"seed={seed}")))
+        for seed in tracked("simulated", range(SEEDS), "seed {}".format)
+    ]
     rows: list[tuple[str, ...]] = []
     agrees = True
     for what, of, judged in LINES:

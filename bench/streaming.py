@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.progress import tracked
 from bench.skewed import real
 from staleflow.configs.load import load
 from staleflow.sim.simulate import simulate
@@ -68,7 +69,7 @@ def wall(overrides: Sequence[str], max_staleness: int) -> float:
 def rows(overrides: Sequence[str], seeds: int, *, real_time: bool) -> list[Row]:
     """Every bound in virtual time, then in real time."""
     found: list[Row] = []
-    for eta in BOUNDS:
+    for eta in tracked("bounds", BOUNDS):
         bound = (*overrides, f"staleness.max_staleness={eta}")
         step_s = rollout_s(bound, seeds)
         step = (*bound, f"trainer.simulated_step_s={step_s:.4f}")

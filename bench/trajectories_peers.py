@@ -164,14 +164,17 @@ class RayQueue:
 
 
 class TransferQueue:
-    """``TransferQueue`` with its storage in memory: rows of one field, ``together`` rows a put, each taken once."""
+    """``TransferQueue`` with its storage in memory: rows of one field, ``together`` rows a put, each taken once.
+
+    It is polled: a controller that waits for rows sleeps five seconds, in which nobody can put any.
+    """
 
     def __init__(self, *, together: int) -> None:
         import ray
         import transfer_queue
 
         ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)
-        transfer_queue.init()
+        transfer_queue.init({"controller": {"polling_mode": True}})
         self._together = together
         self._address = ray.get_runtime_context().gcs_address
         self._kept: list[bytes] = []
@@ -203,13 +206,8 @@ class TransferQueue:
             self._client.put(TensorDict({"trajectory": data}, batch_size=len(rows)), partition_id="train")
 
     def take(self, count: int) -> list[bytes]:
-        found = None
-        while found is None:
-            try:
-                found = self._client.get_meta(["trajectory"], count, "train", task_name="train")
-            except RuntimeError as error:
-                if "Timeout" not in str(error):
-                    raise  # what it says when nobody has put enough for some seconds
+        while not (found := self._client.get_meta(["trajectory"], count, "train", task_name="train")).size:
+            time.sleep(0.001)
         rows = self._client.get_data(found)["trajectory"]
         self._client.clear_samples(found)
         return [row.numpy().data for row in rows]

@@ -18,6 +18,8 @@ import subprocess
 import sys
 from collections import defaultdict
 
+from bench.progress import tracked
+
 WAYS = ("staleflow", "staleflow, not verified", "ray", "safetensors", "zmq", "torch.save", "ray, torch tensors")
 COLUMNS = ("published", "mapped", "loaded", "cpu")
 WHAT = {
@@ -59,10 +61,9 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     loads: list[float] = []
-    for _ in range(options.repeat):
-        for way in options.ways:
-            found[way] += measure(way, sys.executable if way.startswith("staleflow") else options.peers, options)
-            loads.append(os.getloadavg()[0])
+    for way in tracked("ways", list(options.ways) * options.repeat):
+        found[way] += measure(way, sys.executable if way.startswith("staleflow") else options.peers, options)
+        loads.append(os.getloadavg()[0])
     copies = [one["memcpy"] for rounds in found.values() for one in rounds]
     copy = statistics.median(copies)
     print(

@@ -20,7 +20,16 @@ from staleflow.configs.load import addresses, from_json
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
-from staleflow.protocols.wire.messages import Attach, Attached, KeepVersions, Registered, RegisterVersion, VersionsInUse
+from staleflow.protocols.wire.messages import (
+    Attach,
+    Attached,
+    GetStatus,
+    KeepVersions,
+    Registered,
+    RegisterVersion,
+    Status,
+    VersionsInUse,
+)
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Call, Endpoint
 from staleflow.servers.parameters.main import serve_until
@@ -56,6 +65,8 @@ def _answer(call: Call) -> None:
             call.reply(Registered(lineage=ask.lineage, version=ask.version))
         case VersionsInUse():
             call.reply(KeepVersions(versions=[]))
+        case GetStatus():
+            call.reply(Status(values={"trainer_term": 1}))
         case _:
             call.refuse(Code.DENIED, "not here")
 

@@ -127,7 +127,7 @@ def serve(place: str, port: int, delta: str) -> None:
             case VersionsInUse():
                 call.reply(KeepVersions(versions=[]))
             case GetStatus():
-                call.reply(Status(values={}))
+                call.reply(Status(values={"trainer_term": 1}))
             case _:
                 call.refuse(Code.DENIED, "not here")
 

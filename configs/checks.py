@@ -45,7 +45,9 @@ def _name(config: Config) -> None:
 def _model(config: Config) -> None:
     path, build = config.model.path, config.model.build
     if path and build:
-        raise ConfigError("model.path", path, f'with model.build "{build}" there must be only one of the two')
+        empty = "model.build= model.options={}" if config.model.options else "model.build="
+        allowed = f'with model.build "{build}" there must be only one of the two; {empty} leaves that one out'
+        raise ConfigError("model.path", path, allowed)
     if not path and not build and needs_model(config):
         raise ConfigError("model.path", MISSING, "it must be a model directory, or model.build must make one")
     if config.model.options and not build:

@@ -1,6 +1,7 @@
 """The operator's mistakes: one line each, exit code 2, nothing started."""
 
 from enum import Enum
+from typing import cast
 
 
 class Absent(Enum):
@@ -32,6 +33,8 @@ def shown(value: object, limit: int = 120) -> str:
             text = "true" if value else "false"
         case str():
             text = f'"{"".join(map(_visible, value))}"'
+        case list():
+            text = f"[{', '.join(shown(item) for item in cast(list[object], value))}]"
         case _:
             text = str(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

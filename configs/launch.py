@@ -1,11 +1,13 @@
 """The table of ``staleflow launch``: on which machines the processes of a run are, and what reaches them."""
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from staleflow.configs.section import NonNegative, Processes, Section, Text
+from staleflow.configs.section import NonNegative, NonNegativeFloat, Processes, Section, Text
+
+Relays = Literal["auto", "all", "none"]
 
 
 class Launch(Section, frozen=True, kw_only=True):
@@ -14,8 +16,13 @@ class Launch(Section, frozen=True, kw_only=True):
     node of their own, Kubernetes: in pods of their own)."""
 
     rollout_nodes: Processes = 1
-    """Machines of rollout; ``rollout.workers`` engines are spread over them. A relay of the weights is on each that has
-    several, and on all of more than four."""
+    """Machines of rollout; ``rollout.workers`` engines are spread over them."""
+    relays: Relays = "auto"
+    """Which machines of rollout have a relay beside their engines, by which weights come there once. ``auto``: each
+    that has several engines, and all of more than four machines. ``all``, ``none``. A relay is watched and started
+    again as engines are, and costs the disk ``parameters.keep_versions`` versions."""
+    relay_mb_per_s: NonNegativeFloat = 0.0
+    """The most that each of these relays asks for, in 10^6 bytes a second, where a slow link is shared; 0: no bound."""
     trainer_nodes: Processes = 1
     """Machines of the trainer, ``trainer.nproc`` ranks on each."""
     gpus_per_node: NonNegative = 0

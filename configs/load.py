@@ -206,6 +206,9 @@ def read_run(run_dir: Path) -> Config:
         return from_json((run_dir / RESOLVED).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError("run directory", str(run_dir), f"it has no {RESOLVED}, so no run was started there") from None
+    except ConfigError as error:
+        told = f"this version of staleflow cannot read its {RESOLVED}: {error}"
+        raise ConfigError("run directory", str(run_dir), told) from error
 
 
 def model_dir(config: Config, run_dir: Path) -> Path:

@@ -103,7 +103,8 @@ def check_package(key: str, value: str, module: str, how: str) -> None:
 def check_model_dir(path: Path, key: str = "model.path") -> None:
     """A directory as ``save_pretrained`` writes it: a config and a tokenizer."""
     if not path.is_dir():
-        raise ConfigError(key, str(path), "no such directory")
+        told = "no such directory; nothing is downloaded by itself: hf download ORGANIZATION/MODEL --local-dir DIR"
+        raise ConfigError(key, str(path), told)
     if not (path / "config.json").is_file():
         raise ConfigError(key, str(path), "it has no config.json: it must be a model directory of save_pretrained")
     if not any((path / name).is_file() for name in TOKENIZER):

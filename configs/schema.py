@@ -79,7 +79,7 @@ class Reward(Section, frozen=True, kw_only=True):
     retries: NonNegative = 2
     """More tries for a sample whose call raised or hung; then its group is released."""
     batch: Groups = 16
-    """Groups that a worker takes at once."""
+    """Groups that a worker has at once; in the place of each that is done it takes another one."""
     needs: list[Text] = field(default_factory=list[Text])
     """Columns of a value a sample, ``stage/column``, that it waits for and gets as keyword arguments by their names."""
 
@@ -103,7 +103,8 @@ class Stage(Section, frozen=True, kw_only=True):
     workers: Processes = 1
     """Processes started by ``staleflow run``; more may attach."""
     batch: Groups = 16
-    """Groups that a worker takes at once; an ``async def`` has them all under way."""
+    """Groups that a worker has at once, an ``async def`` all of them under way; in the place of each that is done it
+    takes another one."""
     timeout_s: Seconds = 60.0
     """Of one call; a call that takes longer is killed and counts as failed."""
     retries: NonNegative = 2
@@ -173,7 +174,10 @@ class Staleness(Section, frozen=True, kw_only=True):
     """``trajectory``: every token of a trained group obeys the bound. ``token``: every trained token does, older ones
     are masked, and no long trajectory ever holds up a step."""
     on_overdue: OnOverdue = OnOverdue.WAIT
-    """What happens to the groups that keep a waiting trainer from its batch (trajectory bound)."""
+    """What happens to the groups that keep a waiting trainer from its batch (trajectory bound). ``wait``: nothing, the
+    trainer waits and no token is lost. ``truncate``: they end with the tokens they have. ``retry``: they begin anew
+    with the newest version. ``drop``: they are thrown away, and their prompts are dealt again a batch later. All but
+    ``wait`` favour short answers: ``staleness/length_bias`` says how much."""
     min_trainable: Share = 0.0
     """Token bound: a group with a smaller trainable share is dropped."""
 
@@ -356,8 +360,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Groups a step."""
     streaming: bool = False
     """Train a step's groups as they come, while its batch still fills: hides a step's computing behind the rollout of
-    its longest groups. The same step, but for the cut into passes, which is by groups in their order then. Not with
-    ``deepspeed``; for algorithms that need no more than a group at once."""
+    its longest groups. The same step, but for the cut into passes, which is by groups in their order then. For
+    algorithms that need no more than a group at once."""
     stream_groups: Groups = 1
     """``streaming``: groups trained at once, one at least for each rank. Fewer start earlier; more fill the passes of
     ``micro_tokens`` better."""

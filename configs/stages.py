@@ -174,14 +174,14 @@ def seconds_a_group(config: Config) -> dict[str, float]:
     reward, shards = config.reward, config.trajectories.shards
     own = {stage.name: stage.timeout_s * (stage.retries + 1) * shards for stage in config.stage}
     return own | {
-        REWARD: reward.timeout_s * (reward.retries + 1) * config.rollout.group_size,
+        REWARD: reward.timeout_s * (reward.retries + 1) * config.rollout.group_size * shards,
         REFERENCE: config.reference.timeout_s * shards,
         CRITIC: config.critic.timeout_s * shards,
     }
 
 
 def batch_of(config: Config, stage: str) -> int:
-    """Groups that a worker of a stage takes at once."""
+    """Groups of one trajectory server that a worker of a stage has at once."""
     own = {given.name: given.batch for given in config.stage}
     shipped = {REWARD: config.reward.batch, REFERENCE: config.reference.batch, CRITIC: config.critic.batch}
     return (own | shipped)[stage]

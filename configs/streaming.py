@@ -18,9 +18,6 @@ def check_streaming(config: Config) -> None:
             allowed = "it is for trainer.streaming, which is false; leave it at 1"
             raise ConfigError("trainer.stream_groups", trainer.stream_groups, allowed)
         return
-    if trainer.backend == "deepspeed":
-        allowed = 'trainer.backend "deepspeed" scales no gradient at the end of a step: false, or another backend'
-        raise ConfigError("trainer.streaming", True, allowed)
     if trainer.stream_groups > trainer.batch_size:
         allowed = f"a step has trainer.batch_size = {trainer.batch_size} groups: at most as many"
         raise ConfigError("trainer.stream_groups", trainer.stream_groups, allowed)

@@ -20,6 +20,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, from_json, load, read_run
 from staleflow.configs.presence import present
 from staleflow.configs.schema import Config
+from staleflow.monitor.sources import phase_of
 from staleflow.monitor.story import events_about
 from staleflow.report.writers import with_writers
 from staleflow.runtime.audit import AuditReport, audit
@@ -30,7 +31,7 @@ from staleflow.runtime.security import LOOKING, client_sockets
 from staleflow.runtime.trace import read_events
 from staleflow.runtime.trace_lines import decoded
 from staleflow.supervisor import rundir, summary
-from staleflow.supervisor.addresses import check_free, in_use
+from staleflow.supervisor.addresses import check_free, may_answer
 from staleflow.supervisor.supervisor import Supervisor
 from staleflow.supervisor.view import Snapshot, View
 
@@ -72,7 +73,7 @@ def run(
         return Result(folder)
     present(chosen)
     check_free(chosen, folder)
-    view = with_writers(_view(chosen, progress), chosen, folder)
+    view = with_writers(_view(chosen, folder, progress), chosen, folder)
     with _said_here(), rundir.claim(chosen, folder, resume=resume):
         Supervisor(chosen, folder, view, f"run(..., run_dir={str(folder)!r}, resume=True)").run()
     return Result(folder)
@@ -91,10 +92,10 @@ def _said_here() -> Generator[None]:
         raise ConfigError(what, error.value, allowed) from None
 
 
-def _view(config: Config, progress: bool) -> View:
+def _view(config: Config, folder: Path, progress: bool) -> View:
     from staleflow.monitor.plain import PlainView
 
-    return PlainView(sys.stdout, config.name) if progress else _Silence()
+    return PlainView(sys.stdout, config.name, run_dir=folder) if progress else _Silence()
 
 
 class _Silence:
@@ -167,7 +168,7 @@ def connect(where: Path | str, *, timeout_s: float = 5.0) -> "Run":
 def _check_under_way(folder: Path, address: str) -> None:
     """``ConfigError`` where nobody can answer: there is a summary or a socket of this machine, and nobody listens."""
     found = summary.read(folder)
-    if in_use(address) or not (found or address.startswith("ipc://")):
+    if may_answer(address) or not (found or address.startswith("ipc://")):
         return
     ended = f"{found.outcome}, {found.steps:,} of {found.steps_wanted:,} steps" if found else "or was never started"
     read = "staleflow.Result(Path(...)) and staleflow.Trace.open read what a run leaves"
@@ -205,8 +206,9 @@ class Run:
         self._admin.close()
 
     def status(self) -> dict[str, Any]:
-        """What ``staleflow status --json`` prints: ledger, window, instances, workers, stages, totals, metrics."""
-        return self._admin.status(timeout_s=self._timeout_s)
+        """What ``staleflow status --json`` prints: phase, ledger, window, instances, workers, stages, metrics ..."""
+        values = self._admin.status(timeout_s=self._timeout_s)
+        return {"phase": phase_of(values), **values}
 
     def why(self) -> str:
         """What anything waits for, in one sentence."""

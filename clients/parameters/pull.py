@@ -13,6 +13,7 @@ from staleflow.clients.parameters import mapped
 from staleflow.clients.parameters.relays import Relays, map_near, unpinning
 from staleflow.clients.parameters.remote import Brought, CorruptWeights, Remote, unpin, verify
 from staleflow.clients.parameters.tensors import Tensor, part
+from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.manifest import check
@@ -21,7 +22,7 @@ from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.transport import SOCKETS, Transport
-from staleflow.runtime.weights import while_alive
+from staleflow.runtime.weights import Moved, Stalled, while_alive
 
 if TYPE_CHECKING:
     from staleflow.clients.parameters.direct_reader import DirectReader
@@ -166,8 +167,10 @@ class Puller:
         """Through a relay, or else into this process's own memory."""
         for relay in await self._relays.nearest():
             try:
-                return await while_alive(relay, self._through(relay, asked, manifest))
-            except (Refused, Unavailable, ProtocolError, CorruptWeights) as error:
+                return await self._through(relay, asked, manifest)
+            except (Refused, Unavailable, ProtocolError, CorruptWeights, ConfigError) as error:
+                if isinstance(error, Stalled):
+                    self._relays.shunned.add(relay.address)
                 log.warning("version %d does not come from the relay %s: %s", asked.version, relay.address, error)
         try:
             return self._owned(await self._remote.bring(self._client, asked, manifest))
@@ -178,9 +181,10 @@ class Puller:
 
     async def _through(self, relay: Client, asked: GetManifest, manifest: Manifest) -> PulledVersion:
         """The relay's file where that is on this host, else its bytes in memory."""
-        file = await map_near(relay, asked, manifest)
+        file = await while_alive(relay, map_near(relay, asked, manifest))
         if file is None:
-            return self._owned(await self._remote.bring(relay, asked, manifest))
+            moved = Moved()
+            return self._owned(await while_alive(relay, self._remote.bring(relay, asked, manifest, moved), moved))
         return PulledVersion(asked, manifest, file, unpinning(asked, relay, self._client), mapped=True)
 
     def _owned(self, brought: Brought) -> PulledVersion:

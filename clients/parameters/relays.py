@@ -15,7 +15,10 @@ from staleflow.protocols.wire.messages import FindSources, GetManifest, Manifest
 from staleflow.runtime.client import Client
 from staleflow.runtime.host import boot_id
 from staleflow.runtime.transport import Transport
+from staleflow.runtime.weights import Shunned
 
+NEAR_S = 60.0
+"""In which a relay must say that a version is there, or still comes."""
 ANSWER_S = 10.0
 """In which the parameter server must name a relay, and a relay look at bytes that were found damaged."""
 
@@ -28,6 +31,7 @@ class Relays:
         self._worker = worker
         self._transport = transport
         self._open: dict[str, Client] = {}
+        self.shunned = Shunned()
 
     async def nearest(self) -> list[Client]:
         """Whom to ask before the parameter server itself, in this order."""
@@ -38,7 +42,7 @@ class Relays:
         for endpoint in found.endpoints:
             if endpoint not in self._open:
                 self._open[endpoint] = Client(endpoint, worker=self._worker, transport=self._transport)
-        return [self._open[endpoint] for endpoint in found.endpoints]
+        return [self._open[endpoint] for endpoint in found.endpoints if endpoint not in self.shunned]
 
     def close(self) -> None:
         """Close the connections."""
@@ -53,7 +57,7 @@ async def map_near(relay: Client, asked: GetManifest, manifest: Manifest) -> mem
     """
     near = msgspec.structs.replace(asked, host=boot_id())
     while True:
-        found = await relay.ask(near, ManifestOf, timeout_s=None)
+        found = await relay.ask(near, ManifestOf, timeout_s=NEAR_S)
         if found.manifest.sha != manifest.sha:
             detail = f"{relay.address} calls other weights version {asked.version}: is it a relay of another run?"
             raise ProtocolError(Code.CONFLICT, detail)

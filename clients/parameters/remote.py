@@ -18,7 +18,7 @@ from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, Unpin
 from staleflow.runtime import weights
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.weights import Pace, Source, Ways, changes, is_right, whole
+from staleflow.runtime.weights import Moved, Pace, Source, Ways, changes, is_right, whole
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +48,22 @@ class Remote:
         self._spare = bytearray()
         """Memory of the last version, where that is not the base."""
 
-    async def bring(self, client: Client, asked: GetManifest, manifest: Manifest) -> Brought:
-        """The version that was asked for and is pinned. ``Refused``, ``Unavailable`` or ``ProtocolError`` from its
-        server; ``CorruptWeights``."""
+    async def bring(
+        self, client: Client, asked: GetManifest, manifest: Manifest, moved: Moved | None = None
+    ) -> Brought:
+        """The version that was asked for and is pinned; ``moved`` counts on the way. ``Refused``, ``Unavailable`` or
+        ``ProtocolError`` from its server; ``CorruptWeights``."""
+        moved = moved or Moved()
         base, self._base = self._base, None
         if base is not None and not is_free(base.buffer):  # somebody kept an array of it
             base = replace(base, buffer=bytearray(base.buffer))
         source = Source(client=client, pace=Pace())
         try:
-            if base is not None and await self._by_delta(source, asked, manifest, base):
+            if base is not None and await self._by_delta(source, asked, manifest, base, moved):
                 return Brought(client, asked, manifest, base.buffer)
             buffer = self._take(manifest.nbytes) if base is None else base.buffer
             buffer = buffer if len(buffer) == manifest.nbytes else bytearray(manifest.nbytes)
-            await self._whole(source, asked, manifest, memoryview(buffer))
+            await self._whole(source, asked, manifest, memoryview(buffer), moved)
             return Brought(client, asked, manifest, buffer)
         finally:
             if base is not None and (base.client, base.asked) != (client, asked):
@@ -81,14 +84,16 @@ class Remote:
         spare, self._spare = self._spare, bytearray()
         return spare if len(spare) == nbytes and is_free(spare) else bytearray(nbytes)
 
-    async def _by_delta(self, source: Source, asked: GetManifest, manifest: Manifest, base: Brought) -> bool:
+    async def _by_delta(
+        self, source: Source, asked: GetManifest, manifest: Manifest, base: Brought, moved: Moved
+    ) -> bool:
         """True when the base's buffer holds the version now; otherwise it holds nothing of use."""
         if not delta.comparable(base.manifest, manifest):
             return False
         began = asyncio.get_running_loop().time()
         target, spans = memoryview(base.buffer), delta.spans(base.manifest, manifest, most_bytes=weights.SPAN_BYTES)
         try:
-            await changes(source, asked, base.asked, spans, target, _nothing)
+            await changes(source, asked, base.asked, spans, target, lambda ask, _: moved(ask.offset, ask.nbytes))
             await asyncio.to_thread(verify, manifest, target)
         except (Refused, ProtocolError, CorruptWeights) as error:
             log.warning("version %d comes whole, not as a delta: %s", asked.version, error)
@@ -96,9 +101,11 @@ class Remote:
         self._ways.delta_took(manifest.nbytes, asyncio.get_running_loop().time() - began)
         return True
 
-    async def _whole(self, source: Source, asked: GetManifest, manifest: Manifest, target: memoryview) -> None:
+    async def _whole(
+        self, source: Source, asked: GetManifest, manifest: Manifest, target: memoryview, moved: Moved
+    ) -> None:
         began = asyncio.get_running_loop().time()
-        await whole(source, asked, [(0, manifest.nbytes)], target, _nothing)
+        await whole(source, asked, [(0, manifest.nbytes)], target, moved)
         await asyncio.to_thread(verify, manifest, target)
         self._ways.whole_took(manifest.nbytes, asyncio.get_running_loop().time() - began)
 
@@ -125,7 +132,3 @@ async def unpin(client: Client, asked: GetManifest, *, base: bool = False) -> No
     with suppress(Refused, Unavailable):
         message = Unpin(worker=asked.worker, lineage=asked.lineage, version=asked.version, base=base)
         await client.ask(message, Done, timeout_s=UNPIN_TIMEOUT_S)
-
-
-def _nothing(*_: object) -> None:
-    """A reader looks at a version when it is whole."""

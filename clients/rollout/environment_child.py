@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from staleflow.clients.rollout.environment_client import Client
 from staleflow.clients.stage import pipe
-from staleflow.clients.stage.child import LARGEST, serve_concurrently, take_over_pipes
+from staleflow.clients.stage.child import LARGEST, reason, serve_concurrently, take_over_pipes
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
 
@@ -60,7 +60,7 @@ def _make(load: pipe.Load) -> Any:
     try:
         environment = made(**load.options)
     except Exception as error:  # user code: whatever it raises is the operator's to read
-        raise ConfigError(KEY, load.run, f"making it raised {type(error).__name__}: {error!s:.500}") from error
+        raise ConfigError(KEY, load.run, reason(error, "making it")) from error
     if not inspect.iscoroutinefunction(getattr(environment, "rollout", None)):
         raise ConfigError(KEY, load.run, "it must have a method: async def rollout(self, client, row)")
     return environment

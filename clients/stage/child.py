@@ -13,10 +13,13 @@ import numbers
 import os
 import queue
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from staleflow.clients.stage import pipe
@@ -27,6 +30,10 @@ LARGEST = 3.4028234e38
 """Rewards travel as float32."""
 NOUN = "the reward"
 """What messages to the operator call the function."""
+OURS = str(Path(__file__).parent.parent)
+"""Calls come through this folder; an error that has no other lines is of the call itself."""
+INSTALLED = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Where no code of the user's is, or code that he did not write for this run."""
 LOOK_S = 0.1
 """How often the loop of an ``async def`` is asked whether it still turns."""
 
@@ -166,10 +173,19 @@ def judged(call: int, value: object) -> pipe.Answer:
 
 
 def reason(error: BaseException, noun: str = NOUN) -> str:
-    """One line for a call that raised; of a group of errors, for the first."""
+    """One line for a call that raised, with its place; of a group of errors, for the first."""
     while isinstance(error, BaseExceptionGroup):
         error = cast(BaseExceptionGroup[BaseException], error).exceptions[0]
-    return f"{noun} raised {type(error).__name__}: {error!s:.500}"
+    return f"{noun} raised {type(error).__name__}: {error!s:.500}{place(error)}"
+
+
+def place(error: BaseException) -> str:
+    """``, at FILE:LINE``: the last line of the user's own code, or, where all of it is installed, the last that is not
+    ours; empty for an error from nowhere."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    theirs = [(file, line) for file, line in lines if not file.startswith(OURS)]
+    own = [(file, line) for file, line in theirs if not file.startswith(INSTALLED)] or theirs
+    return f", at {Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
 
 
 def took_too_long(timeout_s: float, noun: str = NOUN) -> str:

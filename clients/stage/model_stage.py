@@ -7,7 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from staleflow.clients.stage.worker import Made, StageGroup
 
@@ -38,6 +38,8 @@ class Judge(Protocol):
 
 class ModelStage:
     """A ``Judge`` as a ``Stage``. Shards that call it at once wait for each other."""
+
+    together: ClassVar[bool] = True
 
     def __init__(self, open_judge: Callable[[], Judge]) -> None:
         self._open = open_judge

@@ -4,7 +4,7 @@ completion of a group."""
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ class RewardStage:
 
     ``runner`` is None where there is no ``reward.run``: then every group must come with its environment's reward.
     """
+
+    together: ClassVar[bool] = False
 
     def __init__(self, runner: RewardRunner | None, decode: Decode) -> None:
         self._runner = runner

@@ -64,7 +64,8 @@ class CallRunner:
             self.failed_calls += 1
             if (more := self._said.due()) is not None:
                 log.info("try %d of %d: %s%s", attempt + 1, self._retries + 1, answer.error, more)
-        raise CallFailed(f"{answer.error} ({self._retries + 1} tries)")
+        tries = f"{self._retries + 1} tries" if self._retries else "1 try"
+        raise CallFailed(f"{answer.error} ({tries})")
 
     async def _call(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:
         while True:

@@ -17,13 +17,14 @@ Decode = Callable[[list[NDArray[np.int32]]], list[str]]
 """The token ids of some completions -> their texts, in order."""
 
 
-def tokenizer_decoder(model: Path) -> Decode:
-    """Decodes with the tokenizer in ``model``, special tokens left out. ``ConfigError`` when there is none."""
+def tokenizer_decoder(model: Path, *, special: bool = False) -> Decode:
+    """Decodes with the tokenizer in ``model``, special tokens left out unless asked for. ``ConfigError`` when there is
+    none."""
     check_model_dir(model, "model directory")
     decode_batch = _fast(model / "tokenizer.json") if (model / "tokenizer.json").is_file() else _any(model)
 
     def decode(completions: list[NDArray[np.int32]]) -> list[str]:
-        return decode_batch([ids.tolist() for ids in completions], skip_special_tokens=True)
+        return decode_batch([ids.tolist() for ids in completions], skip_special_tokens=not special)
 
     return decode
 

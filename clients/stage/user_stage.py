@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import ClassVar
 
 from staleflow.clients.stage import pipe
 from staleflow.clients.stage.group_child import noun_of
@@ -19,6 +20,8 @@ from staleflow.protocols.wire.tensors import pack, unpack
 
 class UserStage:
     """Makes what its function returns. Groups of an ``async def`` are under way side by side, others one by one."""
+
+    together: ClassVar[bool] = False
 
     def __init__(self, calls: CallRunner, decode: Decode) -> None:
         self._calls = calls

@@ -1,15 +1,15 @@
 """A stage worker: takes groups from the trajectory servers, has its stage make their columns, hands the columns back.
 
-Consumes: ``StageWork`` of each shard, as soon as it has some. Produces: one ``StageResult`` a group, the columns of the
-stage or the reason why there are none. A worker that dies owes nothing: the shard gives its groups to another one,
-and the ticket fences what it may still say.
+Consumes: ``StageWork`` of each shard, as soon as it has some, while others are still at work. Produces: one
+``StageResult`` a group, as soon as it is made: the columns of the stage or the reason why there are none. A worker that
+dies owes nothing: the shard gives its groups to another one, and the ticket fences what it may still say.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,9 @@ Made = dict[str, NDArray[np.float32]] | Failed
 class Stage(Protocol):
     """What a worker does to groups."""
 
+    together: ClassVar[bool]
+    """Whether it makes all groups of a call in one go; else the worker calls it with each, side by side."""
+
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
         """The columns of each group, in order. An exception ends the worker; its groups go to another one."""
         ...
@@ -61,6 +64,60 @@ class Stage(Protocol):
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
         """The columns of these groups are durable; nobody waits for them any more."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    """What was made of one group; ``group`` is None where there was none to make anything of."""
+
+    item: StageItem
+    group: StageGroup | None
+    made: Made
+
+
+class _Hand:
+    """The groups of one shard that a worker has: taken, made, handed back, in this order. ``places`` of them at most;
+    more are taken when ``least`` places are free."""
+
+    def __init__(self, *, places: int, least: int) -> None:
+        self._places = places
+        self._least = least
+        self._tickets: dict[int, None] = {}
+        self._made: list[_Done] = []
+        self._some, self._freed = asyncio.Event(), asyncio.Event()
+
+    def tickets(self) -> list[int]:
+        """Of all that the shard has not got back yet."""
+        return list(self._tickets)
+
+    async def room(self) -> int:
+        """Free places, once there are enough."""
+        while (free := self._places - len(self._tickets)) < self._least:
+            self._freed.clear()
+            await self._freed.wait()
+        return free
+
+    def took(self, items: Sequence[StageItem]) -> None:
+        """These are here."""
+        self._tickets |= dict.fromkeys(item.ticket for item in items)
+
+    def made(self, done: Sequence[_Done]) -> None:
+        """These can go."""
+        self._made += done
+        self._some.set()
+
+    async def done(self) -> list[_Done]:
+        """What can go, once there is something."""
+        await self._some.wait()
+        self._some.clear()
+        done, self._made = self._made, []
+        return done
+
+    def gave(self, done: Sequence[_Done]) -> None:
+        """The shard has these, or does not want them any more."""
+        for one in done:
+            self._tickets.pop(one.item.ticket, None)
+        self._freed.set()
 
 
 @dataclass(slots=True)
@@ -72,7 +129,11 @@ class Worked:
 
 
 class StageWorker:
-    """Serves one stage at every shard; the stage is shared, so shards wait for each other only inside it."""
+    """Serves one stage at every shard; the stage is shared, so shards wait for each other only inside it.
+
+    It has at most ``max_groups`` of each shard. Where the stage makes its groups one by one, the place of each that is
+    handed back is given to a new one: a slow group holds up its own place only.
+    """
 
     def __init__(self, *, worker: WorkerId, name: str, stage: Stage, max_groups: int) -> None:
         self._worker = worker
@@ -86,15 +147,23 @@ class StageWorker:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for shard in shards:
-                tasks.create_task(self._serve_shard(shard))
+                hand = _Hand(places=self._max_groups, least=self._max_groups if self._stage.together else 1)
+                tasks.create_task(self._take(shard, hand, tasks))
+                tasks.create_task(self._hand_back(shard, hand))
 
-    async def _serve_shard(self, shard: Client) -> None:
+    async def _take(self, shard: Client, hand: "_Hand", tasks: asyncio.TaskGroup) -> None:
+        """Fill the hand, and begin with what comes."""
         maps, host = MappedSlabs(), boot_id()
         loop = asyncio.get_running_loop()
         while True:
-            asked = loop.time()
+            room, asked = await hand.room(), loop.time()
             take = TakeStage(
-                stage=self._name, worker=self._worker, max_groups=self._max_groups, wait_ms=TAKE_WAIT_MS, host=host
+                stage=self._name,
+                worker=self._worker,
+                max_groups=room,
+                wait_ms=TAKE_WAIT_MS,
+                host=host,
+                held=hand.tickets(),
             )
             work, frames = await shard.call(take, timeout_s=None)
             if isinstance(work, StageWork) and work.items:
@@ -104,25 +173,40 @@ class StageWorker:
                     log.info("shard %s is asked for frames from now on: %s", shard.address, error)
                     host = ""
                     continue
-                await self._work(shard, work.items, groups)
+                hand.took(work.items)
+                taken = list(zip(work.items, groups, strict=True))
+                for part in [taken] if self._stage.together else [[one] for one in taken]:
+                    tasks.create_task(self._work(part, hand))
             elif loop.time() - asked < AT_ONCE_S:  # a shard that drains has nothing and does not wait either
                 await asyncio.sleep(AT_ONCE_S)
 
-    async def _work(self, shard: Client, items: Sequence[StageItem], groups: Sequence["StageGroup | Failed"]) -> None:
-        """Make the columns of the groups and hand them back together."""
-        found = [group for group in groups if isinstance(group, StageGroup)]
-        made = dict(zip([group.group for group in found], await self._make(found), strict=True))
-        made |= {item.group: group for item, group in zip(items, groups, strict=True) if isinstance(group, Failed)}
-        results: list[StageResult] = []
-        out: list[memoryview] = []
-        for item in items:
-            result, more = self._result(item, made[item.group])
-            results.append(result)
-            out += more
-        finish = FinishStage(stage=self._name, worker=self._worker, results=results)
-        answer = await shard.ask(finish, Results, out, timeout_s=None)
-        good = self._count(finish, answer)
-        await self._stage.accepted([group for group in found if group.group in good])
+    async def _work(self, taken: Sequence[tuple[StageItem, "StageGroup | Failed"]], hand: "_Hand") -> None:
+        """Make the columns of these groups."""
+        found = [group for _, group in taken if isinstance(group, StageGroup)]
+        made = iter(await self._make(found) if found else ())
+        hand.made(
+            [
+                _Done(item, group, next(made)) if isinstance(group, StageGroup) else _Done(item, None, group)
+                for item, group in taken
+            ]
+        )
+
+    async def _hand_back(self, shard: Client, hand: "_Hand") -> None:
+        """Hand back what is made, together what was made in the meantime."""
+        while True:
+            done = await hand.done()
+            results: list[StageResult] = []
+            out: list[memoryview] = []
+            for one in done:
+                result, more = self._result(one.item, one.made)
+                results.append(result)
+                out += more
+            finish = FinishStage(stage=self._name, worker=self._worker, results=results)
+            answer = await shard.ask(finish, Results, out, timeout_s=None)
+            good = self._count(finish, answer)
+            groups = [one.group for one in done if one.group is not None]
+            await self._stage.accepted([group for group in groups if group.group in good])
+            hand.gave(done)
 
     async def _make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
         """As the stage's own; what ends the worker is told with the groups that it ends at."""

@@ -103,14 +103,18 @@ def batch_values(batch: TrainBatch, gather: Callable[[NDArray[Any]], NDArray[Any
     lengths = gather(batch.sampled_lengths)
     sampled = int(lengths.sum())
     reward, spread = mean_std(gather(batch.rewards).astype(np.float64))
+    cut = gather(batch.cut.astype(np.float64))
     age = int(batch.step) - batch.token_versions[batch.loss_mask]
     sums = gather(np.array([[age.sum(), age.size, batch.masked_tokens, age.max(initial=0)]], np.int64))
     ages, trained, masked, _ = sums.sum(axis=0).tolist()
+    surprise = gather(np.array([batch.behavior_logprobs[batch.loss_mask].sum(dtype=np.float64)])).sum()
     return {
         "reward/mean": reward,
         "reward/std": spread,
         "length/mean": mean_std(lengths)[0],
         "length/p99": float(np.percentile(lengths, 99)) if lengths.size else 0.0,
+        "length/truncated": float(cut.mean()) if cut.size else 0.0,
+        "entropy": -float(surprise) / max(1, trained),
         "off_policy/mean": ages / max(1, trained),
         "off_policy/max": float(sums[:, 3].max()),
         "staleness/masked_token_ratio": masked / max(1, sampled),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import Batch
 from staleflow.protocols.wire.stages import REWARD_COLUMN, is_per_token, short_name
-from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 
 NO_VERSION = -1
 """In ``token_versions``: nobody sampled this token (prompt, padding, what an environment wrote)."""
@@ -47,6 +47,8 @@ class TrainBatch:
     """[N]"""
     completion_lengths: NDArray[np.int64]
     """[N]: tokens behind the prompt: sampled ones, trained or not, and what an environment wrote between them."""
+    cut: NDArray[np.bool_]
+    """[N]: True for a trajectory that did not come to its own end: it was as long as it may be, or truncated."""
     masked_tokens: int
     """Tokens that the token bound took out of ``loss_mask``."""
     rows: tuple[dict[str, Any], ...]
@@ -110,6 +112,7 @@ def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
         rewards=columns.rewards,
         group_ids=columns.group_ids,
         completion_lengths=columns.completion_lengths,
+        cut=columns.cut,
         masked_tokens=masked,
         rows=tuple(columns.rows),
         token_stages=columns.token_stages,
@@ -137,6 +140,7 @@ class _Columns:
         self.behavior_logprobs = np.zeros(shape, np.float32)
         self.token_versions = np.full(shape, NO_VERSION, np.int64)
         self.rewards = np.zeros(len(ends), np.float32)
+        self.cut = np.zeros(len(ends), np.bool_)
         self.group_ids = np.repeat(np.asarray([item.group for item in fetched], np.int64), samples)
         self.rows: list[dict[str, Any]] = []
         self.token_stages: dict[str, NDArray[np.float32]] = {}
@@ -157,6 +161,7 @@ class _Columns:
             versions = np.where(payload.loss_mask, versions, NO_VERSION)
         self.token_versions[rows][completions] = versions
         self.rewards[rows] = payload.stages[REWARD_COLUMN]
+        self.cut[rows] = payload.finish != Finish.STOP
         for name, made in payload.stages.items():
             if is_per_token(name):
                 self._token_stage(name)[rows][completions] = made

@@ -2,8 +2,9 @@
 """DeepSpeed's ZeRO over the ranks: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 the weights as well.
 
 The optimizer is torch's AdamW over ZeRO's float32 partitions (DeepSpeed's own for CPUs takes minutes to build and is
-slower). ZeRO averages over the ranks what it reduces, hence the factor in ``backward``. It takes its step and learns
-the gradient's norm in one go; the optimizer under it refuses to move for a norm that is not finite.
+slower). ZeRO averages over the ranks what it reduces, hence the factor in ``backward``. It divides the summed gradient
+by a loss scale before it clips it: that is told the step's scale, for the step alone. It takes its step and learns the
+gradient's norm in one go; the optimizer under it refuses to move for a norm that is not finite.
 """
 
 import importlib
@@ -52,7 +53,6 @@ class DeepspeedLearner:
     """``Learner`` in a DeepSpeed engine."""
 
     even = True
-    scales = False
 
     def __init__(self, model: Any, config: Config, ranks: OneRank | ManyRanks, files: WeightFiles | None) -> None:
         check_package("trainer.backend", "deepspeed", "deepspeed", DEEPSPEED)
@@ -87,17 +87,18 @@ class DeepspeedLearner:
             self._engine.step()
 
     def step(self, number: int, *, scale: float, take: bool) -> float:
-        assert scale == 1.0
         rate = learning_rate(self._config, number)
         for group in self._adam.param_groups:
             group["lr"] = rate
         if self._stage == 0:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.grad_clip))
+            norm = self._scaled_norm(scale)
             self._adam.may = lambda: take and math.isfinite(norm)
             self._engine.step()
             return norm
         self._adam.may = lambda: take and math.isfinite(self._norm())
+        self._zero.override_loss_scale(1.0 / scale)
         self._engine.step()
+        self._zero.override_loss_scale(1.0)
         return self._norm()
 
     def clear(self) -> None:
@@ -156,6 +157,13 @@ class DeepspeedLearner:
     @property
     def _name(self) -> str:
         return f"deepspeed-zero{self._stage}"
+
+    def _scaled_norm(self, scale: float) -> float:
+        """Of the gradient without ZeRO, which is scaled and clipped here."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.grad_clip))
 
     def _norm(self) -> float:
         norm = self._zero._global_grad_norm

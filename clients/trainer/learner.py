@@ -21,8 +21,6 @@ class Learner(Protocol):
     """True when every rank must run equally many passes."""
     whole: bool
     """True when this rank's model is complete without the others."""
-    scales: bool
-    """True when ``step`` can scale the gradient; otherwise ``scale`` is 1 there, and losses come scaled."""
 
     def forward(self, *, last: bool, **inputs: Any) -> Any:
         """The model's output; ``last`` says that the next ``backward`` is the step's last."""

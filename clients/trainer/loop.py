@@ -20,6 +20,7 @@ from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Sto
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import Computed, Steps
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, Version
@@ -66,14 +67,16 @@ class TrainingLoop:
         checkpoints: Checkpoints,
         steps: Steps,
         stop: threading.Event,
+        samples: Samples | None = None,
     ) -> None:
-        """``steps``: how batches become steps of the backend."""
+        """``steps``: how batches become steps of the backend. ``samples``: None where tokens mean nothing."""
         self._config = config
         self._steps = steps
         self._client = client
         self._backend = backend
         self._checkpoints = checkpoints
         self._stop = stop
+        self._samples = samples
         self._state = TrainerState()
         self._saved: TrainerState | None = None
 
@@ -133,6 +136,8 @@ class TrainingLoop:
         self._client.commit(self._backend.weights())
         times.publish = time.monotonic() - started
         self._state = state
+        if self._samples is not None:
+            self._samples.write(batch)
         values |= times.values(int(values["trainer/sampled_tokens"]))
         values["trainer/bad_steps"] = float(state.bad_steps)
         if self._checkpoint_is_due():

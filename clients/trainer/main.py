@@ -6,11 +6,13 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from staleflow.clients.stage.texts import tokenizer_decoder
 from staleflow.clients.trainer.backend import Backend, NoBatch, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import Fenced, Followed, TrainerClient
 from staleflow.clients.trainer.lockstep import Leader, follow
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
+from staleflow.clients.trainer.samples import FILE, Samples
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
 from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.ranks import place
@@ -91,6 +93,7 @@ def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threa
             steps=_steps(config, backend),
             checkpoints=checkpoints,
             stop=stopping,
+            samples=_samples(config, run_dir),
         )
         loop.run()
     except Stopped:
@@ -104,6 +107,13 @@ def _steps(config: Config, backend: Backend) -> Steps:
         return WholeSteps(backend)
     assert isinstance(backend, StreamingBackend)
     return StreamedSteps(backend, config.trainer.stream_groups)
+
+
+def _samples(config: Config, run_dir: Path) -> Samples | None:
+    """Where some of what is trained is written down; None without a model, whose tokens are random."""
+    if config.trainer.backend == "simulated":
+        return None
+    return Samples(run_dir / FILE, tokenizer_decoder(model_dir(config, run_dir), special=True))
 
 
 def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:

@@ -170,6 +170,7 @@ def joined(parts: Sequence[TrainBatch], batch: Batch) -> TrainBatch:
         rewards=column("rewards"),
         group_ids=column("group_ids"),
         completion_lengths=column("completion_lengths"),
+        cut=column("cut"),
         masked_tokens=sum(part.masked_tokens for part in parts),
         rows=tuple(row for part in parts for row in part.rows),
         token_stages={name: np.concatenate([_of_tokens(part, name, longest) for part in parts]) for name in tokens},

@@ -20,7 +20,6 @@ class PlainLearner:
 
     even = False
     whole = True
-    scales = True
 
     def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
         self.model = model

@@ -137,7 +137,7 @@ class TorchTrainer:
 
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:
         """Move the weights, as ``train`` does; ``batch``: every part that was added."""
-        began, scale = time.monotonic(), self._objective.scale() if self.learner.scales else 1.0
+        began, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
         norm = self.learner.step(step, scale=scale, take=math.isfinite(values["loss"]))
         values["grad_norm"] = norm
@@ -193,14 +193,13 @@ class TorchTrainer:
         objective.take(batch)
         if objective.surveys:
             self._survey(batch, cuts, stopping)
-        scale = 1.0 if self.learner.scales else objective.scale()
         for number, which in enumerate(cuts):
             self._go_on(stopping)
             closes = last and number == len(cuts) - 1
             if which is not None:
                 logprobs = self._logprobs(batch, which, last=closes)
                 loss = objective.loss(logprobs, tokens_of(batch, which, self._ranks.device))
-                self.learner.backward(loss if self.learner.scales else loss * scale, last=closes)
+                self.learner.backward(loss, last=closes)
             elif self.learner.even:
                 self.learner.backward(self._idle(batch), last=closes)
 

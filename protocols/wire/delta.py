@@ -136,6 +136,7 @@ def apply(delta: Data, target: memoryview) -> None:
 
     ``ProtocolError`` for bytes that ``encode`` cannot have written for a span of this size.
     """
+    _expect(len(delta) <= HEAD_BYTES + target.nbytes, f"it has {len(delta)} bytes, more than its span")
     head, body = _read_head(memoryview(delta).cast("B"), target.nbytes)
     if head.kind is Kind.SAME:
         _streams(body, 0)

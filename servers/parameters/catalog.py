@@ -11,10 +11,19 @@ from contextlib import suppress
 from typing import Any
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.messages import KeepVersions, Registered, RegisterVersion, VersionsInUse
+from staleflow.protocols.consistency.ids import TrainerTerm
+from staleflow.protocols.wire.messages import (
+    GetStatus,
+    KeepVersions,
+    Registered,
+    RegisterVersion,
+    Status,
+    VersionsInUse,
+)
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.pins import Pins
+from staleflow.servers.parameters.turns import Looks
 from staleflow.servers.parameters.versions import About, CorruptVersion, NoRoom, Staged, Stored, VersionKey, Versions
 
 log = logging.getLogger(__name__)
@@ -32,6 +41,7 @@ class Catalog:
         self._registered: set[VersionKey] = set()
         self._corrupt: dict[VersionKey, str] = {}
         self._verifying = asyncio.Lock()
+        self._looks = Looks(versions)
         self.publishing = asyncio.Lock()
         """Held by whoever adds or registers versions."""
         self.grown = asyncio.Event()
@@ -53,8 +63,11 @@ class Catalog:
         """Look at the bytes of a pinned version, closely if they are ``doubted``. ``Refused``, and no longer pinned, if
         they are corrupt."""
         try:
+            if doubted:
+                await self._looks.at(stored)
+                return
             async with self._verifying:  # a second reader finds the work done
-                await asyncio.to_thread(self._versions.verify, stored, doubted=doubted)
+                await asyncio.to_thread(self._versions.verify, stored)
         except CorruptVersion as error:
             log.error("%s is corrupt and not served: %s", key, error)
             self._corrupt[key] = f"{key} is corrupt: {error}"
@@ -99,6 +112,13 @@ class Catalog:
     @property
     def _nbytes(self) -> int:
         return sum(stored.about.manifest.nbytes for stored in self._versions.stored.values())
+
+    async def check_begun(self, term: TrainerTerm) -> None:
+        """``Refused`` denied when no trainer has joined with that term, by the scheduler's word: whoever could name any
+        would fence every trainer to come."""
+        status = await self._scheduler.ask(GetStatus(), Status, timeout_s=None)
+        if term > (newest := int(status.values["trainer_term"])):
+            raise Refused(Code.DENIED, f"trainer term {term} has not begun; the newest one is {newest}")
 
     async def keep(self, staged: Staged, about: About, *, in_place: bool) -> None:
         """Make a version durable. ``Refused`` stale when its bytes are not those of the manifest: write them again."""

@@ -48,17 +48,18 @@ class Deltas:
         """The delta of a span that ``check`` let pass; made once, however many ask. ``FileNotFoundError`` when one of
         the two is gone."""
         making = self._making.setdefault(ask, asyncio.Lock())
-        async with making:
-            if (known := self._kept.get(ask)) is not None:
-                self._kept.move_to_end(ask)
-                return known
-            try:
+        try:
+            async with making:
+                if (known := self._kept.get(ask)) is not None:
+                    self._kept.move_to_end(ask)
+                    return known
                 async with self._encoding:
                     made = await asyncio.to_thread(self._encode, ask, old, new)
-            finally:
-                self._making.pop(ask, None)
-            self.keep(ask, made)
-            return made
+                self.keep(ask, made)
+                return made
+        finally:
+            if self._making.get(ask) is making:
+                del self._making[ask]
 
     def _encode(self, ask: GetDelta, old: Stored, new: Stored) -> bytes:
         was = self._versions.read(old, ask.offset, ask.nbytes)

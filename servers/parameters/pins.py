@@ -2,6 +2,9 @@
 
 from staleflow.servers.parameters.versions import VersionKey
 
+MOST_OF_ONE = 16
+"""Versions that one worker pins at once. An engine needs three: the one that it has, its base, and the next."""
+
 
 class Pins:
     """Pairs of worker and version; a pair is there once, however often it is added."""
@@ -11,8 +14,12 @@ class Pins:
         """True: in use; False: only the base of the worker's next delta."""
 
     def add(self, worker: str, key: VersionKey) -> None:
-        """``worker`` uses the version from now on."""
-        self._of.setdefault(worker, {})[key] = True
+        """``worker`` uses the version from now on; beyond ``MOST_OF_ONE`` the oldest goes."""
+        pinned = self._of.setdefault(worker, {})
+        pinned.pop(key, None)
+        pinned[key] = True
+        if len(pinned) > MOST_OF_ONE:
+            del pinned[next(iter(pinned))]
 
     def keep_as_base(self, worker: str, key: VersionKey) -> None:
         """``worker`` would like to have the next version as what changed since this one, if it has pinned it."""

@@ -26,7 +26,6 @@ from staleflow.protocols.wire.messages import (
     GetStatus,
     JoinRelays,
     ManifestOf,
-    Reply,
     Sources,
     Status,
     Unpin,
@@ -38,10 +37,12 @@ from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.host import boot_id
 from staleflow.servers.attached import Tasks
+from staleflow.servers.parameters import turns
 from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.relay_arrivals import Arrivals
 from staleflow.servers.parameters.relay_sources import Upstream
+from staleflow.servers.parameters.turns import Looks, Turns
 from staleflow.servers.parameters.versions import CorruptVersion, VersionKey, Versions
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,9 @@ class RelayService:
         self._deltas = Deltas(versions, delta)
         self._arrivals = Arrivals(versions, self._deltas, upstream, tasks.start)
         self._pins = Pins()
+        self._pieces = Turns(turns.MOST_PIECES)
+        self._manifests = Turns(turns.MOST_MANIFESTS)
+        self._looks = Looks(versions)
         self.hello: Attach | None = None
         """How this relay attaches, once its endpoint is known."""
 
@@ -90,8 +94,7 @@ class RelayService:
         """Start what will answer."""
         match call.body:
             case GetManifest() as ask:
-                self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version))
-                self._later(call, self._manifest(ask))
+                self._later_manifest(call, ask)
             case GetChunk() as ask:
                 self._later_piece(call, ask.offset, self._chunk(ask))
             case GetDelta() as ask:
@@ -115,27 +118,43 @@ class RelayService:
         """Nothing is heard of a reader any more."""
         self._pins.forget(peer)
 
-    def _later(self, call: Call, answer: Coroutine[Any, Any, Reply]) -> None:
+    def _later_manifest(self, call: Call, ask: GetManifest) -> None:
+        try:
+            self._manifests.begin(call.peer)
+        except Refused as no:
+            _refuse(call, no)
+            return
+        self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version))
+
         async def answering() -> None:
             try:
-                reply = await answer
+                call.reply(await self._manifest(ask))
             except Refused as no:
-                call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
-            else:
-                call.reply(reply)
+                _refuse(call, no)
+            finally:
+                self._manifests.end(call.peer)
 
         self._tasks.start(answering())
 
     def _later_piece(self, call: Call, offset: int, piece: Coroutine[Any, Any, bytes]) -> None:
+        try:
+            self._pieces.begin(call.peer)
+        except Refused as no:
+            piece.close()
+            _refuse(call, no)
+            return
+
         async def answering() -> None:
             try:
                 data = await piece
             except Refused as no:
-                call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+                _refuse(call, no)
             except FileNotFoundError as error:  # nobody pinned it, and it went meanwhile
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=offset), [data])
+            finally:
+                self._pieces.end(call.peer)
 
         self._tasks.start(answering())
 
@@ -156,7 +175,7 @@ class RelayService:
         if (stored := self._versions.stored.get(key)) is None:
             return
         try:
-            await asyncio.to_thread(self._versions.verify, stored, doubted=True)
+            await self._looks.at(stored)
         except CorruptVersion as error:
             log.error("%s is damaged here and brought again: %s", key, error)
             if self._versions.stored.get(key) is stored:
@@ -222,6 +241,9 @@ class RelayService:
             try:
                 place = await root.ask(join, Sources, timeout_s=None)
             except Refused as no:
+                if no.code is Code.BUSY:  # more of its own questions wait there than may
+                    await asyncio.sleep(JOIN_EVERY_S)
+                    continue
                 raise ConfigError("relay", str(join.worker), no.detail) from no
             self._upstream.hang_below(place.endpoints)
             self._collect()
@@ -256,3 +278,7 @@ class RelayService:
             if not self._pins.of(key):
                 self._versions.delete(key, reuse=True)
                 log.info("%s is deleted", key)
+
+
+def _refuse(call: Call, no: Refused) -> None:
+    call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire import delta
@@ -22,7 +23,7 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import GetDelta, GetManifest, Manifest
 from staleflow.runtime import weights
 from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.weights import Source, changes, is_right, while_alive, whole
+from staleflow.runtime.weights import Moved, Source, Stalled, changes, is_right, while_alive, whole
 from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.relay_sources import Upstream
 from staleflow.servers.parameters.versions import About, NoRoom, Staged, Stored, VersionKey, Versions
@@ -30,6 +31,8 @@ from staleflow.servers.parameters.versions import About, NoRoom, Staged, Stored,
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 4 << 20
+MOST_COMING = 1024
+"""Versions on their way at once, whatever is asked for; readers of others are told to come back."""
 
 
 class Arrival:
@@ -46,6 +49,8 @@ class Arrival:
         self._changed = asyncio.Event()
         """Set, and made anew, when a tensor is right, and when nothing more will come."""
         self._failed: Refused | None = None
+        self.moved = Moved()
+        """All bytes that came, right or not."""
         self._checking: set[asyncio.Task[None]] = set()
 
     async def given(self, offset: int, nbytes: int) -> int:
@@ -61,6 +66,7 @@ class Arrival:
 
     def arrived(self, offset: int, nbytes: int) -> None:
         """These bytes are in memory; each comes once between two calls of ``begin_again``."""
+        self.moved(offset, nbytes)
         for index in self._touched(offset, nbytes):
             inside = min(offset + nbytes, self._ends[index]) - max(offset, self._starts[index])
             self._missing[index] -= inside
@@ -188,6 +194,8 @@ class Arrivals:
 
     async def _arrival(self, key: VersionKey) -> Arrival:
         if (coming := self._coming.get(key)) is None:
+            if len(self._coming) >= MOST_COMING:
+                raise Refused(Code.BUSY, f"{len(self._coming)} versions are on their way to this relay")
             loop = asyncio.get_running_loop()
             coming = self._coming[key] = loop.create_future()
             self._whole[key] = loop.create_future()
@@ -225,11 +233,13 @@ class Arrivals:
                 return await self._keep(key, arrival)
             for source in self._upstream.sources():
                 try:
-                    if await while_alive(source.client, self._from(source, key, arrival)):
+                    if await while_alive(source.client, self._from(source, key, arrival), arrival.moved):
                         return await self._keep(key, arrival)
                     why = f"{source.client.address} sent other bytes than the manifest names"
-                except (Refused, Unavailable, ProtocolError) as error:
+                except (Refused, Unavailable, ProtocolError, ConfigError) as error:
                     why = str(error)
+                    if isinstance(error, Stalled):
+                        self._upstream.shunned.add(source.client.address)
                 log.warning("%s is not here yet: %s", key, why)
             raise Refused(Code.BAD_VERSION, f"{key} did not reach this relay: {why}")
         except (Refused, asyncio.CancelledError) as error:

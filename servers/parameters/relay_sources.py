@@ -15,7 +15,7 @@ from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, Manif
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.transport import Transport
-from staleflow.runtime.weights import Pace, Source, Ways
+from staleflow.runtime.weights import Pace, Shunned, Source, Ways
 from staleflow.servers.parameters.versions import VersionKey
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class Upstream:
 
     def __init__(self, worker: WorkerId, *, bytes_per_s: float, deltas: bool, transport: Transport) -> None:
         self.ways = Ways(deltas=deltas)
+        self.shunned = Shunned()
         self._worker = worker
         self._transport = transport
         self._pace = Pace(bytes_per_s)
@@ -79,7 +80,8 @@ class Upstream:
 
     def sources(self) -> list[Source]:
         """Whom to ask for its bytes, in this order."""
-        clients = [self._root.result()] if self._above is None else [self._above, self._root.result()]
+        shuns = self._above is None or self._above.address in self.shunned
+        clients = [self._root.result()] if self._above is None or shuns else [self._above, self._root.result()]
         return [Source(client=client, pace=self._pace) for client in clients]
 
     async def pin(self, source: Source, key: VersionKey, manifest: Manifest) -> GetManifest:

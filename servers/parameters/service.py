@@ -44,9 +44,11 @@ from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.host import boot_id
 from staleflow.servers.attached import Tasks
+from staleflow.servers.parameters import turns
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.tree import Tree
+from staleflow.servers.parameters.turns import Turns
 from staleflow.servers.parameters.uploads import Upload, Uploads
 from staleflow.servers.parameters.versions import About, NoRoom, Stored, VersionKey, Versions
 
@@ -86,6 +88,7 @@ class ParameterService:
         self._uploads = Uploads(versions)
         self._deltas = Deltas(versions, delta)
         self._tree = Tree()
+        self._pieces = Turns(turns.MOST_PIECES)
         self._direct: Direct | None = None
         self.run = ""
         """Id of the run, once the scheduler has said it."""
@@ -172,6 +175,8 @@ class ParameterService:
             raise Refused(Code.BUSY, "the parameter server is draining")
         if not 0 <= ask.nbytes <= MOST_BYTES:
             raise Refused(Code.MALFORMED, f"a version has 0 to {MOST_BYTES} bytes, not {ask.nbytes}")
+        if self._uploads.is_newest(ask.trainer_term):
+            await self._catalog.check_begun(ask.trainer_term)
         async with self._beginning:
             upload = self._uploads.again(peer, ask)
             if upload is None:
@@ -247,12 +252,16 @@ class ParameterService:
         if ask.nbytes < 1 or not 0 <= ask.offset < size:
             raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are not in a version of {size} bytes")
 
+        self._pieces.begin(call.peer)
+
         async def answering() -> None:
             nbytes = min(ask.nbytes, self._chunk_bytes)
             try:
                 data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
             except FileNotFoundError:  # nobody pinned it, and it went meanwhile
                 data = b""
+            finally:
+                self._pieces.end(call.peer)
             if data:
                 call.reply(Chunk(offset=ask.offset), [data])
             else:
@@ -265,6 +274,7 @@ class ParameterService:
         old = self._catalog.find(VersionKey(ask.base_lineage, ask.base_version))
         new = self._catalog.find(VersionKey(ask.lineage, ask.version))
         self._deltas.check(ask, old, new)
+        self._pieces.begin(call.peer)
 
         async def answering() -> None:
             try:
@@ -273,6 +283,8 @@ class ParameterService:
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=ask.offset), [delta])
+            finally:
+                self._pieces.end(call.peer)
 
         self._tasks.start(answering())
 

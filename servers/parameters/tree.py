@@ -38,6 +38,11 @@ class Tree:
 
     def join(self, worker: str, endpoint: str, host: str) -> list[str]:
         """A relay is there, or still is: where it gets its bytes."""
+        if worker not in self.relays:  # an earlier process of that place is gone, if nobody has noticed yet
+            for other in [
+                name for name, relay in self.relays.items() if (relay.endpoint, relay.host) == (endpoint, host)
+            ]:
+                self.leave(other)
         relay = self.relays.setdefault(worker, Relay(endpoint, host, "?"))
         relay.endpoint, relay.host = endpoint, host
         if relay.parent != ROOT and relay.parent not in self.relays:

@@ -1,7 +1,8 @@
 """Versions on their way in: who may publish, which upload is which, and what became of it.
 
-A publisher with an older trainer term than the newest one seen is fenced: it can neither begin nor commit. Beginning
-the same again continues the same upload; anything else that the same trainer had begun is forgotten.
+A publisher with an older trainer term than the newest one seen is fenced: it can neither begin nor commit. Who asks
+here has made sure that a newer one than that has begun: terms are the scheduler's to give. Beginning the same again
+continues the same upload; anything else that the same trainer had begun is forgotten.
 """
 
 import asyncio
@@ -61,6 +62,10 @@ class Uploads:
 
     def __len__(self) -> int:
         return sum(1 for upload in self._uploads.values() if upload.committing is None)
+
+    def is_newest(self, term: TrainerTerm) -> bool:
+        """Whether no publisher with that term has been here yet, nor one with a newer."""
+        return term > self._term
 
     @property
     def nbytes(self) -> int:

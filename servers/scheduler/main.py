@@ -10,7 +10,7 @@ from staleflow.configs.load import addresses
 from staleflow.configs.metrics import read_token
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import PROTOCOL
-from staleflow.runtime import lmdb_store
+from staleflow.runtime import crashes
 from staleflow.runtime.checked_store import CheckedStore
 from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.daemon import Stop, run
@@ -41,6 +41,7 @@ LATER_S = 0.002
 def serve(config: Config, run_dir: Path) -> int:
     """Serve until SIGTERM; the process's exit code."""
     raise_file_limit()
+    crashes.note_crashes(run_dir / "scheduler")
 
     async def main(stop: Stop) -> None:
         store = open_store(config, run_dir)
@@ -58,7 +59,7 @@ def open_store(config: Config, run_dir: Path) -> CheckedStore:
     """The run's store, made if it is missing. ``ConfigError`` if it is in use, too small or not a store."""
     settings, path = config.scheduler, run_dir / "scheduler"
     try:
-        store = lmdb_store.Store(path, tables=TABLES, map_bytes=settings.map_mb << 20, durability=settings.durability)
+        store = crashes.open_store(path, tables=TABLES, map_bytes=settings.map_mb << 20, durability=settings.durability)
     except StoreInUse as error:
         raise ConfigError("run directory", str(run_dir), f"{error}") from error
     except (StoreCorrupt, StoreFull) as error:

@@ -48,8 +48,10 @@ class GroupOperations:
         metrics: Metrics,
         yields: Yields,
         setbacks: Setbacks,
+        shards: int,
     ) -> None:
         self._interpreter = interpreter
+        self._shards = shards
         self._setbacks = setbacks
         self._yields = yields
         self._answers = answers
@@ -70,7 +72,7 @@ class GroupOperations:
         if isinstance(op, RegisterPush) and self._interpreter.full:
             self._rejects.push_refused(peer, op, Code.BUSY.value, self._interpreter.clock.now_ms())
             return Result(code=Code.BUSY, detail=f"the scheduler's {self._interpreter.full} is full")
-        if nonsense := _nonsense(op):
+        if nonsense := self._nonsense(op):
             return self._no(peer, op, Code.MALFORMED, nonsense)
         try:
             told = self._interpreter.apply(_event(op))
@@ -105,21 +107,22 @@ class GroupOperations:
         self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
         return Result(code=code, detail=detail)
 
+    def _nonsense(self, op: Op) -> str:
+        """Why nobody may ask for this in whatever state; empty when somebody may."""
+        if isinstance(op, RegisterPush) and sum(segment.tokens for segment in op.segments) > MOST_TOKENS:
+            return f"a group has at most {MOST_TOKENS} tokens"
+        if isinstance(op, RegisterPush) and not 0 <= op.shard < self._shards:
+            return f"shard is {op.shard}; it must be 0 to {self._shards - 1}"
+        if isinstance(op, RegisterRelease) and op.why not in PEERS_WHY:
+            return f'why is "{op.why}"; a peer releases what is {" or ".join(PEERS_WHY)}'
+        return ""
+
     def _put_off(self, group: GroupId) -> None:
         """A prompt that was given up on (its reward failed, say) would fail again and keep its slot for ever: it comes
         back after as many others as there are prompts."""
         deck = self._interpreter.deck
         deck.take(group)
         deck.again(group, deck.rows)
-
-
-def _nonsense(op: Op) -> str:
-    """Why nobody may ask for this in whatever state; empty when somebody may."""
-    if isinstance(op, RegisterPush) and sum(segment.tokens for segment in op.segments) > MOST_TOKENS:
-        return f"a group has at most {MOST_TOKENS} tokens"
-    if isinstance(op, RegisterRelease) and op.why not in PEERS_WHY:
-        return f'why is "{op.why}"; a peer releases what is {" or ".join(PEERS_WHY)}'
-    return ""
 
 
 def _event(op: RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine) -> events.Event:

@@ -124,7 +124,13 @@ class Service:
         self._describing = Describing(interpreter.deck, self._registry)
         yields = Yields(interpreter, self._instances)
         self._operations = GroupOperations(
-            interpreter, self._answers, self._rejects, self._metrics, yields, self._setbacks
+            interpreter,
+            self._answers,
+            self._rejects,
+            self._metrics,
+            yields,
+            self._setbacks,
+            config.trajectories.shards,
         )
         self._cycle = Cycle(interpreter, self._instances, config, self._training.end, self._training.asked)
         self._handlers = self._table()

@@ -99,9 +99,9 @@ class Why:
             return "the parameter server has not attached"
         if not machine.trainer_term:
             return "no trainer has joined"
-        if machine.version < 0:
-            return f"version 0 is still to be published by {machine.trainer}"
         trainer = self._registry.get(machine.trainer)
+        if machine.version < 0:
+            return f"version 0 is still to be published by {machine.trainer if trainer is None else trainer.name}"
         if trainer is not None and not trainer.alive:
             name = trainer.name if trainer.name.startswith("trainer") else f"the trainer {trainer.name}"
             return f"{name} is silent; step {machine.version} waits for it or its successor"

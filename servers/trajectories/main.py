@@ -10,8 +10,8 @@ from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph, seconds_a_group
 from staleflow.protocols.wire.messages import Attach
-from staleflow.runtime import lmdb_store
 from staleflow.runtime.client import Client, worker_id
+from staleflow.runtime.crashes import note_crashes, open_store
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.host import raise_file_limit
 from staleflow.runtime.prompts import PromptRows, open_prompts
@@ -42,6 +42,7 @@ def name_of(shard: int) -> str:
 def serve(config: Config, run_dir: Path, shard: int) -> int:
     """Hold one shard of the trajectories of the run in ``run_dir`` until a signal; returns the exit code."""
     raise_file_limit()
+    note_crashes(run_dir / name_of(shard))
     gc.freeze()
     gc.set_threshold(GC_OBJECTS, 20, 100)
     return run(
@@ -57,7 +58,7 @@ async def serve_until(
     run_dir: Path,
     shard: int,
     *,
-    opened: Callable[..., Store] = lmdb_store.Store,
+    opened: Callable[..., Store] = open_store,
     transport: Transport = SOCKETS,
     slabs: bool = True,
 ) -> None:

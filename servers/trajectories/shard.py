@@ -130,20 +130,21 @@ class Shard:
             return
         incoming, self._incoming = list(self._incoming.values()), {}
         named = [one.pushed.record.slab for one in incoming if one.pushed.record.slab]
+        late = {*self._deletes}
+        full = [one for one in incoming if one.pushed.key in late]  # what is stored of it has to go first
+        incoming = [one for one in incoming if one.pushed.key not in late]
         if not self._stored(incoming):
             self._store.turn_over()
-            full = [one for one in incoming if len(incoming) == 1 or not self._stored([one])]
-            for one in full:
-                _tell(one.waiting, Result(code=Code.BUSY, detail="the trajectory server's map is full"))
-            incoming = [one for one in incoming if one not in full]
+            more = [one for one in incoming if len(incoming) == 1 or not self._stored([one])]
+            incoming = [one for one in incoming if one not in more]
+            full += more
+        for one in full:
+            _tell(one.waiting, Result(code=Code.BUSY, detail="the trajectory server's map is full"))
         if self.slabs is not None:
             for name in named:
                 self.slabs.settle(name)
-        stored = {one.pushed.key for one in incoming}
-        self._deletes = [key for key in self._deletes if key not in stored]
-        for key in stored:
-            self._damaged.pop(key, None)
         for one in incoming:
+            self._damaged.pop(one.pushed.key, None)
             held = Held(one.pushed.key, one.pushed.record, waiting=one.waiting)
             if (reward := held.record.reward) is not None:
                 held.done[REWARD], held.verdict = -1, self._verdict({REWARD_COLUMN: reward})
@@ -151,8 +152,10 @@ class Shard:
             self._register(held)
 
     def _stored(self, incoming: Sequence[Incoming]) -> bool:
+        if not incoming:
+            return True
         try:
-            records = self._store.write_pushes([one.pushed for one in incoming])
+            records = self._store.write_pushes([one.pushed for one in incoming], instead_of=self._damaged)
         except StoreFull as error:
             log.log(logging.DEBUG if self._full else logging.WARNING, "pushes are refused: %s", error)
             self._full = True

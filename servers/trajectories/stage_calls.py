@@ -1,14 +1,16 @@
 """Stage workers at the shard: who waits for groups, what they get, and what happens when they vanish.
 
-A worker asks once at a time. A call that is sent again because its answer was lost gets the same groups again: the
-answers of the last ``REMEMBERED`` calls of each worker are kept as tickets. A newer call gives back what an older one
-took and nobody finished: it was an echo, after a restart say, and its answer went to nobody.
+A worker asks once at a time, and says which tickets it has. A call that is sent again because its answer was lost gets
+the same groups again: the answers of the last ``REMEMBERED`` calls of each worker are kept as tickets. A newer call
+gives back what an older one took, nobody finished and the worker does not name: that was an echo, after a restart say,
+and its answer went to nobody. Of those that wait, who has the fewest groups is served first.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from staleflow.configs.section import MOST_GROUPS
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -64,6 +66,8 @@ class StageCalls:
             raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
         if body.max_groups < 1 or body.wait_ms < 0:
             raise ProtocolError(Code.MALFORMED, f"max_groups {body.max_groups}, wait_ms {body.wait_ms}")
+        if len(body.held) > MOST_GROUPS:
+            raise ProtocolError(Code.OVERSIZE, f"{len(body.held)} groups are held; at most {MOST_GROUPS}")
         given = self._given.get(body.worker, {})
         if (tickets := given.get(call.id)) is not None:
             queue = self._shard.queues[body.stage]
@@ -86,10 +90,10 @@ class StageCalls:
         return [call.id for call in calls if isinstance(call.body, TakeStage) and call.body.worker == worker]
 
     def _give_back(self, body: TakeStage) -> None:
-        """A worker that asks for more has not got what it has not finished: an echo of an older call took it."""
-        queue = self._shard.queues[body.stage]
+        """What a worker that asks for more neither has nor finished did not reach it: it went to an echo."""
+        queue, held = self._shard.queues[body.stage], set(body.held)
         for tickets in self._given.get(body.worker, {}).values():
-            queue.give_back(ticket for ticket in tickets if queue.holds(ticket))
+            queue.give_back(ticket for ticket in tickets if ticket.number not in held)
 
     def finished(self, body: FinishStage) -> None:
         """A worker has handed these back, whatever becomes of them."""
@@ -149,7 +153,7 @@ class StageCalls:
         self._scheduled.discard(stage)
         queue, waiting = self._shard.queues[stage], self._waiting[stage]
         while queue and waiting and not self._closed:
-            call = waiting.pop(0)
+            call = waiting.pop(min(range(len(waiting)), key=lambda place: _has(waiting[place])))
             body = call.body
             if call.done or not isinstance(body, TakeStage):
                 continue
@@ -202,3 +206,8 @@ class StageCalls:
         wanted = self._shard.stages[stage].needs
         made = self._shard.read_columns([held])[0] if wanted else {}
         return {name: made[name] for name in wanted}
+
+
+def _has(call: Call) -> int:
+    """Groups that the worker of a call has already."""
+    return len(call.body.held) if isinstance(call.body, TakeStage) else 0

@@ -3,11 +3,12 @@
 - A worker takes a group with a ticket. Only the newest ticket of a group can finish it.
 - A ticket ends when its worker is gone or its time is over; the group is then first in the queue again, ``MAX_TRIES``
   times in all.
+- A worker may take more while it has some, and do all of them one after another: a ticket lasts for those before it.
 
 Pure: time comes in as ``now_s``.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -36,6 +37,8 @@ class StageQueue:
         self._next = first_ticket
         self._waiting: deque[Key] = deque()
         self._taken: dict[Key, Ticket] = {}
+        self._has: Counter[str] = Counter()
+        """Of the taken ones, each worker's."""
         self._lost: dict[Key, int] = {}
 
     def __len__(self) -> int:
@@ -55,14 +58,17 @@ class StageQueue:
         self._waiting.append(key)
 
     def take(self, worker: str, most: int, *, now_s: float, seconds_each: float) -> list[Ticket]:
-        """The longest waiting groups, at most ``most``. A worker may do them one after another."""
+        """The longest waiting groups, at most ``most``. A worker may do them one after another, behind what it has."""
         tickets: list[Ticket] = []
         count = min(most, len(self._waiting))
+        until_s = now_s + (self._has[worker] + count) * seconds_each
         for _ in range(count):
-            ticket = Ticket(self._next, self._waiting.popleft(), worker, now_s + count * seconds_each)
+            ticket = Ticket(self._next, self._waiting.popleft(), worker, until_s)
             self._next += 1
             self._taken[ticket.key] = ticket
             tickets.append(ticket)
+        if count:
+            self._has[worker] += count
         return tickets
 
     def holds(self, ticket: Ticket) -> bool:
@@ -73,7 +79,7 @@ class StageQueue:
         """Groups that did not reach their worker: first in the queue again, as if never taken."""
         for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
             if self.holds(ticket):
-                del self._taken[ticket.key]
+                self._end(ticket)
                 self._waiting.appendleft(ticket.key)
 
     def finish(self, key: Key, number: int, worker: str) -> bool:
@@ -95,14 +101,22 @@ class StageQueue:
     def forget(self, key: Key) -> None:
         """The group is no longer wanted, wherever it is."""
         self._lost.pop(key, None)
-        if self._taken.pop(key, None) is None and key in self._waiting:
+        if (ticket := self._taken.get(key)) is not None:
+            self._end(ticket)
+        elif key in self._waiting:
             self._waiting.remove(key)
+
+    def _end(self, ticket: Ticket) -> None:
+        del self._taken[ticket.key]
+        self._has[ticket.worker] -= 1
+        if not self._has[ticket.worker]:
+            del self._has[ticket.worker]
 
     def _lose(self, ends: Callable[[Ticket], bool]) -> list[Key]:
         given_up: list[Key] = []
         lost = [ticket for ticket in self._taken.values() if ends(ticket)]
         for ticket in reversed(lost):
-            del self._taken[ticket.key]
+            self._end(ticket)
             tries = self._lost[ticket.key] = self._lost.get(ticket.key, 0) + 1
             if tries < MAX_TRIES:
                 self._waiting.appendleft(ticket.key)

@@ -78,8 +78,9 @@ class TrajectoryStore:
         self.map_bytes = map_bytes
         self._turns = 0
 
-    def write_pushes(self, pushes: Sequence[Pushed]) -> list[Record]:
-        """Make payloads durable, all or none, and return what is stored of each. None of them is stored already."""
+    def write_pushes(self, pushes: Sequence[Pushed], instead_of: Container[Key] = ()) -> list[Record]:
+        """Make payloads durable, all or none, and return what is stored of each. None of them is stored already, but
+        for those in ``instead_of``, of which only what cannot be read is there: that goes in the same transaction."""
         try:
             records = [self._placed(one) for one in pushes]
             slabs = {record.slab: None for record in records if record.slab}
@@ -88,6 +89,8 @@ class TrajectoryStore:
             with self._store.write() as txn:
                 for one, record in zip(pushes, records, strict=True):
                     raw = _raw(one.key)
+                    if one.key in instead_of:
+                        _delete(txn, raw)
                     if not record.slab:
                         txn.put("payloads", raw, one.blob)
                     txn.put("records", raw, _signed(raw, msgspec.msgpack.encode(record)))
@@ -129,10 +132,7 @@ class TrajectoryStore:
         """Forget payloads and all that belongs to them."""
         with self._store.write() as txn:
             for key in keys:
-                txn.delete("payloads", _raw(key))
-                txn.delete("records", _raw(key))
-                for raw in list(_prefixed(txn, _raw(key))):
-                    txn.delete("columns", raw)
+                _delete(txn, _raw(key))
         if self.slabs is not None:
             self.slabs.free(keys)
 
@@ -248,6 +248,13 @@ def _columns(txn: Read, key: Key, record: Record, done: Container[str], stages: 
 def _put_columns(txn: Write, columns: Columns) -> None:
     raw = _raw(columns.key) + columns.stage.encode()
     txn.put("columns", raw, _signed(raw, pack(columns.arrays)))
+
+
+def _delete(txn: Write, raw: bytes) -> None:
+    txn.delete("payloads", raw)
+    txn.delete("records", raw)
+    for column in list(_prefixed(txn, raw)):
+        txn.delete("columns", column)
 
 
 def _prefixed(txn: Read | Write, prefix: bytes) -> Iterator[bytes]:

@@ -20,12 +20,13 @@ def command(key: str) -> int:
     """Print what KEY means, what it may be and what it is if nobody sets it; of a table, every key in it; of a metric,
     what it measures.
 
-    Without KEY: the tables there are.
+    A key's own name will do: of several tables that have it, each. Without KEY: the tables there are.
 
     \b
     Examples:
       staleflow explain staleness
       staleflow explain rollout.vllm.kv_cache_mb
+      staleflow explain max_staleness
       staleflow explain off_policy/max
     """
     from staleflow.configs.describe import tables
@@ -48,8 +49,11 @@ def _of(name: str, found: "list[Table]") -> Iterator[str]:
     from staleflow.runtime.metric_names import METRICS
 
     if name in METRICS:
-        yield f"{click.style(name, bold=True)}  {METRICS[name].unit or 'a number'}"
+        yield f"{click.style(name, bold=True)}  metric; {METRICS[name].unit or 'a number'}"
         yield from _wrapped(METRICS[name].meaning)
+        for full, key in _ending(name, found):
+            yield ""
+            yield from _about(key, full)
         return
     for table in found:
         if name == table.name:
@@ -63,7 +67,18 @@ def _of(name: str, found: "list[Table]") -> Iterator[str]:
             if name == f"{table.name}.{key.name}".lstrip("."):
                 yield from _about(key, name)
                 return
-    _unknown(name)
+    if not (ending := _ending(name, found)):
+        _unknown(name)
+    for place, (full, key) in enumerate(ending):
+        yield from [""] * bool(place)
+        yield from _about(key, full)
+
+
+def _ending(name: str, found: "list[Table]") -> "list[tuple[str, Key]]":
+    """The keys that are called so in their tables, by their whole names."""
+    return [
+        (f"{table.name}.{key.name}", key) for table in found for key in table.keys if key.name == name and table.name
+    ]
 
 
 def _about(key: "Key", name: str) -> Iterator[str]:

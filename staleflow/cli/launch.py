@@ -149,20 +149,23 @@ def _tell(engine: str, config: "Config", run: "Config", folder: Path, found: "li
         click.echo(f"  {name}  {address}")
     for role in head_stages(run, folder, config.launch.gpus_per_node):
         click.echo(f"  {role.name}")
-    for where, line in _over_ssh(found) if engine == "ssh" else _in_ray(config, run):
+    for where, line in _over_ssh(config, found) if engine == "ssh" else _in_ray(config, run):
         click.echo(f"\n{where}\n  {line}")
 
 
-def _over_ssh(found: "list[Role]") -> Iterator[tuple[str, str]]:
-    """Each machine, and the command that starts it; ``$keys`` is the folder into which its keys come first."""
+def _over_ssh(config: "Config", found: "list[Role]") -> Iterator[tuple[str, str]]:
+    """Each machine with its processes, and the command that starts it; ``$keys`` is the folder into which its keys
+    come first."""
     import msgspec
 
+    from staleflow.launch.placement import names_on, places
     from staleflow.launch.ssh import Reach
 
-    for role in found:
+    for place, role in zip(places(config), found, strict=True):
         reach = msgspec.json.decode(role.command[-1], type=Reach)
         keys = ", ".join(Path(path).name for path in reach.key_files)
-        said = f"{role.name} at {reach.host}" + (f"; in $keys there: {keys}" if keys else "")
+        said = f"{role.name} at {reach.host}: {', '.join(names_on(config, place))}"
+        said += f"; in $keys there: {keys}" if keys else ""
         yield said, shlex.join((*reach.through, reach.host, reach.command))
 
 
@@ -171,7 +174,7 @@ def _in_ray(config: "Config", run: "Config") -> Iterator[tuple[str, str]]:
     import msgspec
 
     from staleflow.launch.network import host_of
-    from staleflow.launch.placement import MEET, machine_words
+    from staleflow.launch.placement import MEET, machine_words, names_on
     from staleflow.launch.ray_machines import fleet
     from staleflow.launch.servers import EVERY_INTERFACE
 
@@ -180,10 +183,11 @@ def _in_ray(config: "Config", run: "Config") -> Iterator[tuple[str, str]]:
         connect = connect.replace(EVERY_INTERFACE, HERE)
     asked = fleet(msgspec.structs.replace(run, launch=config.launch))
     for at, bundle in enumerate(asked.bundles):
-        place = asked.place(at)
+        place = asked.places[at]
         keys = ", ".join(Path(path).name for path in asked.key_files[at])
         wanted = ", ".join(f"{what} {count:g}" for what, count in bundle.items())
-        said = f"{place.name} on a node of its own, {wanted}" + (f"; with the keys {keys}" if keys else "")
+        said = f"{place.name} on a node of its own, {wanted}: {', '.join(names_on(config, place))}"
+        said += f"; with the keys {keys}" if keys else ""
         words = machine_words(place, connect, f"{FIRST}:{config.launch.port + MEET}")
         yield said, shlex.join(("python", *words))
 

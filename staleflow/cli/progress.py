@@ -1,5 +1,6 @@
 """A bar on stderr for whatever takes longer than two seconds; nothing where nobody looks at a terminal."""
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -20,10 +21,29 @@ def bar(what: str, *, quiet: bool = False) -> Generator[Told]:
         TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[last]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+    shows = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+        disable=quiet or not console.is_terminal,
+    )
+    with shows as progress:
         task = progress.add_task(what, total=None, last="")
 
         def tell(done: float, total: float, last: str) -> None:
             progress.update(task, completed=done, total=total, last=last)
 
         yield tell
+
+
+@contextmanager
+def working(what: str) -> Generator[None]:
+    """Says that something happens whose end nobody knows; on a terminal only, and gone afterwards."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield

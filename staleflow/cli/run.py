@@ -1,13 +1,12 @@
 """``staleflow run``: everything on this machine under one supervisor."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from staleflow.cli import options
+from staleflow.cli.progress import working
 
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
@@ -53,7 +52,7 @@ def command(
     folder = rundir.choose(config, run_dir, resume=resume)
     if resume and (done := summary.finished(folder)) is not None:
         return tell_finished(done, config, as_json)
-    with _patience():
+    with working("trying the configuration's imports"):
         present(config)
     check_free(config, folder)
     with rundir.claim(config, folder, resume=resume):
@@ -66,10 +65,20 @@ def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None,
 
     if file is None and arguments and "=" not in arguments[0]:
         file, arguments = Path(arguments[0]), arguments[1:]
+    if file is not None and file.is_dir():
+        raise click.UsageError(
+            f"{file} is a directory; to go on with the run in it: staleflow run --run-dir {file} --resume"
+        )
     if file is not None:
         return load(file, arguments)
     if resume and run_dir is not None and not arguments:
         return read_run(run_dir)
+    if resume and run_dir is not None:
+        raise click.UsageError(f"a run keeps its configuration: {arguments[0]} is for a new one")
+    if resume:
+        raise click.UsageError(
+            "which run? For example: staleflow run --run-dir runs/quickstart-20261121-053000 --resume"
+        )
     raise click.UsageError("which configuration? For example: staleflow run configs/quickstart.toml")
 
 
@@ -82,20 +91,6 @@ def tell_finished(done: "Summary", config: "Config", as_json: bool, command: str
     if as_json:
         click.echo(json_line(done))
     return 0
-
-
-@contextmanager
-def _patience() -> Generator[None]:
-    """Says that something happens while user code is tried; on a terminal only, and gone afterwards."""
-    import sys
-
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("trying the configuration's imports"):
-        yield
 
 
 def view_of(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
@@ -114,7 +109,7 @@ def _seen(config: "Config", folder: Path, plain: bool, as_json: bool) -> "View":
     from staleflow.monitor.plain import PlainView
 
     if as_json:
-        return PlainView(sys.stderr, config.name, summary_to=sys.stdout)
+        return PlainView(sys.stderr, config.name, summary_to=sys.stdout, run_dir=folder)
     if plain or not sys.stdout.isatty() or Console().is_dumb_terminal:
-        return PlainView(sys.stdout, config.name)
+        return PlainView(sys.stdout, config.name, run_dir=folder)
     return LiveView(config.name, folder)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from staleflow.cli import options
+from staleflow.cli.progress import working
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def _fit(trace: Path | None, beside: bool, peers: str | None) -> None:
 def _simulated(config: "Config", steps: int | None, trace: Path | None) -> "Result":
     from staleflow.sim.simulate import simulate
 
-    return simulate(config, steps=steps, run_dir=trace)
+    with working("simulating"):
+        return simulate(config, steps=steps, run_dir=trace)
 
 
 def _compared(config: "Config", peers: str | None, steps: int | None, quiet: bool) -> "list[Result]":

@@ -35,21 +35,21 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     from staleflow.monitor.sources import phase_of
     from staleflow.runtime.errors import Unavailable
     from staleflow.runtime.security import LOOKING, client_sockets
-    from staleflow.supervisor.addresses import in_use
+    from staleflow.supervisor.addresses import may_answer
 
     if run_dir is not None and connect is not None:
         raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
     run_dir = options.run_meant(run_dir) if connect is None else None
     config = read_run(run_dir) if run_dir else None
     address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
-    if run_dir is not None and not in_use(address):
+    if run_dir is not None and not may_answer(address):
         return _ended(run_dir, address, why, as_json)
     try:
         sockets = client_sockets(config.security if config else None, *LOOKING)
         with Admin(address, "status", transport=sockets) as admin:
             values = admin.status(timeout_s=3.0)
     except Unavailable:
-        return _ended(run_dir, address, why, as_json)
+        return _ended(run_dir, address, why, as_json, asked=True)
     if as_json:
         _print_json({"phase": phase_of(values), **values})
     elif why:
@@ -97,18 +97,21 @@ def _why(values: dict[str, Any]) -> None:
         click.echo(f"  step {pin.step}: group {pin.group} of version {pin.version}, at {pin.where}{so_far}{left}")
 
 
-def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool) -> int:
+def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, asked: bool = False) -> int:
+    """``asked``: the scheduler may be there, and has not answered."""
     import msgspec
 
     from staleflow.runtime.printable import printable
     from staleflow.supervisor import rundir, summary
+    from staleflow.supervisor.addresses import nobody
 
     process = rundir.holder(run_dir) if run_dir else None
     if process is not None:
         return _silent(f"the run in {run_dir} is being started, or is about to end (process {process})", as_json)
     found: Summary | None = summary.read(run_dir) if run_dir else None
     if found is None:
-        return _silent(f"the scheduler at {address} does not answer: the run has ended, or was never started")
+        silent = "it cannot be reached from here, or the run has ended" if asked else nobody(address)
+        return _silent(f"the scheduler at {address} does not answer: {silent}")
     if as_json:
         _print_json({"phase": found.outcome, **msgspec.structs.asdict(found)})
     elif why:

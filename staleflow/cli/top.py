@@ -11,6 +11,9 @@ from staleflow.configs.errors import ConfigError
 if TYPE_CHECKING:
     from staleflow.monitor.sources import Live, Replay
 
+LOOK_S = 0.25
+"""Between two looks at whether a run that is being started can be asked."""
+
 
 @click.command("top", short_help="Watch a run, live or replayed.")
 @click.argument("run_dir", type=options.DIRECTORY, required=False)
@@ -84,17 +87,36 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     from staleflow.configs.load import addresses, read_run
     from staleflow.monitor.sources import Live
     from staleflow.runtime.security import LOOKING, client_sockets
-    from staleflow.supervisor.addresses import in_use
+    from staleflow.supervisor.addresses import may_answer, nobody
     from staleflow.supervisor.rundir import holder
 
     config = read_run(run_dir) if run_dir else None
     address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
-    if run_dir is not None and not in_use(address):
+    if run_dir is not None and not may_answer(address):
+        wait_for_start(run_dir, address)
+    if run_dir is not None and not may_answer(address):
         if (process := holder(run_dir)) is not None:
             allowed = f"nobody listens there yet, or any more: process {process} starts the run, or ends it"
             raise ConfigError("scheduler", address, allowed)
-        allowed = (
-            f"nobody listens there: the run has ended, or was never started. Again: staleflow top {run_dir} --replay"
-        )
+        allowed = f"nobody listens there: {nobody(address)}. Again: staleflow top {run_dir} --replay"
         raise ConfigError("scheduler", address, allowed)
     return Live(address, run_dir, transport=client_sockets(config.security if config else None, *LOOKING))
+
+
+def wait_for_start(run_dir: Path, address: str) -> None:
+    """On a terminal: until the scheduler of a run that is being started can be asked, or the process that starts it is
+    gone. A model may take minutes."""
+    import sys
+    import time
+
+    from rich.console import Console
+
+    from staleflow.supervisor.addresses import may_answer
+    from staleflow.supervisor.rundir import holder
+
+    process = holder(run_dir)
+    if process is None or not (sys.stdout.isatty() and sys.stderr.isatty()):
+        return
+    with Console(stderr=True).status(f"process {process} starts the run; Ctrl-C leaves"):
+        while holder(run_dir) is not None and not may_answer(address):
+            time.sleep(LOOK_S)

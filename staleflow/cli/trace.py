@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staleflow.cli import options
+from staleflow.cli.progress import working
 from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ def check(trace: Path, as_json: bool) -> int:
     from staleflow.runtime.audit import audit
 
     path = _file(trace)
-    report = audit(path)
+    with working("recounting the trace"):
+        report = audit(path)
     if not report.lines and report.ok:
         raise ConfigError("trace", str(path), "a file with events: this one is empty, nothing was checked")
     if as_json:
@@ -69,7 +71,8 @@ def show(trace: Path, group: int, as_json: bool) -> int:
     """
     from staleflow.monitor.story import events_about
 
-    found = events_about(_file(trace), group)
+    with working("reading the trace"):
+        found = events_about(_file(trace), group)
     if not found:
         raise ConfigError("group", group, f"{trace} never mentions it")
     if as_json:
@@ -112,12 +115,14 @@ def plot(run_dir: Path, out: tuple[Path, ...], start: float, seconds: float | No
         if path.suffix not in PICTURES:
             raise ConfigError("--out", str(path), f"it must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     trace = _file(run_dir)
-    shown = lanes(read_events(trace), stage_lines(run_dir))
+    with working("reading the trace"):
+        shown = lanes(read_events(trace), stage_lines(run_dir))
     if not shown:
         raise ConfigError("trace", str(run_dir), "nobody has done anything in it yet")
     end = max(span.end_s for lane in shown for span in lane.spans) if seconds is None else start + seconds
     if out:
-        _draw(out, trace, shown, (start, end))
+        with working("drawing"):
+            _draw(out, trace, shown, (start, end))
     together = overlaps(shown)
     if as_json:
         click.echo(json.dumps([{"stages": [one, other], "seconds": both} for one, other, both in together]))

@@ -28,7 +28,7 @@ def main() -> int:
         config = read_run(run_dir)
         check_free(config, run_dir)
         with rundir.claim(config, run_dir, resume=True):
-            view = with_writers(PlainView(sys.stdout, config.name), config, run_dir)
+            view = with_writers(PlainView(sys.stdout, config.name, run_dir=run_dir), config, run_dir)
             workers = head_stages(config, run_dir, gpus)
             return Supervisor(config, run_dir, view, f"sbatch {run_dir / SCRIPT}", workers).run()
     except ConfigError as error:

@@ -50,8 +50,8 @@ def files_for(config: Config, place: Place) -> list[Path]:
         names += [key_file(Role.STAGE)] if place.number == 0 and model_stages(config, place.gpus) else []
     else:
         names = [key_file(Role.ROLLOUT)]
-        relays = has_relay(len(share(config.rollout.workers, place.number, place.machines)), place.machines)
-        names += [key_file(Role.SERVER), ALLOWED] if relays else []
+        engines = len(share(config.rollout.workers, place.number, place.machines))
+        names += [key_file(Role.SERVER), ALLOWED] if has_relay(place.relays, engines, place.machines) else []
     return [Path(config.security.keys) / name for name in names]
 
 

@@ -167,7 +167,7 @@ def _secrets(config: Config) -> dict[str, list[str]]:
     """Who gets which files of the folder of keys."""
     looking = [key_file(Role.MONITOR), key_file(Role.ADMIN)]
     server = [key_file(Role.SERVER), ALLOWED]
-    relays = has_relay(_engines(config), config.launch.rollout_nodes)
+    relays = has_relay(config.launch.relays, _engines(config), config.launch.rollout_nodes)
     return {
         "servers": [*server, *looking],
         "rollout": [key_file(Role.ROLLOUT), *(server if relays else [])],
@@ -247,8 +247,9 @@ def _rollout(name: str, config: Config) -> Object:
         )
         for number in range(engines)
     ]
-    if has_relay(engines, config.launch.rollout_nodes):
+    if has_relay(config.launch.relays, engines, config.launch.rollout_nodes):
         words = f"{attach} relay --name relay-{index} --bind 'tcp://'$POD_IP':*'"
+        words += f" --mb-per-s {config.launch.relay_mb_per_s:g}" if config.launch.relay_mb_per_s else ""
         containers.insert(0, _container(config, "relay", words))
     return _job(name, "rollout", config.launch.rollout_nodes, _pod(config, f"{name}-rollout", containers))
 

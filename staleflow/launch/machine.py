@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.launch import Relays
 from staleflow.configs.schema import Config
 from staleflow.launch.network import host_of, interface_of, own_address, tcp
 from staleflow.launch.placement import PARTS, Place, rollout_roles, trainer_roles
@@ -143,8 +145,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--machines", type=int, default=1, metavar="N", help="of its part")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="that it may use; 0: whatever there is")
     parser.add_argument("--meet", default="", metavar="HOST:PORT", help="where ranks of several machines meet")
+    parser.add_argument("--relays", choices=get_args(Relays), default="auto", help="whether one is here: launch.relays")
+    parser.add_argument("--mb-per-s", type=float, default=0.0, metavar="MB", help="that a relay asks for; 0: no bound")
     given = parser.parse_args(words)
-    place = Place(part=given.part, number=given.machine, machines=given.machines, gpus=given.gpus)
+    place = Place(
+        part=given.part,
+        number=given.machine,
+        machines=given.machines,
+        gpus=given.gpus,
+        relays=given.relays,
+        mb_per_s=given.mb_per_s,
+    )
     word = "train" if given.part == "trainer" else "rollout"
     try:
         config, folder = until_joined(given.connect, word)

@@ -1,8 +1,8 @@
 """Which processes of a run are on which machine. Pure.
 
 - **Head**: the servers and the stages without a model; with ``launch.gpus_per_node`` 0 all stages.
-- **Rollout machines**: ``rollout.workers`` engines, spread evenly; beside several engines a relay, so that weights come
-  to the machine once; where there are many machines on each of them, which makes a tree.
+- **Rollout machines**: ``rollout.workers`` engines, spread evenly; by ``launch.relays`` a relay beside them, so that
+  weights come to the machine once; where there are many machines on each of them, which makes a tree.
 - **Trainer machines**: ``trainer.nproc`` ranks on each; on the first one, on the GPUs that are left, the stages with a
   model.
 
@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from staleflow.configs.checks import check_ranks
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.launch import most, share
+from staleflow.configs.launch import Relays, most, share
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
@@ -47,6 +47,10 @@ class Place:
     machines: int
     gpus: int
     """That it may use; 0: whatever it has, without asking."""
+    relays: Relays = "auto"
+    """``launch.relays``."""
+    mb_per_s: float = 0.0
+    """``launch.relay_mb_per_s``."""
 
     @property
     def name(self) -> str:
@@ -58,11 +62,20 @@ def places(config: Config) -> list[Place]:
     """Every machine besides the head: the trainer's, then those of rollout."""
     launch = config.launch
     counts: dict[Part, int] = {"trainer": launch.trainer_nodes, "rollout": launch.rollout_nodes}
-    return [
-        Place(part=part, number=number, machines=count, gpus=launch.gpus_per_node)
-        for part, count in counts.items()
-        for number in range(count)
-    ]
+    return [place_of(config, part, count, number) for part, count in counts.items() for number in range(count)]
+
+
+def place_of(config: Config, part: Part, machines: int, number: int = 0) -> Place:
+    """One machine of ``config.launch``."""
+    launch = config.launch
+    return Place(
+        part=part,
+        number=number,
+        machines=machines,
+        gpus=launch.gpus_per_node,
+        relays=launch.relays,
+        mb_per_s=launch.relay_mb_per_s,
+    )
 
 
 def check(config: Config) -> None:
@@ -124,9 +137,9 @@ def model_stages(config: Config, gpus: int) -> tuple[str, ...]:
     return tuple(stage for stage in stages(config) if stage in MODEL_STAGES) if gpus else ()
 
 
-def has_relay(engines: int, machines: int) -> bool:
+def has_relay(relays: Relays, engines: int, machines: int) -> bool:
     """Whether a machine with so many engines, one of so many, takes weights once for all and passes them on."""
-    return engines > 1 or machines > ALONE
+    return relays == "all" or (relays == "auto" and (engines > 1 or machines > ALONE))
 
 
 def head_stages(config: Config, run_dir: Path, gpus: int) -> list[Role]:
@@ -141,7 +154,7 @@ def machine_cpus(config: Config, part: Part) -> int:
     if part == "trainer":
         return config.trainer.nproc * config.trainer.threads
     engines = most(config.rollout.workers, config.launch.rollout_nodes)
-    return engines * config.rollout.threads + has_relay(engines, config.launch.rollout_nodes)
+    return engines * config.rollout.threads + has_relay(config.launch.relays, engines, config.launch.rollout_nodes)
 
 
 def head_cpus(config: Config) -> int:
@@ -158,6 +171,9 @@ def machine_words(place: Place, connect: str, meet: str, number: str = "") -> li
     words = ["-m", "staleflow.launch.machine", place.part, "--connect", connect]
     words += ["--machine", number or str(place.number), "--machines", str(place.machines)]
     words += ["--gpus", str(place.gpus)] if place.gpus else []
+    if place.part == "rollout":
+        words += ["--relays", place.relays] if place.relays != "auto" else []
+        words += ["--mb-per-s", f"{place.mb_per_s:g}"] if place.mb_per_s else []
     return [*words, *(["--meet", meet] if place.part == "trainer" and place.machines > 1 else [])]
 
 
@@ -172,8 +188,9 @@ def rollout_roles(config: Config, folder: Path, connect: str, place: Place, rela
         )
         for local, number in enumerate(numbers)
     ]
-    if has_relay(len(numbers), place.machines):
-        found.insert(0, _attach(f"relay-{place.number}", folder, connect, "relay", "--bind", relay_at))
+    if has_relay(place.relays, len(numbers), place.machines):
+        more = ("--mb-per-s", f"{place.mb_per_s:g}") if place.mb_per_s else ()
+        found.insert(0, _attach(f"relay-{place.number}", folder, connect, "relay", "--bind", relay_at, *more))
     return found
 
 
@@ -194,6 +211,15 @@ def trainer_roles(config: Config, folder: Path, connect: str, place: Place, meet
         for number in range(workers_of(config, stage))
     ]
     return [*(replace(role, gpus=(len(gpus) + at,)) for at, role in enumerate(judges)), *found]
+
+
+def names_on(config: Config, place: Place) -> list[str]:
+    """Names of the processes of a machine, in the order in which they are started."""
+    if place.part == "rollout":
+        found = rollout_roles(config, Path(), "", place, relay_at="")
+    else:
+        found = trainer_roles(config, Path(), "", place, meet="", here="")
+    return [role.name for role in found]
 
 
 def _under_torchrun(trainer: Role, config: Config, place: Place, meet: str, here: str) -> Role:

@@ -24,7 +24,7 @@ from staleflow.configs.presence import check_package
 from staleflow.configs.schema import Config
 from staleflow.launch.keys import files_for
 from staleflow.launch.network import tcp
-from staleflow.launch.placement import MEET, Part, Place, machine_cpus, machine_words, places
+from staleflow.launch.placement import MEET, Place, machine_cpus, machine_words, places
 from staleflow.runtime.address import reachable
 from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
 from staleflow.supervisor import lifeline
@@ -48,15 +48,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """Where it is bound; at every interface: it is reached at this node's address in the Ray cluster."""
     port: int
     bundles: list[dict[str, float]]
-    parts: list[Part]
-    numbers: list[int]
-    machines: list[int]
-    gpus: int
+    places: list[Place]
+    """Of the machine in each bundle."""
     key_files: list[list[str]]
-
-    def place(self, at: int) -> Place:
-        """Of the machine in a bundle."""
-        return Place(part=self.parts[at], number=self.numbers[at], machines=self.machines[at], gpus=self.gpus)
 
 
 def check() -> None:
@@ -66,17 +60,14 @@ def check() -> None:
 
 def fleet(config: Config, address: str = "auto") -> Fleet:
     """``config``: the run's, with ``[launch]``."""
-    found, gpus = places(config), config.launch.gpus_per_node
+    found = places(config)
     return Fleet(
         name=config.name,
         address=address,
         scheduler=config.scheduler.bind,
         port=config.launch.port,
         bundles=[_bundle(config, place) for place in found],
-        parts=[place.part for place in found],
-        numbers=[place.number for place in found],
-        machines=[place.machines for place in found],
-        gpus=gpus,
+        places=found,
         key_files=[[str(path) for path in files_for(config, place)] for place in found],
     )
 
@@ -180,7 +171,7 @@ class Driver:
             keys = {Path(path).name: Path(path).read_bytes() for path in self._fleet.key_files[at]}
             where = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=at)
             placing = actor.options(
-                name=self._fleet.place(at).name,
+                name=self._fleet.places[at].name,
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),
                 max_restarts=-1,
@@ -212,19 +203,20 @@ class Driver:
 
     def _start(self, at: int, code: int) -> None:
         """``code``: how the machine ended before; below 0: it was not there."""
-        place, actor = self._fleet.place(at), self._actors[at]
+        place, actor = self._fleet.places[at], self._actors[at]
         self._ray.get(actor.start.remote(machine_words(place, self._connect, self._meet)))
         where = f"{self._ray.get(actor.host.remote())}, node {self._ray.get(actor.node.remote())}"
         say(f"{place.name} started at {where}" + (f"; it had ended with {code}" if code >= 0 else ""))
 
     def _meet_again(self) -> None:
         """Ranks of several machines meet at the first one; when that has moved, all of them start anew."""
-        first = self._fleet.parts.index("trainer")
-        if self._fleet.machines[first] == 1:
+        parts = [place.part for place in self._fleet.places]
+        first = parts.index("trainer")
+        if self._fleet.places[first].machines == 1:
             return
         meet = f"{self._ray.get(self._actors[first].host.remote())}:{self._fleet.port + MEET}"
         if self._meet not in ("", meet):
-            trainers = [actor for at, actor in enumerate(self._actors) if self._fleet.parts[at] == "trainer"]
+            trainers = [actor for part, actor in zip(parts, self._actors, strict=True) if part == "trainer"]
             self._ray.get([actor.start.remote(("-c", "raise SystemExit(1)")) for actor in trainers])
         self._meet = meet
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
-from staleflow.launch.placement import MEET, PARTS, Part, Place, head_cpus, machine_cpus, machine_words
+from staleflow.launch.placement import MEET, PARTS, Part, head_cpus, machine_cpus, machine_words, place_of
 
 SCRIPT = "job.sbatch"
 DRAIN_S = 60
@@ -126,7 +126,7 @@ def _options(options: list[str]) -> str:
 
 
 def _step(config: Config, run_dir: Path, part: Part, count: int, group: int, python: str) -> str:
-    place = Place(part=part, number=0, machines=count, gpus=config.launch.gpus_per_node)
+    place = place_of(config, part, count)
     meet = f"$first:{config.launch.port + MEET}"
     words = machine_words(place, "$scheduler", meet, number="$SLURM_PROCID")
     task = shlex.quote(f"exec {python} {' '.join(words)}")  # nothing in the words needs quotes

@@ -71,7 +71,7 @@ class LiveView:
 
     def _draw(self, it: Board) -> None:
         width, height = self._console.size
-        footer = keys(self._look, hint=self._hint)
+        footer = keys(self._look, hint=self._hint, width=width)
         telling = self._stories.of(self._look.story)
         screen = dashboard(it, self._look, width, height - 1, footer=footer, telling=telling)
         self._live.update(screen, refresh=True)

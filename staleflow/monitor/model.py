@@ -181,6 +181,8 @@ def _silent(snapshot: Snapshot) -> bool:
 
 
 def _why(snapshot: Snapshot) -> str:
+    if snapshot.ended:
+        return snapshot.ended
     if _silent(snapshot):
         return f"the scheduler has not answered for {snapshot.status_age_s:.0f} s"
     return str(snapshot.status.get("error") or snapshot.status.get("why") or "")

@@ -181,17 +181,31 @@ def _window_row(row: WindowRow, token: bool, full: int, cells: int) -> Text:
 
 def trainer(it: Board, width: int, height: int) -> RenderableType:
     """What it does, learns, waits for; and what of each limit is used."""
-    learning = _line("").append(f"{it.trainer}   ", "bold")
     cells = 12 if width < 90 else 16
+    if height <= 4:
+        numbers = len(_both(it, 1))  # one value is no curve
+        both = _both(it, min(cells, max((width - numbers) // 2, 3)))
+        return Group(both, _time(it, width), _rates(it, width))
+    learning, reward = _learning(it, cells)
+    parts = [f"{key.rpartition('/')[2].replace('_for_batch', '')} {value:.2f}" for key, value in it.step_times[1:]]
+    last = _line(f"last  {it.step_times[0][1]:.2f} s: {', '.join(parts)}" if parts else "")
+    return Group(learning, reward, _time(it, width), last, _rates(it, width, limits=False), *_limits(it, width))
+
+
+def _both(it: Board, cells: int) -> Text:
+    """Loss and reward in one line."""
+    learning, reward = _learning(it, cells)
+    return learning.append("   ") + reward
+
+
+def _learning(it: Board, cells: int) -> tuple[Text, Text]:
+    """Step and loss, and the rewards; the last ``cells`` steps of each as a curve."""
+    learning = _line("").append(f"{it.trainer}   ", "bold")
     learning.append("loss ", "dim").append(f"{number(it.loss, 3)} ").append(curve(it.losses, cells), "cyan")
     reward = _line("reward ").append(f"{number(it.reward)} ").append(curve(it.rewards, cells), "green")
     if it.held_out:
         reward.append(f"  held-out {number(it.held_out[0])} → ").append(number(it.held_out[1]), "bold green")
-    if height <= 4:
-        return Group(learning.append("   ") + reward, _time(it, width), _rates(it, width))
-    parts = [f"{key.rpartition('/')[2].replace('_for_batch', '')} {value:.2f}" for key, value in it.step_times[1:]]
-    last = _line(f"last  {it.step_times[0][1]:.2f} s: {', '.join(parts)}" if parts else "")
-    return Group(learning, reward, _time(it, width), last, _rates(it, width, limits=False), *_limits(it, width))
+    return learning, reward
 
 
 def _time(it: Board, width: int) -> Text:

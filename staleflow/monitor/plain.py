@@ -1,6 +1,7 @@
 """The same for a log: a line now and then."""
 
 import time
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -17,11 +18,21 @@ EVERY_S = 5.0
 
 
 class PlainView:
-    """A line every few seconds and at every new phase. ``summary_to``: the summary goes there, as JSON."""
+    """A line every few seconds and at every new phase, the first with ``run_dir`` if it is given. ``summary_to``: the
+    summary goes there, as JSON."""
 
-    def __init__(self, to: TextIO, name: str, summary_to: TextIO | None = None, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self,
+        to: TextIO,
+        name: str,
+        summary_to: TextIO | None = None,
+        every_s: float = EVERY_S,
+        *,
+        run_dir: Path | None = None,
+    ) -> None:
         self._to = to
         self._name = name
+        self._run_dir = run_dir
         self._summary_to = summary_to
         self._every_s = every_s
         self._history = History()
@@ -29,7 +40,8 @@ class PlainView:
         self._shown_at = 0.0
 
     def start(self) -> None:
-        pass
+        if self._run_dir is not None:
+            self.say(f"run directory: {self._run_dir}")
 
     def show(self, snapshot: Snapshot) -> None:
         self._history.see(snapshot)
@@ -67,4 +79,6 @@ def line(it: Board) -> str:
     if it.violations:
         parts.append(plural(it.violations, "violation").upper())
     said = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")
+    loading = next((f"{role.name} {role.doing}" for role in it.roles if role.doing.startswith("loading: ")), "")
+    said = "; ".join(filter(None, (said, loading)))
     return "  ".join(parts) + (f"  ({said})" if said else "")

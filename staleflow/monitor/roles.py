@@ -42,7 +42,7 @@ def roles(snapshot: Snapshot) -> tuple[RoleRow, ...]:
         seen = float(worker.get("last_seen_s") or 0.0)
         name = str(worker.get("name"))
         good = seen < SILENT_S
-        doing = _doing(name, str(worker.get("role")), snapshot.status, engines) if good else f"silent for {seen:.0f} s"
+        doing = _doing(name, str(worker.get("role")), snapshot, engines) if good else f"silent for {seen:.0f} s"
         rows.append(RoleRow(name=name, doing=doing, good=good))
     return tuple(rows)
 
@@ -57,7 +57,9 @@ def _process_row(process: ProcessState, snapshot: Snapshot, attached: Set[str], 
     elif role in ("rollout", "stage") and process.name not in attached:
         doing = "done" if snapshot.status.get("finished") else "loading"
     else:
-        doing = _doing(process.name, role, snapshot.status, engines)
+        doing = _doing(process.name, role, snapshot, engines)
+    if doing == "loading" and process.doing:
+        doing = f"loading: {process.doing}"
     return RoleRow(name=process.name, doing=doing, restarts=process.restarts)
 
 
@@ -67,7 +69,8 @@ def role_of(name: str) -> str:
     return stem if stem in NOT_STAGES else "stage"
 
 
-def _doing(name: str, role: str, status: Mapping[str, Any], engines: Engines) -> str:
+def _doing(name: str, role: str, snapshot: Snapshot, engines: Engines) -> str:
+    status = snapshot.status
     match role:
         case "rollout":
             return _rollout(engines.get(name))
@@ -83,8 +86,17 @@ def _doing(name: str, role: str, status: Mapping[str, Any], engines: Engines) ->
         case "parameters":
             version = int(status.get("version", -1))
             return f"serves version {version}" if version >= 0 else "waits for version 0"
+        case "relay":
+            return _relay(name, snapshot.parameters)
         case _:
             return "running"
+
+
+def _relay(name: str, parameters: Mapping[str, Any]) -> str:
+    """How many get their weights there, where the parameter server was asked."""
+    places = [it for it in parameters.get("relays") or () if str(it.get("relay")).rpartition(".")[0] == name]
+    below = int(places[-1].get("num_below") or 0) if places else 0
+    return f"gives weights to {plural(below, 'reader')}" if below else "gives weights on"
 
 
 def _trajectories(name: str, status: Mapping[str, Any]) -> str:

@@ -195,8 +195,9 @@ def _row(name: str, inside: RenderableType, size: int | None) -> Layout:
     return Layout(inside, name=name, size=size)
 
 
-def keys(look: Look, *, hint: str = "") -> Text:
-    """The last row: what can be pressed, or what is being typed."""
+def keys(look: Look, *, hint: str = "", width: int = 0) -> Text:
+    """The last row: what can be pressed, or what is being typed. With a ``width``, in cells, ``hint`` is whole if two
+    keys leave room for it: the others give way, last first; all of them are behind ``?``."""
     if look.typing:
         return Text.assemble((f" {look.typing}: ", "bold cyan"), look.typed, ("▏", "blink"), ("   Enter, Esc", "dim"))
     leaves = "Ctrl-C end" if look.ends_run else "q leave"
@@ -207,6 +208,10 @@ def keys(look: Look, *, hint: str = "") -> Text:
     elif look.speed is not None:
         shown = (leaves, "? keys", "space hold", "+,- speed", "←,→ seek", "/ filter", "g story")
         text.append(f" {look.speed:g}x ", "bold cyan")
+    while (
+        hint and len(shown) > 2 and width and len(text) + sum(len(item) + 2 for item in shown) + 1 + len(hint) > width
+    ):
+        shown = shown[:-1]
     for item in shown:
         key, _, what = item.partition(" ")
         text.append(f" {key} ", "reverse").append(f"{what} ", "dim")

@@ -11,6 +11,7 @@ from staleflow.monitor.replay import Contradiction, Retold
 from staleflow.runtime.metric_lines import metric_lines
 from staleflow.runtime.trace import read_events
 from staleflow.runtime.transport import SOCKETS, Transport
+from staleflow.supervisor import summary
 from staleflow.supervisor.view import Snapshot
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
@@ -82,8 +83,10 @@ class Live:
         if status and self._first is None:
             self._meet(status)
         self._ask_parameters(str(status.get("parameters") or ""))
+        phase, ended = self._end() or (phase_of(status, self.silent_s), "")
         return Snapshot(
-            phase=phase_of(status, self.silent_s),
+            phase=phase,
+            ended=ended,
             elapsed_s=self._elapsed_s(),
             status=status,
             status_age_s=self.silent_s,
@@ -91,6 +94,15 @@ class Live:
             parameters={} if self._parameters is None else self._parameters.newest,
             unix_s=time.time(),
         )
+
+    def _end(self) -> tuple[str, str] | None:
+        """The outcome of a run for which nobody answers any more, and a sentence about it; None if it is not known."""
+        folder = self.trace.parent if self.trace is not None and self.silent_s > 3 * LIVE_EVERY_S else None
+        found = summary.read(folder) if folder is not None else None
+        if found is None:
+            return None
+        steps = f"{found.steps:,} of {found.steps_wanted:,} steps"
+        return found.outcome, f"the run has ended: {found.outcome}, {steps}; staleflow report {folder} tells of it"
 
     def _elapsed_s(self) -> float:
         """Goes on over a restart of the scheduler."""

@@ -9,6 +9,8 @@ from staleflow.runtime.metric_names import METRICS, PLACES
 LEARNING = (
     ("Reward", ("reward/mean", "reward/eval")),
     ("Length", ("length/mean", "length/p99")),
+    ("Cut off before their end", ("length/truncated",)),
+    ("Entropy of the policy", ("entropy",)),
     ("Loss", ("loss",)),
     ("Gradient norm", ("grad_norm",)),
     ("Engine and trainer apart", ("mismatch_kl",)),

@@ -237,7 +237,7 @@ class Client:
         """Nothing that this server says can be believed: every call fails, with both versions."""
         for pending in self._pending.values():
             if not pending.future.done():
-                allowed = f"this client speaks {PROTOCOL}"
+                allowed = f"this client speaks {PROTOCOL}; use the staleflow that the run was started with"
                 pending.future.set_exception(ConfigError(f"protocol of {self.address}", error.theirs, allowed))
 
     # The connection ----------------------------------------------------------------------------------------------

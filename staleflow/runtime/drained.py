@@ -15,6 +15,7 @@ import zmq
 
 from staleflow.protocols.wire.codec import Data
 from staleflow.runtime.limits import TransportLimits
+from staleflow.runtime.unread import Unread
 
 MAX_SOCKETS: Final = 16_384
 """Of one process."""
@@ -86,6 +87,7 @@ class DrainedSocket:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looking = False
         self._draining = False
+        self._unread = Unread(limits.max_unread_bytes, limits.max_all_unread_bytes) if kind == zmq.ROUTER else None
         self.zmq = (within or context()).socket(kind)
         self.zmq.set(zmq.SNDHWM, limits.send_queue)
         self.zmq.set(zmq.RCVHWM, limits.receive_queue)
@@ -111,14 +113,23 @@ class DrainedSocket:
         _open.discard(id(self))
 
     def send(self, parts: Sequence[Data]) -> bool:
-        """Queue one message, never waiting. False when the peer is not there or its queue is full."""
+        """Queue one message, never waiting. False when the peer is not there, its queue is full, or a ROUTER's peer has
+        not taken what it was sent before."""
         last = len(parts) - 1
         copy_below = self._limits.copy_below_bytes
+        sizes = [part.nbytes if isinstance(part, memoryview) else len(part) for part in parts]
+        large = 0
+        if self._unread is not None and max(sizes) >= copy_below:
+            large = sum(size for size in sizes if size >= copy_below)
+        route = bytes(parts[0]) if large else b""
+        if large and self._unread is not None and not self._unread.has_room(route, large):
+            return False
         try:
-            for index, part in enumerate(parts):
+            for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 flags = _NOBLOCK_MORE if index < last else _NOBLOCK
-                size = part.nbytes if isinstance(part, memoryview) else len(part)
-                self.zmq.send(part, flags, copy=size < copy_below)
+                tracker = self.zmq.send(part, flags, copy=size < copy_below, track=bool(large) and size >= copy_below)
+                if tracker is not None and self._unread is not None:
+                    self._unread.sent(route, tracker, size)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False

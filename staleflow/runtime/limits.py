@@ -22,6 +22,10 @@ class TransportLimits:
     """Peers of an endpoint that are alive at once."""
     send_queue: int = 8_192
     """Messages that ZeroMQ queues for a peer; more than ``max_pending``, so no answer to a peer that reads is lost."""
+    max_unread_bytes: int = 1 << 30
+    """Large frames of answers that one peer has not taken yet; further answers are dropped, and it asks again."""
+    max_all_unread_bytes: int = 4 << 30
+    """The same of all peers together; beyond it, who has taken nothing of the last answer gets no other."""
     receive_queue: int = 256
     """Messages of a peer that ZeroMQ reads ahead; then the peer has to wait."""
     burst_messages: int = 128

@@ -22,6 +22,8 @@ import lmdb
 
 from staleflow.runtime.store import Buffer, DiskFull, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
 
+FILE = "data.mdb"
+"""Of a store, in its folder."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_BYTES = 1 << 20
 """A disk with less room than this is full."""
@@ -113,7 +115,7 @@ class Store:
 
     def __init__(self, path: Path, *, tables: Sequence[str], map_bytes: int, durability: Durability) -> None:
         self.path = path
-        self._file = path / "data.mdb"
+        self._file = path / FILE
         self.map_bytes = map_bytes
         self._names = tuple(tables)
         self._sync = durability == "power"
@@ -235,6 +237,26 @@ class Store:
             stats = [txn.stat(table) for table in self._tables.values()]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return pages * stats[0]["psize"] / self.map_bytes
+
+    def look(self) -> None:
+        """Read every record, as a walk comes to it and as a search does, and the list of free pages. ``StoreCorrupt``,
+        or the end of this process, when a page is damaged."""
+        size = self._file.stat().st_size
+        with self.read() as txn:
+            for table in self._names:
+                for key in txn.keys(table):
+                    if (value := txn.view(table, key)) is None:
+                        raise StoreCorrupt(f"{self._file} is damaged: record {key.hex()} of table {table} is not found")
+                    if 0 < value.nbytes <= size:
+                        bytes(value[:1])
+                        bytes(value[-1:])
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            self._env.copyfd(nowhere, compact=True)
+        except lmdb.Error as error:
+            raise StoreCorrupt(f"{self._file} is damaged: {error}") from error
+        finally:
+            os.close(nowhere)
 
     def sync(self) -> None:
         """Bring what was committed to disk."""

@@ -27,6 +27,9 @@ METRICS: Final[dict[str, Metric]] = {
     "reward/eval_failed": Metric("prompts", "held-out prompts that have no reward"),
     "length/mean": Metric("tokens", "mean length of the trained trajectories, sampled tokens only"),
     "length/p99": Metric("tokens", "99th percentile of the length of the trained trajectories"),
+    "length/truncated": Metric(
+        "share", "trained trajectories without an end of their own: cut at rollout.max_new_tokens, or by on_overdue"
+    ),
     "length/eval": Metric("tokens", "mean length of the completions of the held-out prompts"),
     "length/ranker_tau": Metric("", "Kendall's tau between expected and real lengths; 1 is a perfect order"),
     "length/ranker_n": Metric("groups", "groups that length/ranker_tau is of"),
@@ -38,6 +41,9 @@ METRICS: Final[dict[str, Metric]] = {
     "masked/token": Metric("share", "trained tokens that a mask of the algorithm left out"),
     "masked/sequence": Metric("share", "trajectories that lost all of their tokens to a mask of the algorithm"),
     "kl/reference": Metric("nats", "divergence from the reference model, a token"),
+    "entropy": Metric(
+        "nats", "entropy of the policy that wrote, a trained token; estimated by the tokens' own log-probabilities"
+    ),
     "mismatch_kl": Metric("nats", "divergence between the engine that wrote and the trainer's model, a token"),
     "is_weight/mean": Metric("", "mean importance weight of the trained tokens"),
     "is_weight/max": Metric("", "largest importance weight"),

@@ -6,16 +6,19 @@ it (which keeps a duplicate), or with the process, however that ends. A process 
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 
 def hold(path: Path) -> int:
     """A descriptor to read the file by, held until it and every map of it are closed.
 
-    ``FileNotFoundError`` when there is none, or it is being taken this moment.
+    ``FileNotFoundError`` when there is none, it is no plain file, or it is being taken this moment.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a peer may name a pipe, where open waits
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FileNotFoundError(path)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise FileNotFoundError(path)  # another file has the name by now

@@ -31,12 +31,52 @@ CREDIT = 4
 
 SILENT_S = 5.0
 """Without an answer to a ping: a relay is gone."""
+STALLED_S = 300.0
+"""In which a source must have given ``LEAST_BYTES``: one that answers pings and does no more than that is broken.
+Longer than a large tensor takes to a relay on a slow link, which gives nothing of it before all of it is right."""
+LEAST_BYTES = 1 << 20
+SHUNNED_S = 3600.0
+"""For which a relay that has stalled is not asked again by who waited for it."""
 
 T = TypeVar("T")
 Arrived = Callable[[int, int], None]
 """Called with offset and number of the bytes that are in their place."""
 Applied = Callable[[GetDelta, memoryview], None]
 """Called with a span that is in its place, and the delta that brought it there."""
+
+
+class Stalled(Unavailable):
+    """A source is there, and gives next to nothing."""
+
+    def __init__(self, address: str, waited_s: float, nbytes: int) -> None:
+        super().__init__(address, waited_s)
+        self.args = (f"{address} answers, but gave {nbytes} bytes in {waited_s:.0f} s",)
+
+
+class Moved:
+    """How many bytes of a version have come so far; called with each that is in its place."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def __call__(self, offset: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+
+
+class Shunned:
+    """Addresses that are left alone for a while. Belongs to one loop."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[str, float] = {}
+
+    def add(self, address: str) -> None:
+        """Nobody asks it for ``SHUNNED_S``."""
+        self._until_s[address] = asyncio.get_running_loop().time() + SHUNNED_S
+
+    def __contains__(self, address: object) -> bool:
+        now = asyncio.get_running_loop().time()
+        self._until_s = {known: until for known, until in self._until_s.items() if until > now}
+        return address in self._until_s
 
 
 class Pace:
@@ -135,10 +175,10 @@ async def credited(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     raise error
 
 
-async def while_alive(client: Client, work: Coroutine[Any, Any, T]) -> T:
+async def while_alive(client: Client, work: Coroutine[Any, Any, T], moved: Moved | None = None) -> T:
     """The result of ``work``, which asks ``client`` for things that may take long. ``Unavailable`` once the server does
-    not even answer a ping."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_watch(client))
+    not even answer a ping, ``Stalled`` when it does no more than that and too little has ``moved``."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_watch(client, moved))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -150,10 +190,16 @@ async def while_alive(client: Client, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _watch(client: Client) -> None:
+async def _watch(client: Client, moved: Moved | None) -> None:
+    clock = asyncio.get_running_loop().time
+    since_s, before = clock(), 0
     while True:
         await client.ask(Ping(), Pong, timeout_s=SILENT_S)
         await asyncio.sleep(SILENT_S / 2)
+        if moved is None or moved.nbytes - before >= LEAST_BYTES:
+            since_s, before = clock(), 0 if moved is None else moved.nbytes
+        elif (waited_s := clock() - since_s) > STALLED_S:
+            raise Stalled(client.address, waited_s, moved.nbytes - before)
 
 
 def is_right(entry: TensorEntry, version: memoryview) -> bool:

@@ -1,4 +1,4 @@
-"""Is an address free? Asked before anything is started; binding asks again."""
+"""Is an address free? Asked before anything is started; binding asks again. And: is it worth asking?"""
 
 import errno
 import socket
@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import planned
 from staleflow.configs.schema import Config
+from staleflow.runtime.address import is_wildcard
 
 
 def check_free(config: Config, run_dir: Path) -> None:
@@ -25,18 +26,38 @@ def check_free(config: Config, run_dir: Path) -> None:
 
 
 def in_use(address: str) -> bool:
-    """True when another process listens there."""
+    """True when another process of this machine listens there."""
     if address.startswith("ipc://"):
         return _listens(address.removeprefix("ipc://"))
+    return _refused(address) == errno.EADDRINUSE
+
+
+def may_answer(address: str) -> bool:
+    """False when nobody can: it is of this machine, and nobody listens. One of another machine must be asked."""
+    if address.startswith("ipc://"):
+        return _listens(address.removeprefix("ipc://"))
+    return _refused(address) != 0
+
+
+def nobody(address: str) -> str:
+    """What it means that nobody listens there, for whoever looks for a run."""
+    if is_wildcard(address):
+        port = urlsplit(address).port
+        return f"the run has ended, or its servers are on another machine: --connect tcp://THAT-MACHINE:{port}"
+    return "the run has ended, or was never started"
+
+
+def _refused(address: str) -> int:
+    """The error number of binding there, such as EADDRNOTAVAIL for another machine's address; 0: it is free here."""
     parts = urlsplit(address)
     host = parts.hostname or ""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, parts.port or 0))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
 
 
 def _listens(path: str) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from staleflow.clients.attachment import SUPERVISED
 from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
+from staleflow.supervisor import bars
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.view import ProcessState
@@ -19,8 +19,6 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-_BAR = re.compile(r"\d%\||\d(\.\d+)?(it/s|s/it)\b|\?it/s")
-"""What tqdm draws again and again."""
 _MANY = 1000
 """Lines: more than the bytes that are looked at hold."""
 
@@ -112,6 +110,7 @@ class Child:
             **inherited,
             **threads,
             **visible(self.role.gpus),
+            **dict(self.role.variables),
             "OMP_WAIT_POLICY": "PASSIVE",  # many processes share few cores: who waits must not spin
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
@@ -161,12 +160,16 @@ class Child:
             return []
         return [line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()][-lines:]
 
-    def words(self) -> str:
-        """The last line that it printed and that is no progress bar."""
-        return next((line for line in reversed(self.output(_MANY)) if not _BAR.search(line)), "")
+    def words(self, lines: int = 1) -> list[str]:
+        """The last lines that it printed and that are no progress bars."""
+        return [line for line in self.output(_MANY) if not bars.is_bar(line)][-lines:]
 
-    def state(self) -> ProcessState:
-        """For the view."""
+    def loading(self) -> str:
+        """How far it is with what it loads or downloads, by the bar that it prints; empty without one."""
+        return bars.told(self.output(1))
+
+    def state(self, doing: str = "") -> ProcessState:
+        """For the view. ``doing``: how far it is with its loading."""
         if self.restart_at is not None:
             state = "waiting to restart"
         elif self._process is None:
@@ -174,4 +177,6 @@ class Child:
         else:
             state = "running" if self.alive else "ended"
         kind = Kind.WORKER if self.role.kind is Kind.TRAINER else self.role.kind
-        return ProcessState(name=self.name, kind=kind.value, state=state, pid=self.pid, restarts=self.restarts)
+        return ProcessState(
+            name=self.name, kind=kind.value, state=state, pid=self.pid, restarts=self.restarts, doing=doing
+        )

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from staleflow.configs.checks import needs_model
@@ -19,10 +20,27 @@ from staleflow.configs.presence import check_model_dir
 from staleflow.configs.schema import Config
 from staleflow.supervisor import lifeline
 
+_PARTIAL = ".model.partial"
+
 
 def missing(config: Config, run_dir: Path) -> bool:
     """True when a model must be built before anything can load it."""
     return needs_model(config) and bool(config.model.build) and not (run_dir / "model").exists()
+
+
+def so_far(run_dir: Path, words: str = "") -> str:
+    """``words``, and the file of a model being built that was written last, with its size, if it has a megabyte."""
+    files = list[tuple[float, int, str]]()
+    for path in (run_dir / _PARTIAL).rglob("*"):
+        with suppress(OSError):  # it is written this moment
+            found = path.stat()
+            if path.is_file() and found.st_size >= 10**6:
+                name = "a download" if path.suffix == ".incomplete" else path.name
+                files.append((found.st_mtime, found.st_size, name))
+    if not files:
+        return words
+    _, nbytes, name = max(files)
+    return ", ".join(filter(None, (words, f"{name}: {nbytes / 1e6:,.0f} MB so far")))
 
 
 def ensure(config: Config, run_dir: Path) -> None:
@@ -44,7 +62,7 @@ def ensure(config: Config, run_dir: Path) -> None:
 
 def _build(config: Config, target: Path) -> None:
     build = load_object(config.model.build, "model.build")
-    partial = target.with_name(".model.partial")
+    partial = target.with_name(_PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     build(partial, seed=config.seed, **config.model.options)
     check_model_dir(partial, "model.build")

@@ -30,6 +30,12 @@ class Role:
     """Threads of its numeric libraries."""
     gpus: tuple[int, ...] = ()
     """Of those that this run may see; empty: all of them."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Environment variables of its own, with their values."""
+
+
+BARS = (("TQDM_POSITION", "-1"),)
+"""Without it huggingface_hub shows no progress where nobody looks at a terminal."""
 
 
 def servers(config: Config, run_dir: Path) -> list[Role]:
@@ -77,7 +83,7 @@ def _on(role: Role, gpus: tuple[int, ...]) -> Role:
 def model_builder(run_dir: Path) -> Role:
     """Makes the model directory and ends."""
     command = (sys.executable, "-m", "staleflow.supervisor.model", str(run_dir))
-    return Role(name="model", kind=Kind.WORKER, command=command, threads=2)
+    return Role(name="model", kind=Kind.WORKER, command=command, threads=2, variables=BARS)
 
 
 def _serve(name: str, kind: Kind, run_dir: Path, *arguments: str) -> Role:

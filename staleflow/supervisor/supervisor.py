@@ -17,6 +17,7 @@ from staleflow.clients.admin import Admin
 from staleflow.configs.load import addresses
 from staleflow.configs.schema import Config
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.printable import printable
 from staleflow.runtime.security import LOOKING, check_keys, client_sockets
 from staleflow.supervisor import model, roles
 from staleflow.supervisor.children import Child
@@ -111,7 +112,7 @@ class Supervisor:
         self._phase = "building the model"
         builder = self._start(roles.model_builder(self._run_dir))
         while builder.alive:
-            self._detail = builder.words()
+            self._detail = builder.loading() or model.so_far(self._run_dir, "".join(builder.words()))
             self._wait()
         self._children.remove(builder)
         builder.sweep()
@@ -209,7 +210,7 @@ class Supervisor:
             Snapshot(
                 phase=self._phase,
                 elapsed_s=time.monotonic() - self._began,
-                processes=tuple(child.state() for child in self._children),
+                processes=tuple(child.state(self._loading(child)) for child in self._children),
                 status=status,
                 status_age_s=self._watch.age_s,
                 lines=self._lines.take(),
@@ -218,6 +219,17 @@ class Supervisor:
                 unix_s=time.time(),
             )
         )
+
+    def _loading(self, child: Child) -> str:
+        """Of a worker that the scheduler does not know yet, and of a trainer that has not begun."""
+        status = self._watch.newest
+        if child.role.kind is Kind.TRAINER:
+            waits = not status.get("trainer_term")
+        else:
+            waits = child.role.kind is Kind.WORKER and not any(
+                worker.get("name") == child.name for worker in status.get("workers") or ()
+            )
+        return printable(child.loading()) if waits and child.alive else ""
 
     def _summary(self, outcome: str, error: str, status: Mapping[str, Any]) -> Summary:
         summary = summarise(
@@ -252,7 +264,7 @@ def _violations(trace: Path) -> int | None:
 
 
 def _last_words(what: str, child: Child, lines: int = TAIL) -> str:
-    said = child.output(lines)
+    said = child.words(lines)
     where = f"its output: logs/{child.name}.out"
     if lines == 1 and said:
         return f"{what}: {said[0]}"

@@ -21,6 +21,8 @@ class ProcessState:
     """starting, running, waiting to restart, ended."""
     pid: int | None = None
     restarts: int = 0
+    doing: str = ""
+    """How far it is with its loading, where it says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +40,15 @@ class Snapshot:
     """What ``metrics.jsonl`` has gained since the snapshot before: every step, however fast they are."""
     detail: str = ""
     """Of the phase: the last line that the model's builder printed."""
+    ended: str = ""
+    """How the run came to its end, in a sentence; empty while it has not, and where that is not known."""
     parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The parameter server's last answer to ``GetStatus``; empty where nobody asked."""
     unix_s: float = 0.0
     """The time of day, to tell how long ago events were; 0: not known."""
 
     def __post_init__(self) -> None:
-        for name in ("status", "lines", "parameters", "detail"):
+        for name in ("status", "lines", "parameters", "detail", "ended"):
             object.__setattr__(self, name, all_printable(getattr(self, name)))
 
 

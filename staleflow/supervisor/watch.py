@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.clients.admin import Admin
+from staleflow.configs.errors import ConfigError
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.metric_lines import parsed
 from staleflow.runtime.transport import SOCKETS, Transport
@@ -21,6 +22,7 @@ class StatusWatch:
         self._every_s = every_s
         self._end = threading.Event()
         self._answer: tuple[float, Mapping[str, Any]] = (0.0, {})
+        self._wrong: ConfigError | None = None
         self._thread = threading.Thread(target=self._ask, name="status", daemon=True)
 
     def __enter__(self) -> "StatusWatch":
@@ -34,7 +36,9 @@ class StatusWatch:
 
     @property
     def newest(self) -> Mapping[str, Any]:
-        """Empty before the first answer."""
+        """Empty before the first answer. ``ConfigError`` when the run is one of another version of staleflow."""
+        if self._wrong is not None:
+            raise self._wrong
         return self._answer[1]
 
     @property
@@ -49,9 +53,12 @@ class StatusWatch:
             self._answer = (time.monotonic(), self._admin.status(timeout_s=1.0))
 
     def _ask(self) -> None:
-        while not self._end.is_set():
-            self.ask_now()
-            self._end.wait(self._every_s)
+        try:
+            while not self._end.is_set():
+                self.ask_now()
+                self._end.wait(self._every_s)
+        except ConfigError as error:
+            self._wrong = error
 
 
 class NewLines:

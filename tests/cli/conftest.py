@@ -30,9 +30,9 @@ Cli = Callable[..., Said]
 def cli(short_dir: Path) -> Cli:
     """Runs ``staleflow`` with these words."""
 
-    def run(*words: object) -> Said:
+    def run(*words: object, timeout_s: float = 60.0) -> Said:
         command = [sys.executable, "-m", "staleflow.cli", *map(str, words)]
-        done = subprocess.run(command, cwd=short_dir, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=short_dir, capture_output=True, text=True, timeout=timeout_s, check=False)
         left = sorted(path.name for path in short_dir.iterdir())
         return Said(code=done.returncode, out=done.stdout, err=done.stderr, left=left)
 

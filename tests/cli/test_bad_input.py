@@ -41,6 +41,11 @@ def test_a_run_is_refused(cli: Cli, override: str, words: str) -> None:
 def test_a_configuration_that_is_not_there(cli: Cli) -> None:
     refused(cli("run", "none.toml"), 'configuration file is "none.toml"; no such file')
     refused(cli("run"), "which configuration?")
+    refused(cli("run", "."), ". is a directory; to go on with the run in it: staleflow run --run-dir . --resume")
+    refused(cli("run", "--resume"), "which run? For example: staleflow run --run-dir runs/")
+    refused(
+        cli("run", "--resume", "--run-dir", "x", "seed=1"), "a run keeps its configuration: seed=1 is for a new one"
+    )
 
 
 def test_a_model_directory_without_tokenizer(cli: Cli, short_dir: Path) -> None:
@@ -174,6 +179,30 @@ def test_a_run_that_is_being_started_is_said_to_be(cli: Cli, short_dir: Path) ->
     said = cli("status", "r")
     assert said.code == 1
     assert said.err.endswith("does not answer: the run has ended, or was never started\n")
+
+
+def test_a_run_whose_scheduler_is_on_another_machine_is_not_taken_for_ended(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    elsewhere = ["security.insecure=true", "scheduler.bind=tcp://198.51.100.1:5551"]  # an address that no machine has
+    write_resolved(load(SIMULATED, elsewhere), short_dir / "r")
+    said = cli("status", "r")
+    silent = "does not answer: it cannot be reached from here, or the run has ended"
+    last = said.err.splitlines()[-1]
+    assert (said.code, last) == (1, f"staleflow: the scheduler at tcp://198.51.100.1:5551 {silent}")
+
+
+def test_a_run_bound_to_every_interface_may_be_elsewhere(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bound = ["security.insecure=true", f"scheduler.bind=tcp://0.0.0.0:{port}"]
+    write_resolved(load(SIMULATED, bound), short_dir / "r")
+    where = f"or its servers are on another machine: --connect tcp://THAT-MACHINE:{port}"
+    assert where in cli("status", "r").err
+    refused(cli("top", "r"), where, ["r"])
 
 
 def test_status_and_trace_of_nothing(cli: Cli) -> None:

@@ -29,6 +29,13 @@ def test_a_table_is_told_with_all_of_its_keys(cli: Cli) -> None:
     assert heads == ["name", "run", "makes", "needs", "options", "workers", "batch", "timeout_s", "retries"]
 
 
+def test_the_last_part_of_a_key_is_enough(cli: Cli) -> None:
+    assert cli("explain", "max_staleness").out == cli("explain", "staleness.max_staleness").out
+    heads = [line.split()[0] for line in cli("explain", "lr").out.splitlines() if line and not line.startswith(" ")]
+    assert heads == ["lr", "critic.lr", "trainer.lr"], "the metric first, then the keys"
+    assert cli("explain", "seed").out.splitlines()[0].startswith("seed  an integer")
+
+
 def test_without_a_key_every_table_is_named(cli: Cli) -> None:
     named = [line for line in cli("explain").out.splitlines() if line.startswith("[")]
     assert named[:3] == ["[model]", "[prompts]", "[environment]"]
@@ -60,7 +67,7 @@ def test_what_is_below_a_key_or_no_name_at_all_is_no_key(cli: Cli, key: str, sai
 
 def test_a_metric_is_told_with_its_unit(cli: Cli) -> None:
     lines = cli("explain", "off_policy/max").out.splitlines()
-    assert lines == ["off_policy/max  versions", "  largest age of what the step trained"]
+    assert lines == ["off_policy/max  metric; versions", "  largest age of what the step trained"]
 
 
 @pytest.mark.parametrize(("no_color", "bold"), [("", True), ("1", False)])

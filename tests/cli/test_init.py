@@ -71,7 +71,7 @@ def test_what_it_names_is_there_and_its_reward_is_one(cli: Cli, short_dir: Path)
 @pytest.mark.timeout(300)
 def test_it_learns_as_it_is(cli: Cli, short_dir: Path) -> None:
     cli("init", "t")
-    said = cli("run", "t/config.toml", "--run-dir", "r", "--json")
+    said = cli("run", "t/config.toml", "--run-dir", "r", "--json", timeout_s=280.0)
     assert said.code == 0, said.err
     summary = json.loads(said.out)
     assert (summary["outcome"], summary["violations"], summary["reward_of"]) == ("finished", 0, "held-out prompts")

@@ -33,6 +33,7 @@ def test_a_dry_run_shows_lines_of_a_shell_and_an_address_that_workers_can_reach(
 ) -> None:
     out = cli("launch", "--on", engine, CLUSTER, HOSTS, "launch.trainer_nodes=1", "--dry-run").out
     lines = out.partition("rollout-machine-1")[2].splitlines()
+    assert ": relay-1, rollout-2, rollout-3; " in lines[0]
     words = shlex.split(lines[1])
     assert tuple(words[: len(begins)]) == begins
     asked = shlex.split(words[-1]) if engine == "ssh" else words

@@ -17,7 +17,11 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
         (["rollout.engine=transformers"], r"model\.path is missing; it must be a model directory, or model\.build"),
         (["trainer.algorithm.kl_coef=0.1"], r"model\.path is missing; it must be a model directory, or model\.build"),
         (["trainer.algorithm.advantage=gae", "reference.path=/m"], r"model\.path is missing; it must be a model"),
-        (["model.path=/m", "model.build=a:b"], r'model\.path is "/m"; with model\.build "a:b" there must be only one'),
+        (["model.path=/m", "model.build=a:b"], r"one of the two; model\.build= leaves that one out$"),
+        (
+            ["model.path=/m", "model.build=a:b", "model.options.x=1"],
+            r'model\.path is "/m"; with model\.build "a:b" there must .*; model\.build= model\.options=\{\} leaves',
+        ),
         (["model.options.x=1"], r"model\.options is \{'x': 1\}; these are options of model\.build, which is missing"),
         (["prompts.path=/p.jsonl"], r"prompts\.path is \"/p\.jsonl\"; with prompts\.source there must be only one"),
         (['prompts.source=""'], r"prompts\.path is missing; it must be a \.jsonl or \.parquet file"),

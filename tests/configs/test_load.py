@@ -167,6 +167,17 @@ def test_a_torn_configuration_of_a_run_is_named(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
+def test_a_run_of_another_version_is_named_with_the_key_that_is_not_known(write: Write, tmp_path: Path) -> None:
+    write_resolved(load(write()), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"seed"', '"seeds"'))
+    words = (
+        r"this version of staleflow cannot read its config\.json: seeds is 0; there is no such key, did you mean seed\?"
+    )
+    with pytest.raises(ConfigError, match=words):
+        read_run(tmp_path)
+
+
 def test_the_sha_is_of_the_values_not_of_the_file(write: Write) -> None:
     first = config_sha(load(write()))
     assert config_sha(load(write("# a comment\nseed = 0\n" + MINIMAL, "other.toml"))) == first

@@ -219,7 +219,7 @@ def test_parquet_rows_are_counted(write: Write, tmp_path: Path) -> None:
 
 def test_a_model_directory_needs_a_config_and_a_tokenizer(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    with pytest.raises(ConfigError, match="no such directory"):
+    with pytest.raises(ConfigError, match="no such directory; nothing is downloaded by itself: hf download"):
         check_model_dir(model)
     model.mkdir()
     with pytest.raises(ConfigError, match=r"it has no config\.json"):

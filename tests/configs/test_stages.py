@@ -48,6 +48,13 @@ def test_each_stage_comes_after_those_that_make_what_it_needs(write: Write) -> N
     assert (batch_of(config, "mix"), workers_of(config, "mix"), seconds_a_group(config)["mix"]) == (4, 3, 4.0)
 
 
+def test_a_worker_may_take_so_long_for_a_group_as_what_all_shards_gave_it_needs(write: Write) -> None:
+    own = "timeout_s = 2\nretries = 1\n"
+    text = MINIMAL.replace("[reward]\n", f"[reward]\n{own}") + "\n[trajectories]\nshards = 3\n"
+    config = load(write(text))
+    assert seconds_a_group(config)["reward"] == 2 * 2 * config.rollout.group_size * 3
+
+
 def test_the_shipped_stages_are_stages_of_the_same_graph(write: Write) -> None:
     overrides = ["trainer.algorithm.kl_coef=0.1", "trainer.algorithm.advantage=gae", "model.path=/m"]
     path = write(with_stages("late critic/values,reference/logprobs end"))

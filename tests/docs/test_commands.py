@@ -31,6 +31,7 @@ OTHERS = {
         "docker",
         "export",
         "git",
+        "hf",
         "kill",
         "kubectl",
         "mount",
@@ -39,7 +40,7 @@ OTHERS = {
         "prometheus",
         "ray",
     ),
-    *("sbatch", "scp", "scontrol", "source", "squeue", "ssh", "tmux", "torchrun"),
+    *("sbatch", "scp", "scontrol", "source", "squeue", "ssh", "tail", "tmux", "torchrun"),
 }
 """First words that are no business of ours."""
 ARGUMENTS = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")

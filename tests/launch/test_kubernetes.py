@@ -80,6 +80,17 @@ def test_gpus_of_a_real_run() -> None:
     }
 
 
+@pytest.mark.parametrize(("relays", "wanted"), [("auto", True), ("all", True), ("none", False)])
+def test_a_relay_and_the_key_that_it_listens_with_are_where_the_configuration_says(relays: str, wanted: bool) -> None:
+    files = kubernetes.files(load(CLUSTER, [f"launch.relays={relays}", "launch.relay_mb_per_s=60"]))
+    pod = yaml.safe_load(files["rollout.yaml"])["spec"]["template"]["spec"]
+    named = {container["name"]: str(container["command"]) for container in pod["containers"]}
+    secrets = {one["name"]: str(one["files"]) for one in yaml.safe_load(files["kustomization.yaml"])["secretGenerator"]}
+    assert ("relay" in named) == wanted
+    assert ("--mb-per-s 60" in named.get("relay", "")) == wanted
+    assert ("server.key" in secrets["cluster-rollout"]) == wanted
+
+
 def test_each_pod_has_the_keys_of_its_role_and_no_other() -> None:
     kustomization = yaml.safe_load(kubernetes.files(load(CLUSTER, ["rollout.workers=2"]))["kustomization.yaml"])
     handed = {one["name"]: [Path(file).name for file in one["files"]] for one in kustomization["secretGenerator"]}

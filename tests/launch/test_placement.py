@@ -9,9 +9,10 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.launch import share
 from staleflow.configs.load import load
 from staleflow.configs.schema import Config
-from staleflow.launch import placement
+from staleflow.launch import machine, placement
 from staleflow.launch.placement import Place
 from staleflow.supervisor import roles
+from staleflow.supervisor.roles import Role
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 REAL = (
@@ -43,6 +44,43 @@ def test_a_launched_run_has_the_workers_of_a_run_here_and_a_relay_where_engines_
     config = cluster("rollout.workers=5", "launch.rollout_nodes=2")
     placed = {*words(config), *(role.name for role in placement.head_stages(config, HERE, 0))}
     assert placed == {role.name for role in roles.workers(config, HERE)} | {"relay-0", "relay-1"}
+
+
+@pytest.mark.parametrize(
+    ("relays", "workers", "machines", "wanted"),
+    [
+        ("auto", 3, 2, {"relay-0"}),  # the machine with two engines
+        ("auto", 5, 5, {"relay-0", "relay-1", "relay-2", "relay-3", "relay-4"}),
+        ("all", 3, 2, {"relay-0", "relay-1"}),
+        ("none", 5, 2, set[str]()),
+    ],
+)
+def test_a_relay_is_on_the_machines_that_the_configuration_says(
+    relays: str, workers: int, machines: int, wanted: set[str]
+) -> None:
+    config = cluster(f"rollout.workers={workers}", f"launch.rollout_nodes={machines}", f"launch.relays={relays}")
+    assert {name for name in words(config) if name.startswith("relay")} == wanted
+
+
+def test_a_machine_that_is_told_its_words_has_the_relays_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cluster("launch.relays=all", "launch.relay_mb_per_s=60", "rollout.workers=2")
+    told: list[Place] = []
+
+    def roles_of(config: Config, folder: Path, connect: str, place: Place, meet: str) -> list[Role]:
+        told.append(place)
+        raise ConfigError("machine", place.name, "this test has seen enough")
+
+    def until_joined(connect: str, word: str) -> tuple[Config, Path]:
+        return config, HERE
+
+    monkeypatch.setattr(machine, "until_joined", until_joined)
+    monkeypatch.setattr(machine, "roles_of", roles_of)
+    for place in placement.places(config):
+        assert machine.main(placement.machine_words(place, THERE, "10.0.0.2:5651")[2:]) == 2
+    rollout = [place for place in told if place.part == "rollout"]
+    assert rollout == [place for place in placement.places(config) if place.part == "rollout"]
+    relay = placement.rollout_roles(config, HERE, THERE, rollout[1], "tcp://10.0.0.7:*")[0]
+    assert relay.command[-4:] == ("--bind", "tcp://10.0.0.7:*", "--mb-per-s", "60")
 
 
 def test_a_worker_is_told_where_the_scheduler_is() -> None:

@@ -156,7 +156,7 @@ def test_whatever_a_run_directory_is_called_logs_are_in_it(name: str) -> None:
         (["name=packjob"], "/r", 'name is "packjob"; sbatch takes'),
         (['launch.options=["--comment=hetjob"]'], "/r", 'launch.options is "--comment=hetjob"; sbatch takes'),
         (['launch.options=["-p gpu", "gpu"]'], "/r", 'launch.options is "gpu"; each must be an option, say'),
-        (['launch.options=["-p gpu\\ntouch /tmp/PWNED"]'], "/r", "launch.options is ['-p gpu\\ntouch /tmp/PWNED']; it"),
+        (['launch.options=["-p gpu\\ntouch /tmp/PWNED"]'], "/r", 'launch.options is ["-p gpu\\ntouch /tmp/PWNED"]; it'),
         (['launch.setup=". a\\n"'], "/r", 'launch.setup is ". a\\n"; it must be a printable string'),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 
 from staleflow.monitor.history import History
 from staleflow.monitor.model import board
+from staleflow.monitor.plain import line
 from staleflow.monitor.roles import RoleRow, role_of
 from staleflow.monitor.rows import AgeRow, EventRow, PinRow, VersionRow, WindowRow
 from staleflow.supervisor.view import Snapshot
@@ -36,6 +37,14 @@ def test_the_window_tells_sealed_batches_what_is_live_by_each_step_and_who_pins(
     )
     ahead = board("run", shown(next_step=25, window=[]), History()).window
     assert [(row.deadline, row.sealed) for row in ahead] == [(23, "trains"), (24, "sealed")]
+
+
+def test_a_relay_says_how_many_get_their_weights_there_where_that_is_known() -> None:
+    assert doing("relay-0") == "gives weights on"
+    tree = {"relays": [{"relay": "relay-0.12ab34cd", "num_below": 2}, {"relay": "relay-1.12ab34ce", "num_below": 1}]}
+    known = dataclasses.replace(shown((process("relay-0"), process("relay-1"))), parameters=tree)
+    rows = board("run", known, History()).roles[:2]
+    assert [row.doing for row in rows] == ["gives weights to 2 readers", "gives weights to 1 reader"]
 
 
 def test_under_the_token_bound_the_window_is_one_volume() -> None:
@@ -127,6 +136,14 @@ def test_before_the_first_status_nothing_is_claimed() -> None:
 def test_the_builder_of_the_model_says_how_far_it_is() -> None:
     building = Snapshot(phase="building the model", elapsed_s=1.0, processes=(process("model"),), detail="step 3")
     assert board("run", building, History()).roles == (RoleRow(name="model", doing="step 3"),)
+
+
+def test_a_worker_that_loads_says_how_far_it_is_on_the_screen_and_in_a_line() -> None:
+    loads = dataclasses.replace(process("trainer"), doing="Loading weights, 34 %, 17 of 50")
+    it = board("run", shown((process("rollout-7"), loads), trainer_term=0, why="no trainer has joined"), History())
+    assert [role.doing for role in it.roles[:2]] == ["loading", "loading: Loading weights, 34 %, 17 of 50"]
+    assert line(it).endswith("(no trainer has joined; trainer loading: Loading weights, 34 %, 17 of 50)")
+    assert doing("trainer") != "loading", "and nothing of it once it has begun"
 
 
 def test_the_first_and_the_last_evaluation_are_shown() -> None:

@@ -281,6 +281,23 @@ def test_the_help_of_a_run_says_what_is_true_there() -> None:
     assert any("is the 24th." in line for line in narrow), "it can be scrolled"
 
 
+@pytest.mark.parametrize(("width", "cells"), [(80, 5), (140, 16)])
+def test_curves_give_way_to_the_numbers_beside_them(width: int, cells: int) -> None:
+    many = tuple(float(n) for n in range(30))
+    it = dataclasses.replace(seen(snapshot()), losses=many, rewards=many, held_out=(0.4, 0.93))
+    (line,) = (line for line in drawn(it, width=width) if "loss" in line)
+    assert "held-out 0.40 → 0.93 " in line
+    assert len(line.partition("0.001 ")[2].split()[0]) == cells
+
+
+def test_where_a_run_lies_is_told_whole_and_keys_give_way() -> None:
+    folder, own = "runs/quickstart-20261121-053000", Look(ends_run=True)
+    told = keys(own, hint=folder, width=80).plain
+    assert told == f" Ctrl-C end  ? keys  1-6 lists  s sort  {folder}"
+    assert keys(own, hint=folder, width=200).plain.endswith(f" space hold  {folder}")
+    assert keys(own, hint="x" * 99, width=80).plain == f" Ctrl-C end  ? keys  {'x' * 99}"
+
+
 def test_under_the_token_bound_the_masked_share_is_shown() -> None:
     history = History()
     metrics = STATUS["metrics"] | {"staleness/masked_token_ratio": 0.2}
@@ -323,13 +340,14 @@ def test_the_live_view_leaves_the_summary_and_what_was_said(tmp_path: Path) -> N
 
 def test_the_plain_view_says_a_line_at_a_new_phase_and_then_now_and_again() -> None:
     out = io.StringIO()
-    view = PlainView(out, "quickstart", every_s=1000.0)
+    view = PlainView(out, "quickstart", every_s=1000.0, run_dir=Path("runs/mine"))
     view.start()
     for _ in range(3):
         view.show(snapshot())
     view.show(Snapshot(phase="draining", elapsed_s=90.0, status=STATUS))
     view.stop()
-    lines = out.getvalue().splitlines()
+    where, *lines = out.getvalue().splitlines()
+    assert where == "run directory: runs/mine"
     assert lines[0] == (
         f"   1:23  training  23/100 steps  reward 0.61  staleness 1.2/2 of 2  980 tokens/s  ({STATUS['why']})"
     )

@@ -3,10 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from staleflow.monitor import sources
+from staleflow.monitor.history import History
+from staleflow.monitor.model import board
 from staleflow.monitor.sources import Live
+from tests.monitor.test_screen import SUMMARY
 from tests.monitor.world import STATUS
 
 
@@ -59,6 +63,18 @@ def test_a_directory_that_is_on_another_machine_is_out_of_reach(answers: dict[st
     live = Live("tcp://far:1")
     assert live.snapshot().lines == ()
     assert (live.name, live.trace) == ("there", None)
+
+
+def test_a_run_that_came_to_its_end_is_not_waited_for(answers: dict[str, Any], tmp_path: Path) -> None:
+    live = Live("a", tmp_path)
+    answers["a"], Watch.age_s = STATUS, 9.0
+    assert (live.snapshot().phase, live.snapshot().ended) == ("no answer", ""), "it may come back"
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(SUMMARY))
+    shot = live.snapshot()
+    said = f"the run has ended: finished, 100 of 100 steps; staleflow report {tmp_path} tells of it"
+    assert (shot.phase, shot.ended, board("run", shot, History()).why) == ("finished", said, said)
+    Watch.age_s = 0.5
+    assert live.snapshot().phase == "running", "a resumed one answers"
 
 
 def test_time_goes_on_when_the_scheduler_starts_again(answers: dict[str, Any]) -> None:

@@ -57,22 +57,24 @@ def started(home: Path, *overrides: str) -> "subprocess.Popen[str]":
 
 def test_what_dies_on_a_machine_is_started_there_again_and_everything_ends_with_the_run(home: Path) -> None:
     running = started(home, "trainer.steps=40", "scheduler.lease_s=2")
-    victim = None
+    victims: dict[str, psutil.Process] = {}
     deadline = time.monotonic() + 60
-    while victim is None and time.monotonic() < deadline:
+    while len(victims) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
         pushed = home / "run" / "trace.jsonl"
         if not pushed.exists() or b'"ev":"push"' not in pushed.read_bytes():
             continue
-        found = [p for p in psutil.process_iter(["cmdline"]) if "rollout-3" in (p.info["cmdline"] or ())]
-        victim = next(iter(found), None)
-    assert victim is not None
-    victim.send_signal(signal.SIGKILL)
+        for process in psutil.process_iter(["cmdline"]):
+            victims |= {name: process for name in ("rollout-3", "relay-1") if name in (process.info["cmdline"] or ())}
+    assert len(victims) == 2
+    for victim in victims.values():
+        victim.send_signal(signal.SIGKILL)
     said, _ = running.communicate(timeout=90)
     summary = json.loads(said)
     assert (running.returncode, summary["outcome"], summary["steps"]) == (0, "finished", 40)
     told = (home / "run" / "logs" / "rollout-machine-1.out").read_text()
     assert "rollout-3 died with -9" in told
     assert "rollout-3 started again (restart 1)" in told
+    assert "relay-1 started again (restart 1)" in told
     assert audit(home / "run" / "trace.jsonl").num_violations == 0
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or ())]

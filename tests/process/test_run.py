@@ -32,6 +32,10 @@ def test_the_smoke_run_trains_a_model_end_to_end(run_dir: Path) -> None:
     assert len(trained) == steps
     assert all(line["mismatch_kl"] < 0.5 and line["is_weight/ess"] > 0.1 for line in trained)
     assert (run_dir / "checkpoints" / str(steps) / "model.safetensors").exists()
+    shown = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in shown] == sorted([*range(steps), *range(steps)])
+    assert any(line["completion"].endswith("<eos>") for line in shown), "special tokens are shown"
+    assert all(line["prompt"].endswith("=") and 0 <= line["step"] - line["version"] <= 2 for line in shown)
 
 
 def test_a_killed_rollout_worker_costs_no_group(run_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """A whole run with stages of the user's own: two that work at the same time, a reward that waits for both, a death."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,21 @@ def test_stages_that_need_nothing_of_each_other_work_at_the_same_time_and_surviv
     workers = {e["worker"].partition(".")[0] for e in run.events() if e["ev"] == "attach" and e["role"] == "stage"}
     assert workers == {"reward-0", "left-0", "right-0"}
     assert not re.search("Traceback", (run_dir / "logs" / "left-0.log").read_text())
+
+
+def test_the_shipped_graph_trains_and_each_of_its_stages_sees_every_group_that_reaches_it(run_dir: Path) -> None:
+    with Run(run_dir, "stages.toml", f"trainer.steps={STEPS}", "trainer.simulated_step_s=0.05") as run:
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    summary = run.summary()
+    assert (summary["steps"], summary["violations"], summary["outcome"]) == (STEPS, 0, "finished")
+    assert (summary["restarts"], summary["groups_lost"]) == ({}, {})
+    audited(run_dir, f"consume={STEPS}", "close=1")
+    lines, occupied = list(stage_lines(run_dir)), run.count("occupy")
+    seen = Counter[str]()
+    for line in lines:
+        seen[line["stage"]] += line["groups"]
+    assert occupied >= STEPS * 8
+    assert min(seen["length"], seen["repeats"]) >= seen["reward"] >= seen["credit"] >= occupied
+    workers = {line["worker"].partition(".")[0] for line in lines}
+    assert workers == {"length-0", "repeats-0", "repeats-1", "reward-0", "credit-0"}

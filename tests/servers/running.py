@@ -153,9 +153,14 @@ class Run:
         """Start a server as a process of its own."""
         code = _PROCESS.format(role=role, shard="" if shard is None else f", {shard}")
         name = role if shard is None else f"{role}-{shard}"
-        self._processes[name] = subprocess.Popen(
-            [sys.executable, "-c", code, str(self.run_dir)], stderr=subprocess.DEVNULL
-        )
+        with (self.run_dir / f"{name}.err").open("wb") as err:
+            self._processes[name] = subprocess.Popen([sys.executable, "-c", code, str(self.run_dir)], stderr=err)
+
+    def ended(self, name: str) -> tuple[int, str]:
+        """Exit code of a process that ends by itself, and the last line that it said."""
+        code = self._processes.pop(name).wait(timeout=20)
+        said = (self.run_dir / f"{name}.err").read_text(errors="replace").splitlines()
+        return code, said[-1] if said else ""
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal; the exit code."""
@@ -301,8 +306,12 @@ class StageWorker:
         self.stage = stage
         self.client = run.shard(self.worker, shard)
 
-    async def take(self, most: int = 16, wait_ms: int = 5000) -> tuple[list[StageItem], list[memoryview]]:
-        take = TakeStage(stage=self.stage, worker=self.worker, max_groups=most, wait_ms=wait_ms)
+    async def take(
+        self, most: int = 16, wait_ms: int = 5000, held: Sequence[StageItem] = ()
+    ) -> tuple[list[StageItem], list[memoryview]]:
+        """``held``: of those that it has, those that it says it goes on with."""
+        tickets = [item.ticket for item in held]
+        take = TakeStage(stage=self.stage, worker=self.worker, max_groups=most, wait_ms=wait_ms, held=tickets)
         work, frames = await self.client.call(take)
         assert isinstance(work, StageWork)
         return work.items, frames

@@ -21,6 +21,7 @@ from staleflow.protocols.wire.messages import (
     RegisterPush,
     RegisterRelease,
     Report,
+    Result,
     TensorEntry,
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
@@ -74,6 +75,29 @@ def test_more_tokens_than_can_be_counted_are_refused(tmp_path: Path) -> None:
         samples=[1, 1],
     )
     assert [result.code for result in table.operate(push)] == [Code.MALFORMED]
+    seat.finish(held.group)
+    assert table.close().ok
+
+
+@pytest.mark.parametrize("shard", [-1, 1, 2**63 - 1])
+def test_a_push_to_a_shard_that_is_none_is_refused_and_no_trainer_asks_for_it_there(tmp_path: Path, shard: int) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "rollout-0")
+    held = seat.assign(seat.holds()[0])
+    push = RegisterPush(
+        group=held.group,
+        lease=held.lease,
+        worker=WorkerId("rollout-0"),
+        shard=shard,
+        sha=sha(1),
+        nbytes=1,
+        truncated=False,
+        segments=[Segment(held.lineage, held.version, 6)],
+        samples=[3, 3],
+    )
+    before = table.interpreter.machine.snapshot()
+    refused = Result(code=Code.MALFORMED, detail=f"shard is {shard}; it must be 0 to 0")
+    assert (table.operate(push), table.interpreter.machine.snapshot()) == ([refused], before)
     seat.finish(held.group)
     assert table.close().ok
 

@@ -106,7 +106,9 @@ def test_devices_are_split_into_engines_and_ranks_that_share_the_trainers_work()
         splits(config(), 1)
 
 
-def test_a_plan_is_slower_where_it_is_fresher_and_keeps_every_bound() -> None:
+def test_a_plan_is_slower_where_it_is_fresher_and_keeps_every_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searched, "SHORT", 10)
+    monkeypatch.setattr(searched, "LONG", 15)
     found = front(list(plan(config(), [0, 2], jobs=2)))
     assert len(found) > 1
     for faster, slower in itertools.pairwise(found):

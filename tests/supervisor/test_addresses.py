@@ -7,7 +7,7 @@ import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, load
-from staleflow.supervisor.addresses import check_free, in_use
+from staleflow.supervisor.addresses import check_free, in_use, may_answer
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
@@ -33,3 +33,16 @@ def test_a_socket_is_in_use_while_somebody_listens(short_dir: Path) -> None:
         other.listen()
         assert in_use(address)
     assert not in_use(address)
+
+
+def test_who_is_on_another_machine_must_be_asked_and_who_is_not_here_need_not(short_dir: Path) -> None:
+    elsewhere = "tcp://198.51.100.1:5551"  # an address for documentation: no machine has it
+    assert (in_use(elsewhere), may_answer(elsewhere)) == (False, True)
+    assert may_answer("tcp://a-host-that-is.invalid:5551")
+    assert not may_answer(addresses(load(SIMULATED), short_dir).scheduler)
+    with socket.socket() as here:
+        here.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{here.getsockname()[1]}"
+        here.listen()
+        assert may_answer(address)
+    assert not may_answer(address)

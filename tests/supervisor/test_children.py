@@ -118,10 +118,17 @@ def test_progress_bars_are_not_what_a_child_says(start: Callable[..., Child]) ->
     bars = "\\r".join(("Loading weights:   0%|          | 0/26 [00:00<?, ?it/s]", "12it [00:01, 9.42it/s]", "7.5s/it"))
     child = start(f"print('reading text', flush=True); print('{bars}\\rLoading weights: 100%|####| 26/26')")
     until(lambda: not child.alive)
-    assert child.words() == "reading text"
+    assert child.words() == child.words(12) == ["reading text"]
     quiet = start("pass", "two")
     until(lambda: not quiet.alive)
-    assert quiet.words() == ""
+    assert quiet.words() == []
+
+
+def test_a_child_that_loads_says_how_far_it_is(start: Callable[..., Child]) -> None:
+    bars = "\\r".join(f"weights:  {share}%|#   | {share}/100 [00:00<?, ?it/s]" for share in (10, 34))
+    child = start(f"print('reading'); print('{bars}', end='', flush=True); import time; time.sleep(60)")
+    until(lambda: child.loading() == "weights, 34 %, 34 of 100")
+    assert child.state(child.loading()).doing == "weights, 34 %, 34 of 100"
 
 
 def test_draining_asks_workers_first_and_the_scheduler_last(start: Callable[..., Child]) -> None:

@@ -1,8 +1,34 @@
-"""What is new in a file that grows."""
+"""What is new: in a file that grows, and of a scheduler."""
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from staleflow.supervisor.watch import NewLines
+import pytest
+
+from staleflow.configs.errors import ConfigError
+from staleflow.supervisor import watch
+from staleflow.supervisor.watch import NewLines, StatusWatch
+
+
+def test_a_run_of_another_staleflow_is_an_error_of_whoever_looks_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Other:
+        def __init__(self, *_: object, **__: object) -> None: ...
+        def close(self) -> None: ...
+        def status(self, timeout_s: float) -> Mapping[str, Any]:
+            raise ConfigError("protocol of ipc:///run", 5, "this client speaks 6")
+
+    monkeypatch.setattr(watch, "Admin", Other)
+
+    def ask(asking: StatusWatch, limit: float) -> None:
+        while time.monotonic() < limit:
+            assert asking.newest == {}
+
+    with StatusWatch("ipc:///run") as asking, pytest.raises(ConfigError, match="is 5; this client speaks 6"):
+        ask(asking, time.monotonic() + 5)
 
 
 def test_each_whole_line_is_taken_once(tmp_path: Path) -> None:

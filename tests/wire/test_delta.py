@@ -112,16 +112,22 @@ def test_any_bytes_are_a_delta_or_refused(data: bytes) -> None:
 
 def test_a_stream_never_becomes_more_than_its_span_allows() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
-    head = struct.pack("<4sBBBxQQ", b"sfd1", Kind.SPARSE, 1, 1, 64, 1)
+    nbytes = 4 * len(bomb)
+    head = struct.pack("<4sBBBxQQ", b"sfd1", Kind.SPARSE, 1, 1, nbytes, 1)
     body = head + b"".join(struct.pack("<I", len(bomb)) + bomb for _ in range(2))
     with pytest.raises(ProtocolError, match="longer than its span allows"):
-        apply(struct.pack("<I", zlib.crc32(body)) + body, memoryview(bytearray(64)))
+        apply(struct.pack("<I", zlib.crc32(body)) + body, memoryview(bytearray(nbytes)))
+
+
+def test_a_delta_is_never_larger_than_its_span_and_what_it_says_of_itself() -> None:
+    with pytest.raises(ProtocolError, match="it has 1000 bytes, more than its span"):
+        apply(bytes(1000), memoryview(bytearray(64)))
 
 
 def test_a_delta_fits_its_span_only() -> None:
     old, new = bytes(64), bytes(range(64))
-    with pytest.raises(ProtocolError, match="it is of 64 bytes, the span has 32"):
-        apply(encode(old, new, 2), memoryview(bytearray(32)))
+    with pytest.raises(ProtocolError, match="it is of 64 bytes, the span has 128"):
+        apply(encode(old, new, 2), memoryview(bytearray(128)))
     with pytest.raises(ValueError, match="no delta of width 3 between 64 and 64 bytes"):
         encode(old, new, 3)
     with pytest.raises(ValueError, match="no delta of width 2 between 64 and 62 bytes"):

@@ -6,7 +6,7 @@ import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

@@ -103,6 +103,8 @@ class TakeStage(Message, frozen=True, kw_only=True):
     wait_ms: int = 1000
     host: str = ""
     """As in ``FetchGroups``."""
+    held: list[int] = msgspec.field(default_factory=list[int])
+    """Tickets of groups that it has and goes on with. What else it was given here never came, and is given anew."""
 
 
 class StageItem(Part, frozen=True, kw_only=True):

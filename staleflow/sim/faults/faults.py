@@ -1,5 +1,6 @@
 """The faults themselves: what each kind does to the world, and how it passes."""
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class Faults:
         self._pause_s = world.conductor.now_s + SPELL_S
         self._plan = plan
         self._world = world
+        self._servers = (*SERVERS, "relay") if plan.relays else SERVERS
         self._rng = random.Random(f"staleflow faults of {plan.seed}")
         self._ways: dict[str, Callable[[], bool]] = {
             "kill": self._kill,
@@ -97,7 +99,7 @@ class Faults:
     # --- processes -------------------------------------------------------------------------------------------
 
     def _kill(self) -> bool:
-        node = self._some(*SERVERS, *WORKERS)
+        node = self._some(*self._servers, *WORKERS)
         if node is None or node.process is None:
             return False
         self.counts[f"killed: {node.role}"] += 1
@@ -118,7 +120,7 @@ class Faults:
 
     def _stop(self, least: float, most: float) -> bool:
         """SIGSTOP for so many leases, then SIGCONT."""
-        node = self._some(*SERVERS, *WORKERS)
+        node = self._some(*self._servers, *WORKERS)
         if node is None or node.process is None:
             return False
         process = node.process
@@ -137,7 +139,7 @@ class Faults:
 
     def _terminate(self) -> bool:
         """SIGTERM."""
-        node = self._some(*SERVERS, "rollout")
+        node = self._some(*self._servers, "rollout")
         if node is None or node.stop is None:
             return False
         stop = node.stop
@@ -198,7 +200,7 @@ class Faults:
         return True
 
     def _slow(self) -> bool:
-        weather, node = self._world.network.weather, self._some(*SERVERS, *WORKERS)
+        weather, node = self._world.network.weather, self._some(*self._servers, *WORKERS)
         if node is None:
             return False
         weather.slow[node.name] = self._rng.choice((0.05, 0.5, 1.5))
@@ -224,7 +226,7 @@ class Faults:
         return True
 
     def _disconnect(self) -> bool:
-        node = self._some(*SERVERS, *WORKERS)
+        node = self._some(*self._servers, *WORKERS)
         if node is not None:
             self._world.network.disconnect(node.name)
         return node is not None
@@ -272,24 +274,33 @@ class Faults:
 
     def _flip_weights(self) -> bool:
         """One byte of a version on disk: of one that is there, or of the next one before anybody has loaded it."""
-        there = self._versions()
         if self._rng.random() < 0.5:
-            self._flip_next(set(there), self._world.conductor.now_s + NEXT_VERSION_S)
+            self._flip_next({*self._versions()}, self._world.conductor.now_s + NEXT_VERSION_S)
             return True
+        mine = [self._weights / name for name in self._versions()]
+        there = [*mine, *sorted(self._world.run_dir.glob("relays/*/*.bin"))]
         if there:
             self._flip_file(self._rng.choice(there))
         return bool(there)
 
-    def _flip_next(self, there: set[Path], until_s: float) -> None:
+    def _flip_next(self, there: set[str], until_s: float) -> None:
         conductor = self._world.conductor
-        new = [path for path in self._versions() if path not in there]
+        new = [name for name in self._versions() if name not in there]
         if new:
-            self._flip_file(new[-1])
+            self._flip_file(self._weights / new[-1])
         elif conductor.now_s < until_s and not self._world.ended:
             conductor.after(0.001, self._flip_next, there, until_s)
 
-    def _versions(self) -> list[Path]:
-        return sorted((self._world.run_dir / "parameters").glob("*.bin"))
+    @property
+    def _weights(self) -> Path:
+        return self._world.run_dir / "parameters"
+
+    def _versions(self) -> list[str]:
+        """Files of the parameter server, by name."""
+        try:
+            return [name for name in sorted(os.listdir(self._weights)) if name.endswith(".bin")]
+        except FileNotFoundError:
+            return []
 
     def _flip_file(self, path: Path) -> None:
         data = bytearray(path.read_bytes())

@@ -1,8 +1,9 @@
 """The machine under the simulated processes: what randomness it gives, and how its files behave.
 
-The product asks the system for random names and writes two kinds of plain files, the trace and the weights. While
-``Machine.installed`` holds, those calls go through here: names come from the seed, the disk of the weights can be full,
-a process can be killed between two of its file operations, and it is known what of a file was synced.
+The product asks the system for random names, asks which host it runs on, and writes two kinds of plain files, the
+trace and the weights. While ``Machine.installed`` holds, those calls go through here: names come from the seed, hosts
+from the plan, the disk of the weights can be full, a process can be killed between two of its file operations, and it
+is known what of a file was synced.
 """
 
 import errno
@@ -13,12 +14,18 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
-from staleflow.sim.faults.virtual import Conductor, Killed, Process
+from staleflow.clients.parameters import mapped, relays
+from staleflow.runtime import weights
+from staleflow.servers.parameters import relay, service, tree
+from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
+
+PIECE_BYTES: Final = 64
+"""Of one message of weights: a version takes several. And relays hang in a row."""
 
 BEGIN_UNIX_NS = 1_800_000_000_000_000_000
 
@@ -43,7 +50,9 @@ class SimClock:
 class Machine:
     """Files and randomness of one run."""
 
-    def __init__(self, conductor: Conductor, rng: random.Random) -> None:
+    def __init__(self, conductor: Conductor, rng: random.Random, host_of: Callable[[str], str]) -> None:
+        """``host_of``: the host of a process, by its name. Those of one host share files."""
+        self._host_of = host_of
         self.full_folder: Path | None = None
         """Files in it cannot grow."""
         self.kill_at_rename: tuple[Path, Callable[[], Process | None]] | None = None
@@ -63,13 +72,20 @@ class Machine:
         logging.disable(logging.CRITICAL)
         names = self._names
         try:
-            with (
-                mock.patch.object(secrets, "token_hex", lambda size=32: names.randbytes(size).hex()),
-                mock.patch.object(secrets, "randbits", names.getrandbits),
-                mock.patch.object(os, "fdatasync", self._sync),
-                mock.patch.object(os, "posix_fallocate", self._allocate(os.posix_fallocate)),
-                mock.patch.object(os, "replace", self._rename(os.replace)),
-            ):
+            with ExitStack() as changes:
+                for where, name, what in (
+                    (secrets, "token_hex", lambda size=32: names.randbytes(size).hex()),
+                    (secrets, "randbits", names.getrandbits),
+                    (os, "fdatasync", self._sync),
+                    (os, "posix_fallocate", self._allocate(os.posix_fallocate)),
+                    (os, "replace", self._rename(os.replace)),
+                    (tree, "FANOUT", 1),
+                    (relay, "LOOK_EVERY_S", 10.0),  # a status of the scheduler costs more than anything else here
+                    (weights, "CHUNK_BYTES", PIECE_BYTES),
+                    (weights, "SPAN_BYTES", PIECE_BYTES),
+                    *((module, "boot_id", self._host) for module in (mapped, relays, relay, service)),
+                ):
+                    changes.enter_context(mock.patch.object(where, name, what))
                 yield
         finally:
             logging.disable(level)
@@ -85,6 +101,9 @@ class Machine:
         """Bytes of the file that a power failure leaves."""
         found = path.stat()
         return min(self._synced.get((found.st_dev, found.st_ino), 0), found.st_size)
+
+    def _host(self) -> str:
+        return self._host_of(current().name)
 
     def _sync(self, descriptor: int) -> None:
         found = os.fstat(descriptor)

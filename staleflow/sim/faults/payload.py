@@ -19,6 +19,9 @@ Segments = tuple[tuple[Lineage, Version, int], ...]
 """(lineage, version, tokens) of each sample; every sample of a group has the same ones."""
 
 WEIGHT_WORDS = 64
+TENSOR_WORDS = 16
+FROZEN = 2
+"""Which tensor of the weights is the same in every version."""
 REFERENCE_COLUMN = f"{STAGE}{REFERENCE}/logprobs"
 LENGTHS, ODD = "lengths", "odd"
 """Stages of a user's."""
@@ -98,6 +101,8 @@ def weights_of(seed: int, lineage: Lineage, version: Version, term: TrainerTerm)
     """A version as that trainer publishes it. It begins with what it claims to be."""
     words = np.frombuffer(stream("weights", seed, lineage, version, term, nbytes=4 * WEIGHT_WORDS), np.uint32).copy()
     words[:3] = (lineage, version, term)
+    frozen = np.frombuffer(stream("frozen", seed, nbytes=4 * TENSOR_WORDS), np.uint32)
+    words[FROZEN * TENSOR_WORDS : (FROZEN + 1) * TENSOR_WORDS] = frozen
     return words.tobytes()
 
 
@@ -111,7 +116,9 @@ def are_weights(seed: int, data: bytes, lineage: Lineage, version: Version) -> b
 
 def manifest_of(data: bytes) -> Manifest:
     """What describes these weights."""
-    return lay_out([(TENSOR, "int32", (WEIGHT_WORDS,), digest(data))])
+    size = 4 * TENSOR_WORDS
+    pieces = enumerate(data[start : start + size] for start in range(0, len(data), size))
+    return lay_out((f"{TENSOR}.{number}", "int32", (TENSOR_WORDS,), digest(piece)) for number, piece in pieces)
 
 
 def row_of(number: int) -> dict[str, object]:

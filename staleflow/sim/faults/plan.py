@@ -19,6 +19,9 @@ USERS: Final = (
 )
 """Stages of a user's: one beside the reward, one after both."""
 
+NEAR: Final = "near"
+"""Where the servers are, and the trainer."""
+
 KINDS: Final = (
     "kill",
     "kill at a commit",
@@ -64,6 +67,19 @@ class Plan:
     """The faults of this run; each kind is left out of some runs, so that the others get deeper."""
     every_s: float
     """Mean time between two faults."""
+    relays: int = 0
+    mb_per_s: float = 0.0
+    """Of what a relay asks for."""
+
+    def host_of(self, name: str) -> str:
+        """The machine of a process: relays, and every second engine where there are some, are on others than the rest;
+        in every second seed no engine has one on its own."""
+        role, _, number = name.partition("-")
+        if self.relays and role == "relay":
+            return f"far-{int(number) + self.seed % 2 * 2}"
+        if self.relays and role == "rollout" and int(number) % 2:
+            return f"far-{int(number) // 2 % 2}"
+        return NEAR
 
 
 def plan_of(seed: int) -> Plan:
@@ -133,4 +149,6 @@ def plan_of(seed: int) -> Plan:
         stages=rng.choice((1, 2)),
         kinds=kinds or KINDS,
         every_s=rng.choice((0.7, 1.5, 3.0)),
+        relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
+        mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),
     )

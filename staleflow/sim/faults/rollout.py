@@ -48,6 +48,7 @@ from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.sim.faults.journal import Acknowledged, Heard, Journal, Key
 from staleflow.sim.faults.payload import Segments, are_weights, group_payload, is_what_was_written, row_of, sha_of
+from staleflow.sim.faults.plan import NEAR
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
 
@@ -200,8 +201,10 @@ class RolloutWorker:
         try:
             async with await self._puller.pull(lineage, version) as pulled:
                 sha = pulled.sha
-                data = bytes(next(iter(pulled.tensors().values())).data)
+                data = b"".join(tensor.data for tensor in pulled.tensors().values())
                 self._journal.looked["rollout: weights"] += 1
+                where = "near" if self._scene.host_of(self._name) == NEAR else "far"
+                self._scene.counts[f"weights, {where}: {pulled.way}"] += 1
                 if not are_weights(self._scene.seed, data, lineage, version):
                     self._journal.wrong.append(f"{self.me} got weights that are not ({lineage}, {version})")
                 await asyncio.sleep(0.02)
@@ -329,8 +332,11 @@ class RolloutWorker:
             self._journal.refused[result.code] += 1
 
     async def _again(self, assign: Assign, group: GroupPayload, segments: Segments) -> None:
-        """Push the same once more, now or much later; sometimes with other bytes."""
+        """Push the same once more, now or much later; sometimes with other bytes. Not in the last moments of a run:
+        what comes then and is refused has not been deleted yet when the disks are looked at."""
         await asyncio.sleep(self._rng.choice((0.0, 0.05, 1.0, 3 * self._scene.lease_s)))
+        if self._scene.finishing:
+            return
         if self._rng.random() < 0.4:
             scene = self._scene
             group = group_payload(scene.seed, assign.group, assign.lease, segments, scene.samples, variant=1)

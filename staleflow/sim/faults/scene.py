@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from staleflow.configs.load import Addresses
@@ -23,6 +24,8 @@ class Scene:
     network: Network
     rng: random.Random
     rows: int
+    host_of: Callable[[str], str]
+    """The machine of a process, by its name."""
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
     """What workers and trainers did that is out of the ordinary."""

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import ClassVar
 
 from staleflow.clients.attachment import attach
 from staleflow.clients.stage.worker import Failed, Made, StageGroup, StageWorker
@@ -14,12 +15,16 @@ from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
 
 GROUP_S = 0.01
+SLOW_S = 2.0
+SLOW_SHARE = 0.02
 FAILED_SHARE = 0.003
 MOST_GROUPS = 8
 
 
 class CheckedStage:
-    """Columns that are a function of the group's lease; a few groups cannot be judged."""
+    """Columns that are a function of the group's lease; a few groups cannot be judged, and some take long."""
+
+    together: ClassVar[bool] = False
 
     def __init__(self, scene: Scene, stage: str) -> None:
         self._scene = scene
@@ -28,7 +33,7 @@ class CheckedStage:
         self._rng = random.Random(scene.rng.getrandbits(64))
 
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
-        await asyncio.sleep(GROUP_S * len(groups))
+        await asyncio.sleep(SLOW_S if self._rng.random() < SLOW_SHARE else GROUP_S * len(groups))
         return [self._one(group) for group in groups]
 
     def _one(self, group: StageGroup) -> Made:

@@ -40,6 +40,7 @@ from staleflow.sim.faults.virtual import Process
 
 CHUNK = 64
 OTHER_RANK_SHARE = 0.2
+ROGUE_SHARE = 0.03
 FUTURE = 1_000
 """Versions ahead of everything: a trainer that comes from there is refused."""
 
@@ -197,12 +198,23 @@ class Trainer:
         ends the shipped one, and it comes back from its checkpoint.
         """
         self._scene.wrote[self._lineage, version] = self._term
+        if self._rng.random() < ROGUE_SHARE:
+            await self._fence_all()
         begin, data = self._begin(self._lineage, version, batch)
         self._scene.journal.published.setdefault((self._lineage, version), set()).add(manifest_of(data).sha)
         await self._until_whole(begin, data)
         self._from = self._lineage
         committed = Committed(self._term, self._lineage, version, manifest_of(data).sha, batch)
         self._scene.journal.committed.append(committed)
+
+    async def _fence_all(self) -> None:
+        """Begin to publish under a term that nobody was ever given: if that counted, no trainer could publish again."""
+        term = TrainerTerm(self._term + 2**40)
+        begin = BeginPublish(trainer_term=term, lineage=self._lineage, version=Version(0), batch=None, nbytes=1)
+        try:
+            await self._parameters.ask(begin, PublishTo, timeout_s=None)
+        except Refused as no:
+            self._scene.counts[f"a term that nobody was given: {no.code}"] += 1
 
     def _begin(self, lineage: Lineage, version: Version, batch: BatchId | None) -> tuple[BeginPublish, bytes]:
         """The bytes of a version, which are others in each term."""

@@ -45,6 +45,13 @@ class Process:
         return self.alive and not self.stopped
 
 
+def current() -> Process:
+    """Whose code runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimLoop)
+    return loop.process
+
+
 class SimTask(asyncio.Task[Any]):
     """A task whose place in a set is the same in every run."""
 

@@ -31,6 +31,7 @@ from staleflow.runtime.errors import ConfigError, Refused, Unavailable
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.trace import stored_head
 from staleflow.servers.parameters import main as parameters
+from staleflow.servers.parameters import relay_main
 from staleflow.servers.scheduler import main as scheduler
 from staleflow.servers.scheduler.interpreter import TABLES
 from staleflow.servers.trajectories import main as trajectories
@@ -100,7 +101,7 @@ class World:
         self.rng = random.Random(f"staleflow world {plan.seed}")
         self.conductor = Conductor()
         self.network = Network(self.conductor, self.rng)
-        self.machine = Machine(self.conductor, self.rng)
+        self.machine = Machine(self.conductor, self.rng, plan.host_of)
         self.clock = SimClock(self.conductor)
         self.history = History()
         self.scene = Scene(
@@ -111,9 +112,12 @@ class World:
             network=self.network,
             rng=self.rng,
             rows=ROWS,
+            host_of=plan.host_of,
         )
         self.nodes: dict[str, Node] = {}
         self._workers: dict[Process, str] = {}
+        self._relays = tuple(f"tcp://192.0.2.{number + 1}:7200" for number in range(plan.relays))
+        """Their addresses, which all hosts reach."""
         self.troubles = 0
         """Faults that go on at present."""
         self.ended = False
@@ -139,6 +143,8 @@ class World:
                 self._add(name, "stage", partial(self._stage, name, stage))
         self._add("trainer", "trainer", partial(self._trainer, "trainer"))
         self._add("monitor", "monitor", self._monitor)
+        for number in range(self.plan.relays):
+            self._add(f"relay-{number}", "relay", partial(self._relay, f"relay-{number}", self._relays[number]))
 
     def _add(
         self, name: str, role: str, main: Callable[[Process, Stop], Coroutine[Any, Any, None]], *, disk: bool = False
@@ -165,7 +171,7 @@ class World:
         serving = self.history.serving
         if node.role == "scheduler" and serving and serving[-1].until_s == float("inf"):
             serving[-1].until_s = self.conductor.now_s
-        error, server = process.error, node.disk is not None or node.role == "parameters"
+        error, server = process.error, node.disk is not None or node.role in ("parameters", "relay")
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
             self.scene.journal.ends[kind] += 1
@@ -193,7 +199,8 @@ class World:
     def garble(self, rng: random.Random) -> bool:
         """Somebody says to a server what is no message, or one that fits nowhere."""
         where = self.scene.where
-        address = rng.choice((where.scheduler, where.scheduler, *where.trajectories, where.parameters))
+        servers = (where.scheduler, where.scheduler, *where.trajectories, where.parameters, *self._relays)
+        address = rng.choice(servers)
         good = encode_request(7, GetStatus())
         said = (rng.randbytes(rng.randrange(40)), good[: rng.randrange(len(good))], good + b"\0", *_out_of_place(rng))
 
@@ -242,6 +249,18 @@ class World:
     async def _parameters(self, process: Process, stop: Stop) -> None:
         await parameters.serve_until(stop, self.plan.config, self.run_dir, transport=self.network.transport(process))
 
+    async def _relay(self, name: str, bind: str, process: Process, stop: Stop) -> None:
+        await relay_main.serve_until(
+            stop,
+            self.plan.config,
+            self.run_dir,
+            name,
+            self.scene.where.scheduler,
+            bind,
+            self.plan.mb_per_s,
+            transport=self.network.transport(process),
+        )
+
     async def _rollout(self, name: str, process: Process, stop: Stop) -> None:
         worker = RolloutWorker(self.scene, process, name, self.plan.capacity)
 
@@ -279,7 +298,7 @@ class World:
         me, where = worker_id("monitor"), self.scene.where
         clients = [
             Client(address, worker=me, transport=self.network.transport(process))
-            for address in (where.scheduler, *where.trajectories, where.parameters)
+            for address in (where.scheduler, *where.trajectories, where.parameters, *self._relays)
         ]
         while not stop.is_set():
             for client in clients:
@@ -287,6 +306,7 @@ class World:
                     answer = await client.ask(GetStatus(), Status, timeout_s=2.0)
                     self.scene.counts["status"] += 1
                     self._why = answer.values.get("why", self._why)
+                    self.scene.counts["a relay below a relay"] += "/" in answer.values.get("from", "")
                 except Unavailable:
                     self.scene.counts["no status"] += 1
             await asyncio.sleep(3.0)

@@ -1,6 +1,7 @@
 """Reward functions, good and bad, for the tests of the runner. Loaded by path in a child process."""
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -46,6 +47,10 @@ def hangs_once(prompt: str, completion: str, *, marker: str) -> float:
 
 def raises(prompt: str, completion: str) -> float:
     raise ValueError(f"cannot judge {completion}")
+
+
+def reads(prompt: str, completion: str) -> float:
+    return float(json.loads(completion))
 
 
 def picky(prompt: str, completion: str) -> float:

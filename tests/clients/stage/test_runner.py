@@ -59,9 +59,22 @@ async def test_calls_of_an_async_reward_run_side_by_side() -> None:
 
 async def test_a_reward_that_raises_is_tried_again_and_then_named() -> None:
     async with running("raises", retries=2) as runner:
-        with pytest.raises(RewardFailed, match=r"raised ValueError: cannot judge 2 \(3 tries\)"):
+        with pytest.raises(RewardFailed, match=r"raised ValueError: cannot judge 2, at rewards\.py:\d+ \(3 tries\)"):
             await runner.score(said("2"))
         assert runner.failed_calls == 3
+
+
+async def test_an_error_of_a_library_is_said_with_the_line_that_called_it() -> None:
+    (line,) = (number for number, text in enumerate(REWARDS.read_text().splitlines(), 1) if "json.loads" in text)
+    async with running("reads") as runner:
+        with pytest.raises(RewardFailed, match=rf"raised JSONDecodeError: .*, at rewards\.py:{line} \(1 try\)"):
+            await runner.score(said("{"))
+
+
+async def test_an_error_of_the_call_itself_has_no_line() -> None:
+    async with running("columns") as runner:
+        with pytest.raises(RewardFailed, match=r"missing 2 required keyword-only arguments: 'answer' and 'weight' \("):
+            await runner.score(said("2"))
 
 
 async def test_a_reward_that_always_fails_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +85,7 @@ async def test_a_reward_that_always_fails_fills_no_log(caplog: pytest.LogCapture
             with pytest.raises(RewardFailed):
                 await runner.score(said("2"))
     tries = [message for message in caplog.messages if message.startswith("try ")]
-    assert tries[0] == "try 1 of 3: the reward raised ValueError: cannot judge 2"
+    assert tries[0].startswith("try 1 of 3: the reward raised ValueError: cannot judge 2, at rewards.py:")
     assert len(tries) <= 1 + (time.monotonic() - began) < 120
 
 

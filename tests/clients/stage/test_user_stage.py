@@ -93,7 +93,7 @@ def test_ragged_columns_that_do_not_fit_the_tokens_are_named(what: Any, says: st
 async def test_a_call_that_returned_what_it_must_not_fails_its_group_with_the_reason() -> None:
     async with running("returns", options={"what": {"score": [1.0]}}) as stage:
         (made,) = await stage.make([group(3)])
-    assert why(made) == "the stage judge: score has 1 values; the group has 2 samples (1 tries)"
+    assert why(made) == "the stage judge: score has 1 values; the group has 2 samples (1 try)"
 
 
 async def test_a_call_that_gave_too_little_or_hung_is_tried_again(tmp_path: Path) -> None:

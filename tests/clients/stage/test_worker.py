@@ -1,8 +1,9 @@
 """A stage worker in a real service: what it makes of good groups, of bad ones, and what its death costs."""
 
+import asyncio
 import signal
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
 from staleflow.clients.trainer.client import TrainerClient
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import StageItem, StageWork
+from staleflow.protocols.wire.messages import FinishStage, Result, Results, StageItem, StageWork, TakeStage
 from staleflow.protocols.wire.tensors import specs_and_frames
 from tests.clients.stage.judged import group
 from tests.clients.trainer.service import REWARDS, Service, serving
@@ -77,6 +78,8 @@ class Shard:
 
 
 class Broken:
+    together: ClassVar[bool] = True
+
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
         raise MemoryError("Unable to allocate 8 GiB")
 
@@ -93,3 +96,83 @@ async def test_a_stage_that_fails_names_the_groups_that_it_ends_at(caplog: pytes
         "the critic stage fails at 3, 8, they go to another worker: MemoryError('Unable to allocate 8 GiB'); "
         "lower trainer.micro_tokens"
     ]
+
+
+class Stream:
+    """Has groups 1, 2, ... without end for a stage that makes them one by one, with their numbers as tickets."""
+
+    def __init__(self, enough: int) -> None:
+        self._last = 0
+        self._enough = enough
+        self.over = asyncio.Event()
+        """So many groups are finished."""
+        self.asked: list[TakeStage] = []
+        self.finished: list[int] = []
+        self.most = 0
+
+    async def call(self, body: TakeStage, **_: object) -> tuple[StageWork, list[memoryview]]:
+        await asyncio.sleep(0)
+        self.asked.append(body)
+        numbers = range(self._last + 1, self._last + body.max_groups + 1)
+        self._last += body.max_groups
+        self.most = max(self.most, len(body.held) + body.max_groups)
+        items, frames = list[StageItem](), list[memoryview]()
+        for number in numbers:
+            specs, more = specs_and_frames(group(number).payload.to_arrays())
+            items.append(StageItem(group=group(number).group, lease=LeaseId(1), ticket=number, row={}, frames=specs))
+            frames += more
+        return StageWork(items=items), frames
+
+    async def ask(self, body: FinishStage, *_: object, **__: object) -> Results:
+        self.finished += [result.ticket for result in body.results]
+        if len(self.finished) >= self._enough:
+            self.over.set()
+        return Results(results=[Result()] * len(body.results))
+
+
+class Slow:
+    """Makes every group at once but for group 2, which it never does."""
+
+    together: ClassVar[bool] = False
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        assert len(groups) == 1
+        if groups[0].group == 2:
+            await asyncio.Event().wait()
+        return [{"reward": np.zeros(2, np.float32)}]
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None: ...
+
+
+async def test_a_slow_group_holds_up_its_own_place_only() -> None:
+    worker = StageWorker(worker=WorkerId("reward-0.x"), name="reward", stage=Slow(), max_groups=3)
+    stream = Stream(enough=20)
+    shard: Any = stream
+    serving = asyncio.create_task(worker.serve([shard]))
+    async with asyncio.timeout(5):
+        await stream.over.wait()
+    serving.cancel()
+    assert sorted(stream.finished)[:20] == [1, *range(3, 22)]  # all but the slow one
+    assert stream.most == 3  # never more than its places
+    assert stream.asked[0].held == []
+    assert all(2 in ask.held for ask in stream.asked[1:])  # it says that it goes on with it
+
+
+class Whole(Slow):
+    """Makes what it gets together."""
+
+    together: ClassVar[bool] = True
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        return [{"reward": np.zeros(2, np.float32)}] * len(groups)
+
+
+async def test_a_stage_that_makes_groups_together_gets_whole_batches() -> None:
+    worker = StageWorker(worker=WorkerId("critic-0.x"), name="critic", stage=Whole(), max_groups=3)
+    stream = Stream(enough=9)
+    shard: Any = stream
+    serving = asyncio.create_task(worker.serve([shard]))
+    async with asyncio.timeout(5):
+        await stream.over.wait()
+    serving.cancel()
+    assert {(ask.max_groups, tuple(ask.held)) for ask in stream.asked} == {(3, ())}

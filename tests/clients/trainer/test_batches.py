@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staleflow.clients.trainer.backend import batch_values
 from staleflow.clients.trainer.batches import FetchedGroup, assemble, micro_batches
 from staleflow.clients.trainer.fetching import FETCH_GROUPS, FETCH_TOKENS, requests
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import MemberRef
-from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 from tests.clients.trainer.making import header, payload
 
 
@@ -90,6 +91,19 @@ def test_off_policy_is_the_age_of_the_trained_tokens() -> None:
     mean, most = made.off_policy()
     assert mean == pytest.approx((3 + 1 + 1) / 3)
     assert most == 3
+
+
+def test_entropy_is_of_the_trained_tokens_and_cut_off_is_whatever_did_not_stop_by_itself() -> None:
+    first, second = two_versions(), payload(1, [2, 4])
+    first.finish[1], second.finish[0] = Finish.LENGTH, Finish.INTERRUPTED
+    members = [FetchedGroup(group=GroupId(g), row={}, payload=p) for g, p in ((4, first), (5, second))]
+    made = assemble(header(7, mask_below=5), members[:1])
+    assert (made.cut.tolist(), assemble(header(7), members).cut.tolist()) == ([False, True], [False, True, True, False])
+    values = batch_values(made)
+    assert values["length/truncated"] == 0.5
+    assert values["entropy"] == pytest.approx((0.3 + 0.5) / 2), "version 4 and the environment's token are not trained"
+    both = batch_values(made, lambda column: np.concatenate([column, column]))
+    assert (both["length/truncated"], both["entropy"]) == (0.5, values["entropy"]), "of two ranks alike"
 
 
 def test_the_token_bound_masks_older_tokens_and_counts_them() -> None:

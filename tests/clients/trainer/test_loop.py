@@ -14,6 +14,7 @@ from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
+from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import WholeSteps
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version
@@ -108,7 +109,12 @@ class Counting:
 
 
 def loop(
-    folder: Path, client: Told, backend: Counting, settings: Config | None = None, stop: threading.Event | None = None
+    folder: Path,
+    client: Told,
+    backend: Counting,
+    settings: Config | None = None,
+    stop: threading.Event | None = None,
+    samples: Samples | None = None,
 ) -> TrainingLoop:
     settings = settings or config(steps=6, checkpoint_every=2)
     return TrainingLoop(
@@ -118,6 +124,7 @@ def loop(
         steps=WholeSteps(backend),
         checkpoints=Checkpoints(folder, run="r1", keep=3),
         stop=stop or threading.Event(),
+        samples=samples,
     )
 
 
@@ -137,6 +144,17 @@ def test_a_whole_run_publishes_every_version_and_keeps_its_checkpoints(tmp_path:
         ("finished", ""),
     ]
     assert kept(tmp_path) == [6, 4, 2]
+
+
+def test_every_step_whose_version_is_out_is_shown_to_whoever_reads_samples(tmp_path: Path) -> None:
+    client, shown = Told(), list[tuple[int, int]]()
+
+    class Kept:
+        def write(self, batch: TrainBatch) -> None:
+            shown.append((batch.step, client.published[-1][0]))
+
+    loop(tmp_path, client, Counting(bad=(1,)), samples=cast(Samples, Kept())).run()
+    assert shown == [(step, step + 1) for step in range(6)]
 
 
 def test_a_checkpoint_comes_early_when_the_trajectory_servers_are_filling(tmp_path: Path) -> None:

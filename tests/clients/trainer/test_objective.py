@@ -109,6 +109,7 @@ def columns(batch: Sequence[Written]) -> TrainBatch:
         rewards=np.array([one.reward for one in batch], np.float32),
         group_ids=np.array([one.group for one in batch], np.int64),
         completion_lengths=np.array([len(one.tokens) for one in batch], np.int64),
+        cut=np.zeros(size, np.bool_),
         masked_tokens=0,
         rows=({},) * size,
         token_stages={REFERENCE: arrays["reference"], VALUES: arrays["value"]},

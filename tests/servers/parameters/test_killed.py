@@ -77,7 +77,7 @@ async def test_a_version_that_was_durable_but_not_registered_is_registered_after
     run.scheduler()
     run.process("parameters")
     trainer = await run.trainer()
-    await versions(run)
+    await run.client(run.where.parameters, trainer.worker).ask(begin(trainer), PublishTo)  # its term has been looked up
     await run.stop("scheduler")
     publishing = asyncio.create_task(trainer.publish(0, MILLION))
     async with asyncio.timeout(20):

@@ -1,32 +1,26 @@
 """Relays: the same bytes, never a damaged one, as they arrive, for as long as there is a way to them."""
 
 import asyncio
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Puller, mapped, relays
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import (
     Chunk,
     Done,
     Finished,
     GetChunk,
     GetDelta,
-    GetManifest,
     JoinRelays,
     ManifestOf,
 )
-from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime import weights
-from staleflow.runtime.client import Client
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
@@ -36,95 +30,10 @@ from staleflow.servers.parameters.relay_arrivals import Arrivals
 from staleflow.servers.parameters.relay_main import attach, serve_until
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import NoRoom, VersionKey, Versions
+from tests.servers.parameters.growing import LARGE, RELAY_HOST, Grown, chunk, manifest_of, pulled, same
 from tests.servers.running import Run, config_of, eventually, produced
 
-Weights = dict[str, Array]
-RELAY_HOST = "the relays' host"
-FAR = "a host without a relay"
-
-LARGE: Weights = {
-    "first": np.random.default_rng(0).random((300, 100), dtype=np.float32),
-    "scale": np.asarray(1.5, np.float32),
-    "empty": np.zeros((0, 4), np.float32),
-    "last": np.random.default_rng(1).integers(0, 2**16, 300_001, dtype=np.uint16),
-}
-
-
-@pytest.fixture(autouse=True)
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """The parameter server is here, relays are on another host, readers on a third, unless a test moves them."""
-    monkeypatch.setattr(weights, "CHUNK_BYTES", 50_000)
-    monkeypatch.setattr(weights, "SPAN_BYTES", 50_000)
-    monkeypatch.setattr(weights, "SILENT_S", 0.5)
-    monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
-    monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
-    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: relays are reached from everywhere
-
-    def readers_on(host: str) -> None:
-        monkeypatch.setattr(mapped, "boot_id", lambda: host)
-        monkeypatch.setattr(relays, "boot_id", lambda: host)
-
-    readers_on(FAR)
-    return readers_on
-
-
-class Grown:
-    """A run and its relays."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.stops: dict[str, tuple[Stop, asyncio.Task[None]]] = {}
-
-    async def grow(self, name: str, *, mb_per_s: float = 0.0) -> None:
-        """One relay more, in the tree when this returns."""
-        stop, where = Stop(), self.run.where.scheduler
-        serving = serve_until(stop, self.run.config, self.run.run_dir, name, where, mb_per_s=mb_per_s)
-        self.stops[name] = stop, asyncio.ensure_future(serving)
-        await eventually(lambda: self.is_there(name))
-
-    async def is_there(self, name: str) -> bool:
-        return any(str(known["relay"]).startswith(name) for known in await self.tree())
-
-    async def is_another(self, name: str, worker: str) -> bool:
-        """The dead one is forgotten, and one of its name is there."""
-        there = [str(known["relay"]) for known in await self.tree()]
-        return len(there) == 1 and there[0].startswith(name) and there[0] != worker
-
-    def process(self, name: str) -> "subprocess.Popen[bytes]":
-        command = (sys.executable, "-m", "staleflow.cli", "attach", "relay", "--run-dir", str(self.run.run_dir))
-        return subprocess.Popen((*command, "--name", name), stderr=subprocess.DEVNULL)
-
-    async def tree(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (await self.run.status(self.run.where.parameters))["relays"]
-        return found
-
-    async def endpoint(self, name: str) -> str:
-        return next(str(known["endpoint"]) for known in await self.tree() if str(known["relay"]).startswith(name))
-
-    async def end(self, name: str) -> None:
-        stop, serving = self.stops.pop(name)
-        stop.set("test")
-        await serving
-
-    def reader(self, name: str = "reader.1") -> Puller:
-        puller = Puller(self.run.where.parameters, worker=WorkerId(name))
-        self.run.clients.append(puller)
-        return puller
-
-    async def client(self, name: str) -> Client:
-        """To a relay."""
-        return self.run.client(await self.endpoint(name), WorkerId("reader.9"))
-
-
-@pytest.fixture
-async def grown(run: Run) -> AsyncIterator[Grown]:
-    """A run with a published version 0."""
-    trainer = await run.trainer()
-    await trainer.publish(0, LARGE)
-    grown = Grown(run)
-    yield grown
-    for name in list(grown.stops):
-        await grown.end(name)
+pytestmark = pytest.mark.usefixtures("hosts")
 
 
 @pytest.fixture
@@ -139,25 +48,6 @@ def root_chunks(monkeypatch: pytest.MonkeyPatch) -> list[GetChunk]:
 
     monkeypatch.setattr(ParameterService, "_later_chunk", noted)
     return seen
-
-
-def manifest_of(version: int, *, host: str = "") -> GetManifest:
-    return GetManifest(worker=WorkerId("reader.9"), lineage=Lineage(0), version=Version(version), host=host)
-
-
-def chunk(offset: int, nbytes: int) -> GetChunk:
-    return GetChunk(lineage=Lineage(0), version=Version(0), offset=offset, nbytes=nbytes)
-
-
-async def pulled(puller: Puller, version: int = 0) -> tuple[Weights, bool]:
-    async with await puller.pull(Lineage(0), Version(version)) as found:
-        return {name: array.copy() for name, array in found.arrays().items()}, found.mapped
-
-
-def same(found: Weights, wanted: Weights = LARGE) -> None:
-    assert list(found) == list(wanted)
-    for name, array in wanted.items():
-        assert (found[name].tobytes(), found[name].shape) == (array.tobytes(), array.shape)
 
 
 async def test_readers_of_a_relay_cost_the_parameter_server_one_copy(grown: Grown, root_chunks: list[GetChunk]) -> None:

@@ -90,7 +90,7 @@ class Guarded:
             case VersionsInUse():
                 call.reply(KeepVersions(versions=[]))
             case _:
-                call.reply(Status(values={}))
+                call.reply(Status(values={"trainer_term": 1}))
 
     def client(self, address: str, role: Role | None, name: str = "worker.1") -> Client:
         """``role``: of its key; None comes without one."""

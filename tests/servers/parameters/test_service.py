@@ -120,6 +120,19 @@ async def test_a_publish_by_an_older_trainer_is_fenced_at_every_step(run: Run) -
         assert no.value.code in (Code.FENCED, Code.STALE)
 
 
+@pytest.mark.parametrize("ahead", [1, 2**62])
+async def test_a_term_that_has_not_begun_fences_nobody(run: Run, ahead: int) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    client, term = run.client(run.where.parameters, WorkerId("thief.1")), trainer.joined.trainer_term
+    with pytest.raises(Refused, match=rf"term {term + ahead} has not begun; the newest one is {term}") as no:
+        await client.call(begin(trainer, term=term + ahead))
+    assert no.value.code is Code.DENIED
+    assert (await trainer.publish(0, WEIGHTS)).version == 0
+    successor = await run.trainer("trainer-b")
+    assert (await successor.publish(0, WEIGHTS)).version == 0
+
+
 async def test_a_version_that_the_scheduler_refuses_is_forgotten(run: Run) -> None:
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)

@@ -53,6 +53,15 @@ def test_a_reader_without_its_relay_gets_another() -> None:
     assert grown.sources("reader", "h0") == ["tcp://10.0.0.1:9"]
 
 
+def test_a_relay_that_is_started_again_never_hangs_below_what_it_was() -> None:
+    grown = tree(*((f"r{n}", f"h{n}") for n in range(FANOUT)))
+    assert grown.join("r0-again", "tcp://10.0.0.1:1", "h0") == []
+    assert [grown.relays[name].parent for name in grown.relays] == [ROOT] * FANOUT
+    assert "r0" not in grown.relays
+    grown.join("elsewhere", "tcp://10.0.0.1:1", "a host with loopback of its own")
+    assert "r0-again" in grown.relays
+
+
 def test_a_relay_on_loopback_serves_its_own_host_only() -> None:
     grown = Tree()
     grown.join("r0", "tcp://127.0.0.1:1", "h0")

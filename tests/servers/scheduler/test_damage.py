@@ -1,10 +1,14 @@
 """A changed byte in the ledger's store: the scheduler stops, names file and record, and runs on no wrong ledger."""
 
+import signal
 from pathlib import Path
 from random import Random
 
 import lmdb
 
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import Attach, Attached
+from tests.runtime.pages import harm_branches
 from tests.servers.scheduler.world import Cast, World
 
 COPIES = 4
@@ -60,3 +64,25 @@ async def test_a_torn_file_stops_the_scheduler_which_names_it(world: World) -> N
     code, said = world.ended()
     assert code == 2, said
     assert "data.mdb" in said
+
+
+async def test_a_page_header_that_ends_the_scheduler_is_named_when_it_is_started_again(world: World) -> None:
+    cast = await Cast(world).enter()
+    await cast.finish(2)
+    await cast.trainer.next_batch(0)
+    for number in range(30):
+        worker = WorkerId(f"reward-{number}.{'x' * 100}")
+        await world.client(worker).ask(Attach(worker=worker, name=f"reward-{number}", role="stage"), Attached)
+    assert world.stop() == 0
+    file = world.run_dir / "scheduler" / "data.mdb"
+    whole = file.read_bytes()
+    assert harm_branches(file)
+    world.spawn()
+    assert world.ended()[0] == -signal.SIGABRT
+    world.spawn()
+    code, said = world.ended()
+    assert code == 2, said
+    assert f"{file} is damaged: who reads all of it is ended by SIGABRT" in said
+    file.write_bytes(whole)
+    world.start()
+    assert (await world.status())["ledger"]["sealed"] == 2

@@ -7,8 +7,9 @@ import msgspec
 
 from staleflow.configs.schema import Staleness
 from staleflow.protocols.consistency.effects import ReleaseWhy
+from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.consistency.limits import Bound
-from staleflow.protocols.wire.messages import GetStatus, Status
+from staleflow.protocols.wire.messages import Attach, GetStatus, Status
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -150,3 +151,18 @@ def test_a_silent_trainer_is_named_once(tmp_path: Path) -> None:
     trained(table, Seat(table, "a"), 1)
     table.silent("trainer")
     assert asked(table)["why"] == "trainer is silent; step 1 waits for it or its successor"
+
+
+class Unpublished(Table):
+    """Its trainer has joined and publishes nothing."""
+
+    def publish(self, version: int, batch: int | None = None) -> None:
+        pass
+
+
+def test_a_trainer_that_has_published_nothing_is_called_by_its_name(tmp_path: Path) -> None:
+    table = Unpublished(tmp_path / "run", config())
+    worker = WorkerId("coach.7354b0f4")
+    table.ask(worker, Attach(worker=worker, name="coach", role="trainer"))
+    table.join(worker, version=0)
+    assert asked(table)["why"] == "version 0 is still to be published by coach"

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -38,7 +39,8 @@ from staleflow.servers.attached import Tasks
 from staleflow.servers.trajectories.main import make_service
 from staleflow.servers.trajectories.records import Key
 from staleflow.servers.trajectories.service import TrajectoryService
-from tests.servers.running import GROUP_SIZE
+from tests.runtime.pages import harm_branches
+from tests.servers.running import GROUP_SIZE, WEIGHTS, Run
 from tests.servers.trajectories.damaged import Original, copied, named, opened, original
 
 COPIES = 100
@@ -186,3 +188,22 @@ def test_a_store_that_lacks_a_table_is_refused_and_not_begun_anew(whole: Origina
     folder = copied(tmp_path / "copy", whole.data.replace(b"records", b"recordt"))
     with pytest.raises(StoreCorrupt, match=r"data\.mdb has the tables"):
         opened(folder)
+
+
+async def test_a_page_header_that_ends_a_shard_is_named_when_it_is_started_again(make_run: Callable[..., Run]) -> None:
+    run = make_run(rollout={"group_size": GROUP_SIZE, "max_inflight": 64}, trainer={"batch_size": 16})
+    run.scheduler()
+    run.parameters()
+    run.process("trajectories", 0)
+    await (await run.trainer()).publish(0, WEIGHTS)
+    rollout = await run.rollout(capacity=20)
+    assert {result.code for result in await rollout.push(*await rollout.leases(20))} == {None}
+    assert run.kill("trajectories-0", signal.SIGTERM) == 0
+    file = run.run_dir / "trajectories-0" / "data.mdb"
+    assert harm_branches(file)
+    run.process("trajectories", 0)
+    assert (await asyncio.to_thread(run.ended, "trajectories-0"))[0] == -signal.SIGABRT
+    run.process("trajectories", 0)
+    code, said = await asyncio.to_thread(run.ended, "trajectories-0")
+    assert code == 2
+    assert f"{file} is damaged: who reads all of it is ended by SIGABRT" in said

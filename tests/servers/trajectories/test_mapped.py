@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -273,6 +274,8 @@ async def test_a_batch_is_whole_as_soon_as_a_shard_is_back_though_it_has_not_fou
 
 class Judge:
     """Half of the samples are right, if they are what was written."""
+
+    together: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.seen: list[int] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,19 +16,22 @@ from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import GetSlab, Op, Place, Result
+from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.memory_store import MemoryStore
-from staleflow.runtime.store import StoreFull
+from staleflow.runtime.store import StoreFull, number_key
 from staleflow.servers.trajectories.filters import none
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.slabs import Slabs
-from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
 
 Step = tuple[str, WorkerId, int, int]
 MB = 1 << 20
 NBYTES = 64
+ALL = 10**9
+"""Writes that a full store refuses."""
 WORKERS = [WorkerId("rollout-0.1"), WorkerId("rollout-1.1")]
 
 
@@ -39,12 +43,13 @@ class Scheduler:
 
 
 class Store(MemoryStore):
-    """One that can be full."""
+    """One that can be full, for so many writes."""
 
-    full = False
+    refuses = 0
 
     def write(self) -> Any:
-        if self.full:
+        if self.refuses:
+            self.refuses -= 1
             raise StoreFull("used up")
         return super().write()
 
@@ -52,10 +57,10 @@ class Store(MemoryStore):
 class World:
     """A shard with room for few slabs, and workers that write over every byte of a slab that they are given."""
 
-    def __init__(self, folder: Path, *, map_bytes: int = 5 * MB) -> None:
+    def __init__(self, folder: Path, *, map_bytes: int = 5 * MB, store: Store | None = None) -> None:
         self.folder = folder / "slabs"
         self.slabs = Slabs(self.folder, map_bytes=map_bytes)
-        self.store = Store(TABLES)
+        self.store = store or Store(TABLES)
         scheduler: Any = Scheduler()
         kept: Any = self.store
         self.shard = Shard(
@@ -92,20 +97,8 @@ class World:
             except Refused:
                 return
             self._write(name, offset, data)
-        record = Record(
-            worker=WORKERS[0],  # the same key comes from the same worker, as far as the shard can tell
-            sha=sha256(data).hexdigest(),
-            nbytes=NBYTES,
-            truncated=False,
-            segments=[],
-            samples=[1],
-            tokens=1,
-            slab=name,
-            offset=offset,
-        )
         self.taken += 1
-        pushed = Pushed(key_of(number), record, () if name else (data,))
-        self.shard.push(pushed, lambda result: self.told.append(result.code))
+        self.shard.push(pushed(number, name, offset), lambda result: self.told.append(result.code))
 
     def forget(self, number: int) -> None:
         if (held := self.shard.holdings.find(key_of(number))) is not None:
@@ -118,7 +111,7 @@ class World:
 
     def end(self) -> None:
         """Every push has its answer, and once the last group is forgotten nothing holds a slab."""
-        self.store.full = False
+        self.store.refuses = 0
         self.shard.commit()
         self.check()
         assert len(self.told) == self.taken
@@ -141,6 +134,23 @@ def key_of(number: int) -> Key:
 
 def data_of(number: int) -> bytes:
     return bytes([1 + number]) * NBYTES
+
+
+def pushed(number: int, slab: str = "", offset: int = 0) -> Pushed:
+    """In a slab, or in frames."""
+    data = data_of(number)
+    record = Record(
+        worker=WORKERS[0],  # the same key comes from the same worker, as far as the shard can tell
+        sha=sha256(data).hexdigest(),
+        nbytes=NBYTES,
+        truncated=False,
+        segments=[],
+        samples=[1],
+        tokens=1,
+        slab=slab,
+        offset=offset,
+    )
+    return Pushed(key_of(number), record, () if slab else (data,))
 
 
 def test_a_slab_with_a_push_that_waits_for_its_commit_makes_no_room_for_another(tmp_path: Path) -> None:
@@ -181,11 +191,44 @@ def test_a_push_that_finds_no_room_keeps_no_slab(tmp_path: Path) -> None:
     world, (me, _) = World(tmp_path), WORKERS
     named = world.get(me)
     world.push(me, 1, named)
-    world.store.full = True
+    world.store.refuses = ALL
     world.shard.commit()
     assert world.told == [Code.BUSY]
     assert world.get(me) == named
     world.end()
+
+
+def test_a_push_again_of_what_is_still_to_be_deleted_waits_until_that_is_gone(tmp_path: Path) -> None:
+    world, (me, _) = World(tmp_path), WORKERS
+    first = world.get(me)
+    world.push(me, 1, first)
+    world.shard.commit()
+    world.forget(1)
+    world.push(me, 1, world.get(me, [first]))
+    world.store.refuses = 1  # the delete; by the push that follows it there is room
+    world.shard.commit()
+    assert world.told == [None, Code.BUSY]
+    world.push(me, 1, world.given[me][-1])
+    world.shard.commit()
+    assert world.told == [None, Code.BUSY, None]
+    world.end()
+
+
+async def test_a_push_again_of_a_damaged_record_leaves_nothing_of_what_was_there(tmp_path: Path) -> None:
+    store, key, (me, _) = Store(TABLES), key_of(1), WORKERS
+    before = TrajectoryStore(store, map_bytes=MB)  # which had no room for a slab
+    before.write_pushes([pushed(1)])
+    before.write_columns([Columns(key, REWARD, {REWARD_COLUMN: np.ones(1, np.float32)})])
+    with store.write() as txn:
+        txn.put("records", number_key(key.group) + number_key(key.lease), b"damaged")
+    world = World(tmp_path, store=store)
+    world.push(me, 1, world.get(me))
+    world.shard.commit()
+    again = World(tmp_path, store=store)
+    again.check()
+    assert [(held.key, held.done) for held in again.shard.holdings] == [(key, {})]
+    assert again.shard.retainable() == []  # it is to be registered, and no damaged record is left
+    await again.shard.recover()
 
 
 NUMBERS = st.integers(0, 5)
@@ -220,7 +263,7 @@ def test_whatever_comes_in_one_drain_no_byte_of_a_group_is_written_again(steps: 
                 case "forget":
                     world.forget(number)
                 case "full":
-                    world.store.full = which == 0
+                    world.store.refuses = (ALL, 0, 1, 2)[which]
                 case "commit":
                     world.shard.commit()
                 case _:

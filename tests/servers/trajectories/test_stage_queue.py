@@ -46,6 +46,16 @@ def test_a_ticket_expires_after_the_time_of_all_that_was_taken_with_it() -> None
     assert [t.key for t in queue.take("x", 2, now_s=16, seconds_each=3)] == [A, B]
 
 
+def test_a_ticket_lasts_for_what_its_worker_has_already() -> None:
+    queue = queue_of(A, B)
+    (first,) = queue.take("w", 1, now_s=10, seconds_each=3)
+    (second,) = queue.take("w", 1, now_s=10, seconds_each=3)
+    assert (first.until_s, second.until_s) == (13, 16)
+    queue.give_back([first, second])
+    assert [t.until_s for t in queue.take("w", 1, now_s=10, seconds_each=3)] == [13]  # what it gave back is not counted
+    assert [t.until_s for t in queue.take("x", 1, now_s=10, seconds_each=3)] == [13]  # nor what another one has
+
+
 def test_a_group_that_is_lost_too_often_leaves_the_queue() -> None:
     queue = queue_of(A, B)
     for _ in range(MAX_TRIES - 1):

@@ -1,17 +1,29 @@
 """Stage workers that come, answer, fail and vanish."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import zmq
 
+from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import encode_request
-from staleflow.protocols.wire.messages import FinishStage, Results, StageResult, StageWork, TakeStage
+from staleflow.protocols.wire.messages import (
+    FinishStage,
+    GetStatus,
+    Results,
+    StageResult,
+    StageWork,
+    Status,
+    TakeStage,
+)
 from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.runtime.client import worker_id
 from staleflow.runtime.errors import Refused
 from tests.runtime.conftest import RawPeer
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually
@@ -84,6 +96,63 @@ async def test_a_take_whose_answer_was_lost_gets_the_same_groups_again(run: Run)
     assert second != first
     assert (await take(8), await take(9)) == ([], second)
     peer.zmq.close()
+
+
+async def test_a_worker_that_asks_for_more_keeps_what_it_names_and_loses_what_it_does_not(run: Run) -> None:
+    await pushed(run, count=4)
+    stage = StageWorker(run)
+    (slow, lost), _ = await stage.take(most=2)
+    more, _ = await stage.take(most=1, held=[slow])
+    assert [item.group for item in more] == [lost.group]  # first in the queue again, under a new ticket
+    assert {r.code for r in await stage.finish([lost])} == {Code.STALE_LEASE}
+    rest, _ = await stage.take(held=[slow, *more])
+    assert len({item.group for item in [slow, *more, *rest]}) == 4
+    assert {r.code for r in await stage.finish([slow, *more, *rest])} == {None}
+
+
+class Slow:
+    """Rewards every group at once but for the first that it gets."""
+
+    together: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.stuck: list[int] = []
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        if not self.stuck:
+            self.stuck += [group.group for group in groups]
+            await asyncio.Event().wait()
+        return [{"reward": np.asarray([0.0, 1.0], np.float32)}] * len(groups)
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None: ...
+
+
+async def test_a_batch_is_there_though_a_group_of_the_only_worker_takes_for_ever(run: Run) -> None:
+    await pushed(run, count=4)
+    me, slow = worker_id("reward-0"), Slow()
+    shipped = ShippedStageWorker(worker=me, name="reward", stage=slow, max_groups=2)
+    working = asyncio.create_task(shipped.serve([run.shard(me)]))
+    trainer = await run.trainer()
+    async with asyncio.timeout(20):
+        batch = await trainer.next_batch(0)
+    assert len(batch.members) == 2
+    assert not {member.group for member in batch.members} & set(slow.stuck)
+    working.cancel()
+
+
+async def test_of_two_that_wait_the_one_with_fewer_groups_is_served_first(run: Run) -> None:
+    rollout = await pushed(run, count=1)
+    busy, idle = StageWorker(run, "reward-0"), StageWorker(run, "reward-1")
+    items, _ = await busy.take()
+    first = asyncio.create_task(busy.take(held=items))
+    await busy.client.ask(GetStatus(), Status)  # behind what it asked for
+    second = asyncio.create_task(idle.take())
+    await idle.client.ask(GetStatus(), Status)
+    await rollout.push(*(await rollout.leases(1))[:1])
+    await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+    assert (second.done(), first.done()) == (True, False)
+    first.cancel()
+    await asyncio.wait((first,))
 
 
 async def test_an_echo_of_a_worker_that_was_gone_for_a_while_takes_nothing(run: Run) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from staleflow.clients.parameters.remote import Remote
 from staleflow.protocols.consistency import production, rollback, settle, snapshot, training
 from staleflow.protocols.consistency.effects import Pushed
 from staleflow.protocols.consistency.events import Push
@@ -297,6 +298,14 @@ def _newer_digest(real: Any) -> Any:
     return digest
 
 
+def _always_done(real: Any) -> Any:
+    async def done(*args: Any) -> bool:
+        await real(*args)
+        return True
+
+    return done
+
+
 def _rules(*names: str) -> frozenset[str]:
     return frozenset(names)
 
@@ -435,4 +444,13 @@ MUTANTS = (
     ),
     Mutant("nothing is ever forgotten", Shard, "retain", _retains_everything, _rules("GARBAGE")),
     Mutant("masked tokens are not counted", Group, "masked", _masks_nothing, _rules("I1")),
+    Mutant(
+        "a delta that fails is taken for the version",
+        Remote,
+        "_by_delta",
+        _always_done,
+        _rules("SERVED"),
+        KILLS,
+        seed=7,
+    ),
 )

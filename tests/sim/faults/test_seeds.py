@@ -23,6 +23,7 @@ SEEDS = range(1, 21)
 EVENTS = 10_000
 """Lines of the trace after which the faults of a run stop."""
 CODES = ("stale_lease", "duplicate", "fenced", "busy", "bad_version", "stale", "malformed")
+WAYS = ("near: mapped", "far: mapped", "far: over the network")
 
 pytestmark = pytest.mark.xdist_group("faults")
 
@@ -57,6 +58,10 @@ def test_every_fault_happened_and_every_rule_had_something_to_check() -> None:
     assert counts["trace: rollback"] >= 5
     assert counts["trace: claim"] >= 50
     assert counts["a step began again"] >= 1
+    assert counts["a term that nobody was given: denied"] >= 5
+    assert [what for what in ("killed: relay", "stopped: relay") if faults[what] < 3] == []
+    assert counts["a relay below a relay"] >= 20
+    assert [way for way in WAYS if counts[f"weights, {way}"] < 50] == []
     assert [where for where in ("stage", "trainer", "rollout: weights") if not counts[f"looked: {where}"]] == []
 
 

@@ -1,0 +1,40 @@
+"""A run whose relays and readers are on other hosts."""
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from staleflow.clients.parameters import mapped, relays
+from staleflow.runtime import weights
+from staleflow.servers.parameters import relay, tree
+from tests.servers.parameters.growing import FAR, LARGE, RELAY_HOST, Grown
+from tests.servers.running import Run
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """The parameter server is here, relays are on another host, readers on a third, unless a test moves them."""
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(weights, "SPAN_BYTES", 50_000)
+    monkeypatch.setattr(weights, "SILENT_S", 0.5)
+    monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
+    monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
+    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: relays are reached from everywhere
+
+    def readers_on(host: str) -> None:
+        monkeypatch.setattr(mapped, "boot_id", lambda: host)
+        monkeypatch.setattr(relays, "boot_id", lambda: host)
+
+    readers_on(FAR)
+    return readers_on
+
+
+@pytest.fixture
+async def grown(run: Run) -> AsyncIterator[Grown]:
+    """A run with a published version 0."""
+    trainer = await run.trainer()
+    await trainer.publish(0, LARGE)
+    grown = Grown(run)
+    yield grown
+    for name in list(grown.stops):
+        await grown.end(name)

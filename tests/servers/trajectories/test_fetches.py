@@ -1,0 +1,86 @@
+"""How often payload travels: on one host never, to another one once for each process that reads it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from staleflow.clients.stage import worker as stage_worker
+from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
+from staleflow.clients.trainer.fetching import Fetcher
+from staleflow.protocols.wire.messages import Reply, Request
+from staleflow.protocols.wire.tensors import pack
+from staleflow.runtime.client import Client, worker_id
+from tests.servers.running import WEIGHTS, Run, payload
+
+LATER = [{"name": "later", "run": "m:f", "needs": ["reward/reward"], "makes": ["score"]}]
+GROUPS = 2
+
+
+class Counted(Client):
+    """Counts the bytes that come in frames of answers, by question."""
+
+    def __init__(self, counts: Counter[str], *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._counts = counts
+
+    async def call(
+        self, body: Request, frames: Sequence[Any] = (), *, timeout_s: float | None = 30.0
+    ) -> tuple[Reply, list[memoryview]]:
+        reply, found = await super().call(body, frames, timeout_s=timeout_s)
+        self._counts[f"{type(body).__name__} {getattr(body, 'stage', '')}".strip()] += sum(map(len, found))
+        return reply, found
+
+
+class Makes:
+    """One column of zeros and ones."""
+
+    together: ClassVar[bool] = False
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        return [{self._column: np.asarray([0.0, 1.0], np.float32)}] * len(groups)
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None: ...
+
+
+@pytest.mark.parametrize("host", ["", "another"], ids=["the same host", "another host"])
+async def test_payload_travels_once_to_each_reader_of_another_host_and_to_none_of_its_own(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    if host:
+        monkeypatch.setattr(stage_worker, "boot_id", lambda: host)
+    run = make_run(stage=LATER)
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    await rollout.push(*(await rollout.leases(GROUPS))[:GROUPS])
+    counts, working = Counter[str](), list[asyncio.Task[None]]()
+    for stage, column in (("reward", "reward"), ("later", "stage/later/score")):
+        me = worker_id(f"{stage}-0")
+        shard = Counted(counts, run.where.trajectories[0], worker=me)
+        run.clients.append(shard)
+        shipped = ShippedStageWorker(worker=me, name=stage, stage=Makes(column), max_groups=GROUPS)
+        working.append(asyncio.create_task(shipped.serve([shard])))
+    batch = await trainer.next_batch(0)
+    for task in working:
+        task.cancel()
+    shard = Counted(counts, run.where.trajectories[0], worker=trainer.worker)
+    run.clients.append(shard)
+    fetched = await Fetcher([shard], mapped=not host).members(batch.members)
+    assert len(fetched) == GROUPS
+    made = GROUPS * 2 * 4  # two samples, float32
+    unpacked = GROUPS * sum(array.nbytes for array in payload(0, seed=batch.members[0].group).to_arrays().values())
+    packed = GROUPS * len(pack(payload(0, seed=batch.members[0].group).to_arrays()))
+    assert counts["TakeStage reward"] == (unpacked if host else 0)
+    assert counts["TakeStage later"] == (unpacked if host else 0) + made
+    assert counts["FetchGroups"] == (packed if host else 0) + 2 * made
