@@ -2,7 +2,7 @@
 
     python -m bench.soak                                    10^7 events, two processes
     python -m bench.soak --events 1000000 --first 100 --processes 1 --publish
-    python -m bench.soak --minutes 15                       as many as there is time for
+    python -m bench.soak --minutes 15                       as many as there is time for; so does Ctrl-C
 
 Every run is the shipped servers and clients in virtual time (``staleflow.sim.faults``). The first run that breaks a
 rule ends the soak with its seed, the command that shows it again, and the story of the group; exit code 1.
@@ -13,10 +13,12 @@ import argparse
 import itertools
 import multiprocessing
 import platform
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -68,26 +70,28 @@ def runs(first: int, per_seed: int, processes: int) -> Iterator[Outcome]:
     if processes == 1:
         yield from map(work, itertools.count(first))
         return
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=50) as pool:
+    deaf = (signal.SIGINT, signal.SIG_IGN)
+    with multiprocessing.get_context("spawn").Pool(processes, signal.signal, deaf, maxtasksperchild=50) as pool:
         for start in itertools.count(first, 1_000):
             yield from pool.imap_unordered(work, range(start, start + 1_000))
 
 
 def soak(work: Iterator[Outcome], totals: Totals, events: int, most_s: float, console: Console) -> Outcome | None:
-    """Run until there were enough events, or the time is over, or one run broke a rule: then that one."""
+    """Run until there were enough events, or the time is over, or Ctrl-C; or one run broke a rule: then that one."""
     began = time.monotonic()
-    for outcome in work:
-        if not outcome.ok:
-            return outcome
-        totals.add(outcome)
-        spent = time.monotonic() - began
-        console.print(
-            f"{totals.events:,} events in {totals.seeds} runs, {sum(totals.faults.values()):,} faults, "
-            f"{totals.events / spent:,.0f} events/s, {spent / 60:.0f} min"
-        )
-        if totals.events >= events or spent > most_s:
-            return None
-    raise AssertionError("seeds never end")
+    with suppress(KeyboardInterrupt):
+        for outcome in work:
+            if not outcome.ok:
+                return outcome
+            totals.add(outcome)
+            spent = time.monotonic() - began
+            console.print(
+                f"{totals.events:,} events in {totals.seeds} runs, {sum(totals.faults.values()):,} faults, "
+                f"{totals.events / spent:,.0f} events/s, {spent / 60:.0f} min"
+            )
+            if totals.events >= events or spent > most_s:
+                break
+    return None
 
 
 def page(totals: Totals, spent_s: float, command: str) -> str:
@@ -95,7 +99,7 @@ def page(totals: Totals, spent_s: float, command: str) -> str:
     hardware = f"{multiprocessing.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     rows = [
         "# Soak: the deterministic simulation of faults\n",
-        f"{date.today()} · {hardware} · `{command}` · seeds {totals.first} to {totals.first + totals.seeds - 1}\n",
+        f"{date.today()} · {hardware} · `{command}` · seeds from {totals.first} on\n",
         f"**{totals.events:,} events of the trace in {totals.seeds} runs, {totals.virtual_s / 3600:,.1f} h of virtual "
         f"time, {spent_s / 60:,.0f} min of real time. Violations: 0.**",
     ]
