@@ -187,22 +187,24 @@ async def test_an_ask_that_nobody_waits_for_any_more_is_not_answered(
     run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trainer.publish(0, WEIGHTS)
-    monkeypatch.setattr(direct, "HERE_S", 3.0)  # longer than a reader waits: those in line are too old by then
-    opened, begun = source(trainer), threading.Event()
+    monkeypatch.setattr(direct, "MEET_S", 3.0)
+    monkeypatch.setattr(direct, "HERE_S", 4.5)  # longer than a reader waits: those in line are too old by then
+    opened, begun = source(trainer), threading.Barrier(GIVING + 1, timeout=10)
     served: list[str] = []
     answered = opened._answered
 
     def noted(ask: Ask, held: Held | None, store: direct.Store) -> None:
         served.append(ask.group)
-        begun.set()
+        if len(served) <= GIVING:
+            begun.wait()
         answered(ask, held, store)
 
     monkeypatch.setattr(opened, "_answered", noted)
     store = connect(opened.endpoint)
     for number in range(3 * GIVING):
         gone(store, number)
-    await asyncio.to_thread(begun.wait, 10)
-    await asyncio.sleep(2.5)  # past the patience of all of them
+    await asyncio.to_thread(begun.wait)
+    await asyncio.sleep(3.5)  # past the patience of all of them
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, WEIGHTS, direct=True)
     assert len(served) == GIVING + 1
@@ -228,7 +230,10 @@ async def test_whoever_left_or_was_told_no_leaves_nothing_at_the_store(
 
 
 @pytest.mark.parametrize("word", [b"end", b"", b"null"])
-async def test_no_word_from_outside_ends_the_giving(run: Run, trainer: Trainer, word: bytes) -> None:
+async def test_no_word_from_outside_ends_the_giving(
+    run: Run, trainer: Trainer, word: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "MEET_S", 20.0)
     await trainer.publish(0, WEIGHTS)
     connect(source(trainer).endpoint).queue_push(ASKS, word)
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:

@@ -451,6 +451,6 @@ MUTANTS = (
         _always_done,
         _rules("SERVED"),
         KILLS,
-        seed=7,
+        seed=32,
     ),
 )
