@@ -283,7 +283,7 @@ class Shard:
         held.phase = Phase.CLOSING
 
         def then(result: Result) -> None:
-            if forget and result.code is None:
+            if (forget and result.code is None) or result.code is Code.STALE_LEASE:  # no trainer will ask for it
                 self.forget(held.key)
                 return
             held.phase = Phase.SETTLED
