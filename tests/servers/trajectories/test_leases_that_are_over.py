@@ -36,8 +36,7 @@ def is_given_up(shard: Shard) -> None:
 
 @pytest.mark.parametrize("becomes", [is_judged, is_given_up], ids=["occupy", "release"])
 def test_a_payload_whose_lease_is_over_is_forgotten(tmp_path: Path, becomes: Callable[[Shard], None]) -> None:
-    world = World(tmp_path)
-    world.shard._registrar = Impatient()  # type: ignore[assignment]
+    world = World(tmp_path, scheduler=Impatient())
     world.push(WORKERS[0], 1)
     world.shard.commit()
     assert world.told == [None]

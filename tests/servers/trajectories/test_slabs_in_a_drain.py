@@ -57,15 +57,17 @@ class Store(MemoryStore):
 class World:
     """A shard with room for few slabs, and workers that write over every byte of a slab that they are given."""
 
-    def __init__(self, folder: Path, *, map_bytes: int = 5 * MB, store: Store | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, map_bytes: int = 5 * MB, store: Store | None = None, scheduler: Any = None
+    ) -> None:
         self.folder = folder / "slabs"
         self.slabs = Slabs(self.folder, map_bytes=map_bytes)
         self.store = store or Store(TABLES)
-        scheduler: Any = Scheduler()
+        registrar: Any = scheduler or Scheduler()
         kept: Any = self.store
         self.shard = Shard(
             TrajectoryStore(kept, map_bytes=map_bytes, slabs=self.slabs),
-            scheduler,
+            registrar,
             shard=0,
             stages=graph(Config(prompts=Prompts(), reward=Reward(run=""))),
             keep=none,
