@@ -5,7 +5,7 @@
 
 Whoever starts machines (Slurm, Ray, ssh) starts this on each. Everything else comes from the scheduler. What its
 processes print goes to standard output, a line at a time, besides their logs. Exit code 0: the run has ended, or a
-signal came; 2: a process refuses its configuration; 1: one died again and again.
+signal came; 2: a process refuses to start; 1: one died again and again.
 """
 
 import argparse
@@ -83,7 +83,7 @@ class Machine:
         code = child.exit_code
         child.sweep()
         if code == 2:
-            say(f"{child.name} refuses its configuration")
+            say(f"{child.name} refuses to start")
             return 2
         if code == 0 and (self._run_has_ended() or not child.plan_restart()):
             self._ended.append(child)

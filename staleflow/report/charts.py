@@ -113,7 +113,9 @@ def lines(
         x_unit=x_unit,
         paths=paths,
         x_ticks=time_ticks(span) if x_unit == SECONDS else _x_ticks(span),
-        y_ticks=[Tick(100 * (tick - low) / (high - low), number(tick)) for tick in ticks],
+        y_ticks=[
+            Tick(100 * (tick - low) / (high - low), word) for tick, word in zip(ticks, _labels(ticks), strict=True)
+        ],
         legend=[(one.colour, one.name) for one in shown] if len(shown) > 1 else [],
         latest=_latest(shown[0].values) if len(shown) == 1 else "",
         hover=_hover(xs, shown, thinned),
@@ -154,7 +156,7 @@ def stack(
         x_unit=x_unit,
         paths=paths,
         x_ticks=time_ticks(span) if x_unit == SECONDS else _x_ticks(span),
-        y_ticks=[Tick(100 * tick / high, number(tick)) for tick in ticks],
+        y_ticks=[Tick(100 * tick / high, word) for tick, word in zip(ticks, _labels(ticks), strict=True)],
         legend=[(one.colour, one.name) for one in series],
         hover=_hover(xs, series, thinned),
         low=span[0],
@@ -164,18 +166,18 @@ def stack(
     )
 
 
-def number(value: float) -> str:
+def number(value: float, digits: int = 3) -> str:
     """As short as can be read: 1.2k, 0.05, 3M."""
     size = abs(value)
     if size >= 1e4:
         for limit, word in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
             if size >= limit:
-                return f"{value / limit:.3g}{word}"
+                return f"{value / limit:.{digits}g}{word}"
     if value == int(value):
         return str(int(value))
     if size < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-")
-    return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
+        return f"{value:.{digits - 2}e}".replace("e-0", "e-")
+    return f"{value:.{digits}g}" if size < 1000 or digits > 3 else f"{value:.0f}"
 
 
 def time_ticks(window_s: tuple[float, float], most: int = 7) -> list[Tick]:
@@ -187,6 +189,14 @@ def time_ticks(window_s: tuple[float, float], most: int = 7) -> list[Tick]:
     first = int(-(-low // step))
     moments = [index * step for index in range(first, int(high // step) + 1)]
     return [Tick(100 * (at - low) / length, clock(at) if step >= 1 else f"{at:.1f}") for at in moments]
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """As short as can be told apart."""
+    return next(
+        (words for digits in range(3, 13) if len({*(words := [number(tick, digits) for tick in ticks])}) == len(ticks)),
+        [str(tick) for tick in ticks],
+    )
 
 
 def _thin(places: Sequence[float], series: Sequence[Series]) -> tuple[list[float], list[list[float | None]]]:
@@ -241,7 +251,7 @@ def _edges(xs: Sequence[float]) -> list[float]:
 def _x_ticks(span: tuple[float, float]) -> list[Tick]:
     low, high = span
     inside = [tick for tick in _ticks(low, high) if low <= tick <= high]
-    return [Tick(100 * (tick - low) / (high - low), number(tick)) for tick in inside]
+    return [Tick(100 * (tick - low) / (high - low), word) for tick, word in zip(inside, _labels(inside), strict=True)]
 
 
 def _smooth(points: Sequence[tuple[float, float]], width: int) -> list[tuple[float, float]]:

@@ -20,6 +20,7 @@ from staleflow.report.curves import LEARNING, Curves
 from staleflow.report.facts import Facts
 from staleflow.report.lane_paths import lane_rows
 from staleflow.report.reading import Reader
+from staleflow.report.samples import samples
 from staleflow.report.settings import changes, settings
 from staleflow.runtime.audit import AuditReport, FileRule, audit
 from staleflow.runtime.audit_books import Rule
@@ -29,6 +30,7 @@ from staleflow.supervisor import summary as summaries
 
 CONTENTS = {
     "learning": "Learning",
+    "samples": "What it wrote",
     "staleness": "Staleness",
     "time": "Time and waits",
     "waste": "Tokens",
@@ -93,8 +95,8 @@ def _context(
     generated = ended.tokens_generated if ended else 0
     kept, sentence = sections.verdict(facts, found)
     outcome, colour = _outcome(facts, ended)
-    learning, others = curves.group(LEARNING), curves.others()
-    missing = {"learning": learning, "more": others}
+    learning, others, wrote = curves.group(LEARNING), curves.others(), samples(run_dir / "samples.jsonl")
+    missing = {"learning": learning, "more": others, "samples": wrote}
     return {
         "title": f"{config.name}: report",
         "name": config.name,
@@ -107,6 +109,7 @@ def _context(
         "tiles": sections.tiles(facts, curves, config, generated),
         "contents": [(id, word) for id, word in CONTENTS.items() if missing.get(id, True)],
         "learning": learning,
+        "samples": wrote,
         "others": others,
         "staleness_words": sections.staleness_words(facts),
         "staleness": sections.staleness_charts(facts, curves),

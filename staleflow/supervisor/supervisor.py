@@ -190,7 +190,7 @@ class Supervisor:
         if self._watch.newest.get("finished"):
             return  # it ended because the run did
         if code == 2:
-            raise Failure(_last_words(f"{child.name} refuses its configuration", child, lines=1))
+            raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1))
         if not child.plan_restart():
             raise Failure(_last_words(f"{child.name} died again and again, last with {_code(code)}", child))
         if code != 0:

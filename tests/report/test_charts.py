@@ -18,6 +18,18 @@ def test_a_curve_goes_from_corner_to_corner_between_round_ticks() -> None:
     assert chart.latest == "4"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.9992, 1.0, ["0.999", "0.9995", "1"]),
+        (12_345_000, 12_346_500, ["12.345M", "12.3455M", "12.346M", "12.3465M"]),
+        (1000.2, 1000.9, ["1000", "1000.2", "1000.5", "1000.8", "1001"]),
+    ],
+)
+def test_ticks_of_what_hardly_moves_can_be_told_apart(low: float, high: float, words: list[str]) -> None:
+    assert [tick.text for tick in one([low, high]).y_ticks] == words
+
+
 def test_what_was_not_measured_or_is_no_number_is_left_out() -> None:
     chart = one([0.0, None, float("nan"), 3.0])
     assert chart.paths[0].d == "M0.0 1000.0L1000.0 0.0"

@@ -1,5 +1,6 @@
 """The pages in a real browser: their scripts run, nothing is wider than a phone, nothing is asked of anybody."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -44,9 +45,13 @@ def seen(page: Path, width: int) -> str:
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """The timeline and the report of a run whose trace was tampered with: it has no hashes at all."""
+    """The timeline and the report of a run whose trace was tampered with, it has no hashes at all, and whose model
+    writes what a browser might take for a script and a word as wide as no screen."""
     trace = save(folder, PLAIN)
     write_resolved(load(ROOT / "configs" / "simulated.toml"), folder)
+    text = "</td><script>document.body.dataset.ready='no'</script>" + "wide" * 100
+    sample = {"lineage": 0, "step": 1, "version": 0, "reward": 0.5, "tokens": 9, "prompt": text, "completion": text}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     facts = Reader().read(read_events(trace))
     shown = lanes(read_events(trace), [])
     return {"timeline": timeline(trace, shown, facts, (0.0, 12.0)), "report": report(folder)}
@@ -64,3 +69,9 @@ def test_a_broken_promise_is_the_first_thing_that_is_said(tmp_path: Path) -> Non
     text = pages(tmp_path)["report"]
     assert re.search(r'<p class="verdict bad">\d+ violations in \d+ events. The first, at line 1: ', text)
     assert "<details open><summary>every rule" in text
+
+
+def test_what_the_model_writes_is_text(tmp_path: Path) -> None:
+    text = pages(tmp_path)["report"]
+    assert "&lt;script&gt;" in text
+    assert "<script>document.body" not in text

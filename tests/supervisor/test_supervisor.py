@@ -142,7 +142,7 @@ def test_a_worker_that_refuses_its_configuration_stops_the_run_with_its_words(st
     )
     run = start(str(SIMULATED), *LONG, "reward.run=picky.py:score")
     assert run.end() == 1
-    assert "reward-0 refuses its configuration" in run.output
+    assert "reward-0 refuses to start" in run.output
     assert "not here" in run.output
     assert run.summary()["outcome"] == "failed"
 

@@ -1,0 +1,75 @@
+"""What the model wrote, early and late, out of ``samples.jsonl``."""
+
+from pathlib import Path
+
+import msgspec
+
+from staleflow.runtime.printable import printable_lines
+
+MOST_STEPS = 5
+MOST_TEXT = 1_000
+"""Characters of a text that are shown; of a prompt the last ones, of what follows the first."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the file: one trajectory of a step. It has more fields."""
+
+    lineage: int
+    step: int
+    version: int
+    reward: float
+    tokens: int
+    prompt: str
+    completion: str
+
+
+_decode = msgspec.json.Decoder(Sample).decode
+
+
+def samples(path: Path, most: int = MOST_STEPS) -> list[Sample]:
+    """Those of ``most`` steps, evenly from the first to the last; what cannot be read is left out, no file is none.
+
+    A step that was trained again after a rollback is there as it was written last. The file is read by lines, twice.
+    """
+    places: dict[int, tuple[int, list[int]]] = {}
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return []
+    with file:
+        place = 0
+        for line in file:
+            if (sample := _read(line)) is not None:
+                lineage, known = places.get(sample.step, (sample.lineage, []))
+                places[sample.step] = sample.lineage, [*known, place] if lineage == sample.lineage else [place]
+            place += len(line)
+        found: list[Sample] = []
+        for step in _spread(sorted(places), most):
+            for place in places[step][1]:
+                file.seek(place)
+                if (sample := _read(file.readline())) is not None:
+                    found.append(_short(sample))
+    return found
+
+
+def _spread(steps: list[int], most: int) -> list[int]:
+    """At most so many, the first and the last among them."""
+    count = min(most, len(steps))
+    return [steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count)]
+
+
+def _read(line: bytes) -> Sample | None:
+    try:
+        return _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _short(sample: Sample) -> Sample:
+    prompt, completion = (printable_lines(text) for text in (sample.prompt, sample.completion))
+    before, after = len(prompt) - MOST_TEXT, len(completion) - MOST_TEXT
+    return msgspec.structs.replace(
+        sample,
+        prompt=f"({before:,} characters) … {prompt[before:]}" if before > 0 else prompt,
+        completion=f"{completion[:MOST_TEXT]} … ({after:,} characters)" if after > 0 else completion,
+    )
