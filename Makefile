@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
+BENCHES := ledger decisions control_plane curve rollout_engine monitor trajectories streaming weights delta weights_remote
 
 .PHONY: help run test test-backends test-long test-vllm format lint type unit bench proof soak faults fuzz flat reference docs release image clean
 
@@ -63,9 +64,10 @@ test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment 
 		tests/clients/rollout/test_vllm_engine.py tests/process/test_vllm_run.py
 
 bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it
-	for name in ledger control_plane curve rollout_engine trajectories streaming weights delta weights_remote; do $(BIN)/python -m bench.$$name || exit 1; done
+	@missed=; for name in $(BENCHES); do echo "bench.$$name"; $(BIN)/python -m bench.$$name || missed="$$missed $$name"; done; \
+		test -z "$$missed" || { echo "missed a goal, or failed:$$missed" >&2; exit 1; }
 
-proof: .venv/.installed ## long: three seeds of the quickstart, results under bench/results/
+proof: .venv/.installed ## long: three seeds of the quickstart, what came of each
 	$(BIN)/python -m bench.quickstart
 
 faults: .venv/.installed ## long: hundreds of kills, a storm of clients, the quickstart under sixty faults
@@ -108,4 +110,4 @@ image: ## a container image, staleflow:latest, for GPUs and CPUs; see Containerf
 		--tag staleflow:$(TAG) .
 
 clean: ## remove what make made, but no run directory
-	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
+	rm -rf .venv .venv-vllm site .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -54,7 +54,7 @@ def _messages(worker: WorkerId) -> tuple[bytes, bytes, bytes]:
         segments=[Segment(LINEAGE, Version(100), 4_096)],
         samples=[512] * 8,
     )
-    occupy = RegisterOccupy(group=push.group, lease=push.lease, reward_mean=0.5, reward_std=0.5)
+    occupy = RegisterOccupy(group=push.group, lease=push.lease)
     held = [LeaseId(1_000_000)] * GROUPS_A_REPORT
     report = Report(worker=worker, ack=1_000, held=held, stats=InstanceStats(version=Version(100)))
     return (

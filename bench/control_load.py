@@ -341,4 +341,4 @@ def _push(assign: Assign, worker: WorkerId) -> RegisterPush:
 
 
 def _occupy(assign: Assign) -> RegisterOccupy:
-    return RegisterOccupy(group=assign.group, lease=assign.lease, reward_mean=0.5, reward_std=0.5)
+    return RegisterOccupy(group=assign.group, lease=assign.lease)

@@ -7,7 +7,7 @@ come to when versions are out after their step, as they really are, is printed b
 
     python -m bench.coordination [--rows token,trajectory] [--publish start|end|both] [--cost moe] [--workers 2]
     python -m bench.coordination --small            what CI runs: a smaller world, in seconds
-    python -m bench.coordination --report           also writes bench/results/YYYY-MM-DD-N-cores-coordination.md
+    python -m bench.coordination --report           also writes bench/results/YYYY-MM-N-cores-coordination.md
 """
 
 import math

@@ -153,7 +153,7 @@ class SchedulerTarget:
             segments=[Segment(view.lineage, view.version, 6)],
             samples=[3, 3],
         )
-        occupy = messages.RegisterOccupy(group=view.group, lease=view.lease, reward_mean=0.5, reward_std=0.5)
+        occupy = messages.RegisterOccupy(group=view.group, lease=view.lease)
         release = messages.RegisterRelease(group=view.group, lease=view.lease, why=ReleaseWhy.ABORTED)
         quarantine = messages.RegisterQuarantine(group=view.group)
         if view.state is State.LEASED:

@@ -50,6 +50,9 @@ class Agreeable:
                 return Results(results=[Result(code=self._random.choice(codes)) for _ in body.ops])
             case messages.Retention():
                 return messages.Retained(keep=body.groups[: len(body.groups) // 2])
+            case messages.Inventory():
+                groups = [GroupId(body.after + 1)] if body.after < 9 else []
+                return messages.Expected(groups=groups, shas=["0" * 64] * len(groups))
             case messages.StageLoads():
                 return messages.Done()
             case _:

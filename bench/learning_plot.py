@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The curves of the learning benchmark as pictures. matplotlib is an extra of the benchmarks only."""
+"""The curves of the learning benchmark as pictures. matplotlib is in the extra ``plot``."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trajectories from producers to a consumer: this service beside queues, Redis and Ray, interleaved in one run.
+"""Trajectories to a consumer: this service beside queues, Redis, Ray, TransferQueue and Reverb, interleaved in one run.
 
     python -m bench.trajectories                                    three rounds of each, a table
     python -m bench.trajectories --peers-python .venv-peers/bin/python --rounds 5 --markdown

@@ -31,7 +31,7 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
         try:
             answer = await scheduler.ask(request, Attached, timeout_s=None)
         except Refused as refused:
-            if refused.code in (Code.DENIED, Code.CONFLICT):
+            if refused.code in (Code.DENIED, Code.CONFLICT, Code.FENCED):
                 raise ConfigError(f"{request.role} worker", request.name, refused.detail) from refused
             raise
         if answer.shards and all(answer.shards) and (answer.parameters or not parameters):

@@ -19,6 +19,8 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EVERY_INTERFACE = ("0.0.0.0", "0", "::", "::0")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
+_VLLM_TEMPERATURE = 0.01
+"""vLLM raises what is lower to this, and says so to its own log alone."""
 
 
 def consistent(config: Config) -> None:
@@ -141,6 +143,9 @@ def _groups(config: Config) -> None:
     if rollout.on_update == "recompute" and rollout.engine == "simulated":
         allowed = 'rollout.engine "simulated" has nothing to read anew: "keep" or "drain"'
         raise ConfigError("rollout.on_update", "recompute", allowed)
+    if rollout.engine == "vllm" and rollout.temperature < _VLLM_TEMPERATURE:
+        allowed = f'with rollout.engine "vllm" at least {_VLLM_TEMPERATURE}, which vLLM would sample with instead'
+        raise ConfigError("rollout.temperature", rollout.temperature, allowed)
 
 
 def _algorithm(config: Config) -> None:
@@ -167,8 +172,8 @@ def _ranks(config: Config) -> None:
     if trainer.gpus and len(trainer.gpus) < trainer.nproc:
         allowed = f"each of the trainer.nproc = {trainer.nproc} ranks needs one of its own, or none be named"
         raise ConfigError("trainer.gpus", trainer.gpus, allowed)
-    if trainer.backend == "deepspeed" and trainer.zero_stage == 0 and config.model.dtype == "bfloat16":
-        raise ConfigError("trainer.zero_stage", 0, 'with model.dtype "bfloat16" it must be 1, 2 or 3')
+    if trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype == "bfloat16":
+        raise ConfigError("trainer.zero_stage", trainer.zero_stage, 'with model.dtype "bfloat16" it must be 2 or 3')
 
 
 def check_rows(config: Config, rows: int) -> None:

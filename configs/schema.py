@@ -225,7 +225,8 @@ class Rollout(Section, frozen=True, kw_only=True):
     max_new_tokens: Positive = 64
     """Longest completion in tokens; one that reaches it is cut off and trained as it is."""
     temperature: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
-    """Of the sampling; log-probabilities are those of the distribution that was sampled from."""
+    """Of the sampling; log-probabilities are those of the distribution that was sampled from. With ``rollout.engine``
+    ``vllm`` at least 0.01."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """In-flight samples when a new version comes. ``keep``: go on with the new weights (a new segment) over the KV
     cache of the old ones. ``recompute``: the same, read in anew by the new weights first. ``drain``: end first."""
@@ -349,7 +350,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     gpus: list[NonNegative] = field(default_factory=list[NonNegative])
     """GPUs of the trainer that ``staleflow run`` starts, one a rank; empty: all of this machine's."""
     zero_stage: Annotated[int, Meta(ge=0, le=3)] = 2
-    """What DeepSpeed shards: 1 optimizer state, 2 gradients too, 3 weights too; 0 nothing."""
+    """What DeepSpeed shards: 1 optimizer state, 2 gradients too, 3 weights too; 0 nothing. 0 and 1 for float32 only."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: a third more time, far less memory."""
     packing: bool = False
@@ -420,7 +421,9 @@ class Trajectories(Section, frozen=True, kw_only=True):
     durability: Durability = "process"
     """What an acknowledged push survives: ``kill -9``, or a power failure too (synced before the answer)."""
     map_mb: Mebibytes = 4096
-    """Payload that each shard holds, in its LMDB map and in slabs together; pushes are refused at 90 %."""
+    """Payload that each shard holds, in its LMDB map and in slabs together; pushes are refused at 90 %. That must hold
+    the shard's part of ``staleness.max_staleness`` + 1 batches of groups: if it does not, the run can come to a stand.
+    What was consumed since the last checkpoint comes on top; where it has no room, a checkpoint is written early."""
     mapped: bool = True
     """Workers on a shard's host write payload into files (slabs) in its folder, which the trainer maps; the shard only
     checks it. Turn it off where the run directory is on a disk of another machine."""

@@ -1,7 +1,7 @@
 """Reinforcement learning post-training that never learns from data older than the bound you asked for.
 
-``run``, ``connect``, ``TrainerClient`` and ``Trace``, and the errors that they raise, are all there is to it from
-Python; docs/python.md shows them at work.
+``load``, ``run``, ``connect``, ``TrainerClient`` and ``Trace``, what they return (``Run``, ``Result``) and the errors
+that they raise, are all there is to it from Python; docs/python.md shows them at work.
 """
 
 from importlib import import_module

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -32,6 +33,23 @@ def test_a_room_refuses_its_bare_name(room: str) -> None:
     )
     assert seen.returncode != 0
     assert f"import this package as staleflow.{room}" in seen.stderr
+
+
+def test_the_source_distribution_holds_what_wheel_and_image_are_made_of_and_nothing_else(tmp_path: Path) -> None:
+    """A checkout that lacks half of itself would be taken for one."""
+    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        inside = {name.partition("/")[2].split("/")[0] for name in packed.getnames()}
+    copied = {
+        source
+        for line in (ROOT / "Containerfile").read_text().splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+        for source in line.split()[1:-1]
+    }
+    assert copied >= {*ROOMS, "staleflow", "pyproject.toml"}
+    assert inside == copied | {"Containerfile", ".dockerignore", ".gitignore", "CHANGELOG.md", "PKG-INFO"}
 
 
 @pytest.fixture(scope="module")

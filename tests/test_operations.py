@@ -17,21 +17,52 @@ FOLDERS = ("servers", "clients", "staleflow/runtime", "staleflow/supervisor")
 LOUD = ("warning", "error", "exception", "critical")
 
 
-def messages() -> Iterator[str]:
-    """Every warning and error of a log, with ``…`` for what differs; those that are nothing else are left out."""
+def nodes() -> Iterator[ast.AST]:
+    """All there is of the processes of a run."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"log.{level}" for level in LOUD}:
-                    texts = (part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
-                    found = (re.sub(r"%[-0-9.]*[a-z]", "…", text) for text in texts if isinstance(text, str))
-                    yield from (text for text in found if text.strip("…: "))
+            yield from ast.walk(ast.parse(path.read_text()))
+
+
+def messages() -> Iterator[str]:
+    """Every warning and error of a log, with ``…`` for what differs; those that are nothing else are left out."""
+    for node in nodes():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"log.{level}" for level in LOUD}:
+            found = (text for part in ast.walk(node.args[0]) if (text := said_by(part)))
+            yield from (text for text in found if text.strip("…: "))
+
+
+def said_by(node: ast.AST) -> str:
+    """What a piece of code writes, with ``…`` for what differs; nothing when it is no text."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[-0-9.]*[a-z]", "…", text)
+        case ast.JoinedStr(values=parts):
+            return "".join(said_by(part) or "…" for part in parts)
+        case _:
+            return ""
+
+
+def explained() -> Iterator[str]:
+    """The messages of the page's tables."""
+    section = PAGE.partition("## Messages of the logs")[2].partition("\n## ")[0]
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            yield from re.findall(r"`([^`]+)`", line.split(" | ")[0])
 
 
 def test_every_warning_and_error_is_explained() -> None:
     said = sorted(set(messages()))
     assert len(said) > 40, "void: the messages are not found"
     assert [text for text in said if f"`{text}`" not in PAGE] == []
+
+
+def test_every_message_that_is_explained_is_written_by_somebody() -> None:
+    """By a log, or as an error that one takes over."""
+    told = list(explained())
+    assert len(told) > 40, "void: the tables are not found"
+    written = [text for node in nodes() if (text := said_by(node))]
+    assert [message for message in told if not any(message in text for text in written)] == []
 
 
 @pytest.mark.parametrize("word", [*Code, *ReleaseWhy, *DropWhy], ids=str)

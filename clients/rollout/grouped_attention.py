@@ -48,7 +48,8 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def serving(model: Any) -> Iterator[None]:
     """The model in eval mode with this attention; afterwards as it was, so that a trainer may own it."""
     config = model.config.get_text_config()
-    training, attention = model.training, config._attn_implementation
+    attention = config._attn_implementation
+    training = [module for module in model.modules() if module.training] if model.training else []
     if training:
         model.eval()
     if attention == "sdpa":
@@ -57,5 +58,5 @@ def serving(model: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = attention
-        if training:
-            model.train()
+        for module in training:
+            module.training = True

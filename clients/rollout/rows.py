@@ -104,7 +104,7 @@ class Rows:
         count = int(self.count[row])
         if self.last[row] in stop_ids:
             finish = Finish.STOP
-        elif count >= self.limit[row] and not self.interrupted[row]:
+        elif count >= self.limit[row]:
             finish = Finish.LENGTH
         else:
             finish = Finish.INTERRUPTED

@@ -73,8 +73,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.values[targets, :, :width] = self.values[sources, :, :width]
 
     def grow(self, capacity: int) -> None:
-        if self.is_initialized:
-            pad = (0, 0, 0, capacity - self.keys.shape[2])
+        if not self.is_initialized:
+            return
+        pad = (0, 0, 0, capacity - self.keys.shape[2])
+        with torch.inference_mode(False), torch.no_grad():  # the passes of a sharded model are not in inference mode
             self.keys = torch.nn.functional.pad(self.keys, pad)
             self.values = torch.nn.functional.pad(self.values, pad)
 

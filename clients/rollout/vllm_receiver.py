@@ -20,11 +20,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-# At every update it warns of layers for which nothing came: a tied head and the rotary embedding. What must come is
-# checked by name before an update begins.
+NAMED = 5
+"""Most parameters that an error names."""
+
+# At every update it warns of layers for which nothing came: a tied head and the rotary embedding. Whether it is more
+# than that, ``finish_weight_update`` finds out itself.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
@@ -52,12 +57,21 @@ class FileWeights(WeightTransferEngine[Nothing, Places]):
         """Nothing is kept between updates."""
 
     def start_weight_update(self) -> None:
+        self._tied = tied(self.model)
+        """Names of one parameter: weights come under one of them."""
+        self._taken: set[str] | None = set()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Places) -> None:
-        self.model.load_weights(mapped(update_info))
+        taken = self.model.load_weights(mapped(update_info))
+        self._taken = None if taken is None or self._taken is None else self._taken.union(taken)
 
     def finish_weight_update(self) -> None:
+        """``ValueError`` names parameters that would stay as they were, under the new version's label."""
+        old = not_taken(self.model, self._taken) if self.model_config.quantization is None else set[str]()
+        if old := old.difference(*(names for names in self._tied if not names <= old)):
+            named = ", ".join(sorted(old)[:NAMED]) + (f" and {len(old) - NAMED} more" if len(old) > NAMED else "")
+            raise ValueError(f"no weights came for {named}: vLLM knows them by other names than the trainer")
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):  # tied to the embedding, for which alone weights came
@@ -65,6 +79,29 @@ class FileWeights(WeightTransferEngine[Nothing, Places]):
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def tied(model: torch.nn.Module) -> list[set[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def not_taken(model: torch.nn.Module, taken: set[str] | None) -> set[str]:
+    """Parameters that an update has left out when it is about to end: those of layers for which nothing came, and in
+    layers that are not complete (padded ones never are) those that the model's loader did not name. ``taken`` None: it
+    names none."""
+    found: set[str] = set()
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer):  # complete, or scales of its own making
+            continue
+        for own, _ in layer.named_parameters(name, recurse=False):
+            if info.load_numel <= 0 or (taken is not None and own not in taken):
+                found.add(own)
+    return found
 
 
 def mapped(places: Places) -> Iterator[tuple[str, torch.Tensor]]:

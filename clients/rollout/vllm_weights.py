@@ -27,11 +27,10 @@ Place = tuple[str, str, list[int], int]
 
 @dataclass(slots=True)
 class Parcel:
-    """Tensors that lie in one file. ``passing``: the file is ours, and may go once they have been read."""
+    """Tensors that lie in one file."""
 
     path: str
     tensors: list[Place] = field(default_factory=list[Place])
-    passing: bool = False
 
     def message(self) -> dict[str, Any]:
         """What the workers get."""
@@ -49,7 +48,7 @@ class FileMap:
 
 
 def parcels(tensors: Mapping[str, NDArray[Any]]) -> Generator[Parcel]:
-    """All tensors, in order. A passing file is deleted when the next parcel is asked for."""
+    """All tensors, in order. A file of ours is deleted when the next parcel is asked for."""
     maps = file_maps()
     parcel: Parcel | None = None
     spool: dict[str, NDArray[Any]] = {}
@@ -107,7 +106,7 @@ def _spooled(tensors: Mapping[str, NDArray[Any]]) -> Iterator[Parcel]:
     """The tensors as a file of their own, which lives until the next parcel."""
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.NamedTemporaryFile(prefix="staleflow-weights-", dir=place) as file:
-        parcel = Parcel(file.name, passing=True)
+        parcel = Parcel(file.name)
         for name, array in tensors.items():
             parcel.tensors.append((name, array.dtype.str, list(array.shape), file.tell()))
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

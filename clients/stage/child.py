@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from staleflow.clients.stage import pipe
 from staleflow.configs.errors import ConfigError
@@ -38,26 +38,50 @@ LOOK_S = 0.1
 """How often the loop of an ``async def`` is asked whether it still turns."""
 
 
+class Called(Protocol):
+    """A function of the user's, which answers calls; ``awaited`` when it is an ``async def``."""
+
+    def called(self, call: Any) -> pipe.Answer: ...
+
+    async def awaited(self, call: Any) -> pipe.Answer: ...
+
+
+class Reward:
+    """The reward, called with one sample."""
+
+    def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
+        self._function = function
+
+    def called(self, call: pipe.Call) -> pipe.Answer:
+        return judged(call.id, self._function(call.prompt, call.completion, **call.columns))
+
+    async def awaited(self, call: pipe.Call) -> pipe.Answer:
+        return judged(call.id, await self._function(call.prompt, call.completion, **call.columns))
+
+
 def main() -> int:
     """Serve calls until the parent closes the pipe."""
+    return serve(lambda load: NOUN, Reward)
+
+
+def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any], pipe.Load], Called]) -> int:
+    """Import what the parent names first, and serve calls of it until the parent closes the pipe; the exit code."""
     incoming, outgoing = take_over_pipes()
     load = pipe.to_child.decode(pipe.read(incoming) or b"")
     if not isinstance(load, pipe.Load):
         return 2
+    noun = noun_of(load)
     try:
-        function = load_object(load.run, "reward.run")
+        function = load_object(load.run, noun)
     except ConfigError as error:
         outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
         return 2
-    concurrent = inspect.iscoroutinefunction(function)
+    concurrent, served = inspect.iscoroutinefunction(function), made(function, load)
     outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
     if concurrent:
-        judge = partial(_judge, function)
-        asyncio.run(serve_concurrently(judge, load.timeout_s, incoming, outgoing, noun=NOUN))
+        asyncio.run(serve_concurrently(served.awaited, load.timeout_s, incoming, outgoing, noun=noun))
     else:
-        serve_in_turn(
-            lambda call: judged(call.id, function(call.prompt, call.completion, **call.columns)), incoming, outgoing
-        )
+        serve_in_turn(served.called, incoming, outgoing, noun=noun)
     return 0
 
 
@@ -79,9 +103,7 @@ def _read_calls(incoming: BinaryIO, hand_over: Callable[[Any], Any]) -> None:
     os._exit(0)  # the parent is gone, and a call that hangs must not keep us
 
 
-def serve_in_turn(
-    serve: Callable[[Any], pipe.Answer], incoming: BinaryIO, outgoing: BinaryIO, *, noun: str = NOUN
-) -> None:
+def serve_in_turn(serve: Callable[[Any], pipe.Answer], incoming: BinaryIO, outgoing: BinaryIO, *, noun: str) -> None:
     """Answer calls one after another until the parent closes the pipe."""
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(incoming, calls.put), daemon=True).start()
@@ -92,10 +114,6 @@ def serve_in_turn(
         except (Exception, SystemExit) as error:
             answer = pipe.Answer(id=call.id, error=reason(error, noun))
         outgoing.write(pipe.frame(answer))
-
-
-async def _judge(function: Callable[..., Awaitable[object]], call: pipe.Call) -> pipe.Answer:
-    return judged(call.id, await function(call.prompt, call.completion, **call.columns))
 
 
 async def serve_concurrently(

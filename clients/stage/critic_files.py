@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from staleflow.configs.errors import ConfigError
+from staleflow.runtime.host import sync_path
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ class CriticFiles:
                 tensors[f"{_ADAM}{key}/{name}"] = value.detach().cpu().contiguous()
         part = self._path.with_suffix(".part")
         save_file(tensors, part, metadata={STEPS: str(steps)})
-        _sync(part)
+        sync_path(part)
         os.replace(part, self._path)
-        _sync(self._path.parent)
+        sync_path(self._path.parent)
 
     def load(self, model: nn.Module, adam: torch.optim.Optimizer) -> int:
         """Puts model and optimizer where the last checkpoint left them; returns its steps, 0 without one.
@@ -87,11 +88,3 @@ def _restore(model: nn.Module, adam: torch.optim.Optimizer, tensors: dict[str, T
         parameter = parameters[name]
         # Adam keeps its count of steps in main memory, its moments beside the weights
         adam.state[parameter][key] = value if key == "step" else value.to(parameter.device)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,40 +3,20 @@
 What user code may do to its worker is what a reward may (``child``): nothing.
 """
 
-import asyncio
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from staleflow.clients.stage import pipe
-from staleflow.clients.stage.child import serve_concurrently, serve_in_turn, take_over_pipes
+from staleflow.clients.stage.child import serve
 from staleflow.clients.stage.group import Group, WrongColumns, made_of
-from staleflow.configs.errors import ConfigError
-from staleflow.configs.imports import load_object
 from staleflow.protocols.wire.tensors import pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 
 def main() -> int:
     """Serve calls until the parent closes the pipe."""
-    incoming, outgoing = take_over_pipes()
-    load = pipe.to_child.decode(pipe.read(incoming) or b"")
-    if not isinstance(load, pipe.Load):
-        return 2
-    try:
-        function = load_object(load.run, f"stage {load.stage}")
-    except ConfigError as error:
-        outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
-        return 2
-    concurrent, noun = inspect.iscoroutinefunction(function), noun_of(load.stage)
-    outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
-    stage = UserFunction(function, load)
-    if concurrent:
-        asyncio.run(serve_concurrently(stage.awaited, load.timeout_s, incoming, outgoing, noun=noun))
-    else:
-        serve_in_turn(stage.called, incoming, outgoing, noun=noun)
-    return 0
+    return serve(lambda load: noun_of(load.stage), UserFunction)
 
 
 def noun_of(stage: str) -> str:

@@ -1,20 +1,24 @@
 """Checkpoints as directories: complete or absent, checked when read, the oldest removed.
 
 ``checkpoints/<version>/`` holds the backend's files and ``checkpoint.json``: the trainer's scalars and the size and
-sha256 of every file. It is written under a name that no reader looks at, synced, and renamed; a trainer killed at any
-instant leaves its older checkpoints as they were.
+sha256 of every file. It is written under a name that no reader looks at and no other writer has, synced, and renamed; a
+trainer killed at any instant leaves its older checkpoints as they were.
+
+Nothing fences a disk: a trainer whose successor has joined may still write here. So what the run counts on stays: older
+checkpoints go once the run has taken a newer one, and what a later lineage wrote is neither removed nor replaced.
 """
 
 import hashlib
 import logging
-import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
+from staleflow.runtime.host import sync_path
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +62,12 @@ class DamagedCheckpoint(Exception):
     """A directory that is no complete checkpoint; the text says what is wrong with it."""
 
 
+class Overtaken(Exception):
+    """A trainer of a later lineage has saved this version; the text names where."""
+
+
 class Checkpoints:
-    """The checkpoints of one run, in ``folder``. One writer."""
+    """The checkpoints of one run, in ``folder``. One writer that counts; those that it has fenced may still write."""
 
     def __init__(self, folder: Path, *, run: str, keep: int) -> None:
         self.folder = folder
@@ -67,19 +75,24 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint with the files that ``write`` puts into the directory it is given; it is durable then."""
+        """Write a checkpoint with the files that ``write`` puts into the directory it is given; it is durable then.
+        Older ones stay until ``tidy``. ``Overtaken``: nothing was changed."""
         final = self.folder / str(state.version)
-        part = self.folder / f"{state.version}{_PART}"
-        shutil.rmtree(part, ignore_errors=True)
+        part = self._unnamed(state.version, state.lineage)
         part.mkdir(parents=True)
         write(part)
         files = {name: _stored(part / name) for name in _names(part)}
         head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
         (part / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=2) + b"\n")
         _sync_tree(part)
-        self._replace(part, final)
-        self._forget_old()
+        self._replace(part, final, state.lineage)
         return final
+
+    def tidy(self, state: TrainerState) -> None:
+        """The run has taken the checkpoint of ``state``: the oldest go, and what fenced trainers left beyond it."""
+        for path in [path for path in self._paths() if int(path.name) <= state.version][self._keep :]:
+            shutil.rmtree(path, ignore_errors=True)
+        self.drop_after(state)
 
     def newest(self) -> Iterator[tuple[Path, TrainerState]]:
         """Complete checkpoints of this run, the newest first; a damaged one is named in the log and left out."""
@@ -91,6 +104,32 @@ class Checkpoints:
 
     def read(self, path: Path) -> TrainerState:
         """The scalars of a checkpoint, after every file of it was checked. ``DamagedCheckpoint`` says what is wrong."""
+        head = self._head(path)
+        for name, stored in head.files.items():
+            if not (path / name).is_file():
+                raise DamagedCheckpoint(f"{name} is missing")
+            if _stored(path / name) != stored:
+                raise DamagedCheckpoint(f"{name} is not what was written")
+        return head.state
+
+    def drop_after(self, state: TrainerState, refused: Collection[TrainerState] = ()) -> None:
+        """Remove the checkpoints of later versions whose lineage is earlier, or that the run has ``refused``: they
+        belong to a history that is gone. With them what such a history had half written."""
+
+        def gone(found: TrainerState | None) -> bool:
+            return found is None or found.lineage < state.lineage or found in refused
+
+        for path in self._paths():
+            if int(path.name) > state.version and (aside := self._taken(path, state.lineage, gone)) is not None:
+                log.warning("checkpoint %s belongs to a history that is gone: removed", path)
+                shutil.rmtree(aside, ignore_errors=True)
+        for path in self.folder.glob(f"*{_PART}"):
+            _, lineage, *_ = path.name.split(".")
+            if lineage.isdecimal() and int(lineage) < state.lineage:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _head(self, path: Path) -> Head:
+        """``DamagedCheckpoint`` unless it is one of this run."""
         try:
             head = msgspec.json.decode((path / HEAD).read_bytes(), type=Head)
         except (OSError, msgspec.DecodeError) as error:
@@ -99,19 +138,18 @@ class Checkpoints:
             raise DamagedCheckpoint(f"schema is {head.schema}; it must be {SCHEMA}")
         if head.run != self._run:
             raise DamagedCheckpoint(f"it belongs to run {head.run}, not to {self._run}")
-        for name, stored in head.files.items():
-            if not (path / name).is_file():
-                raise DamagedCheckpoint(f"{name} is missing")
-            if _stored(path / name) != stored:
-                raise DamagedCheckpoint(f"{name} is not what was written")
-        return head.state
+        return head
 
-    def drop_after(self, version: Version) -> None:
-        """Remove the checkpoints of later versions: after a rollback they belong to a history that is gone."""
-        for path in self._paths():
-            if int(path.name) > version:
-                log.warning("checkpoint %s belongs to a history that is gone: removed", path)
-                shutil.rmtree(path, ignore_errors=True)
+    def _found(self, path: Path) -> TrainerState | None:
+        """Who wrote it, as far as that can be read."""
+        try:
+            return self._head(path).state
+        except DamagedCheckpoint:
+            return None
+
+    def _unnamed(self, version: Version, lineage: Lineage) -> Path:
+        """A name that no reader looks at, and nobody else has."""
+        return self.folder / f"{version}.{lineage}.{secrets.token_hex(4)}{_PART}"
 
     def _paths(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -119,19 +157,34 @@ class Checkpoints:
         found = [path for path in self.folder.iterdir() if path.name.isdecimal() and path.is_dir()]
         return sorted(found, key=lambda path: -int(path.name))
 
-    def _replace(self, part: Path, final: Path) -> None:
-        """A directory cannot be renamed over another one: the older one steps aside first."""
-        aside = final.with_name(f"{final.name}.old{_PART}")
-        shutil.rmtree(aside, ignore_errors=True)
-        if final.exists():
-            final.rename(aside)
-        part.rename(final)
-        _sync(self.folder)
-        shutil.rmtree(aside, ignore_errors=True)
+    def _replace(self, part: Path, final: Path, lineage: Lineage) -> None:
+        """A directory cannot be renamed over another one: what a fenced trainer left there steps aside first."""
+        aside = self._taken(final, lineage, lambda found: found is None or found.lineage <= lineage)
+        try:
+            part.rename(final)
+        except OSError as error:
+            found = self._found(final)
+            if found is None or found.lineage <= lineage:
+                raise
+            shutil.rmtree(part, ignore_errors=True)
+            raise Overtaken(f"version {found.version} of lineage {found.lineage} lies at {final}") from error
+        sync_path(self.folder)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
 
-    def _forget_old(self) -> None:
-        for path in self._paths()[self._keep :]:
-            shutil.rmtree(path, ignore_errors=True)
+    def _taken(self, path: Path, lineage: Lineage, gone: Callable[[TrainerState | None], bool]) -> Path | None:
+        """Where what lay at ``path`` is now, if it was ``gone``; None if it was not, or there was nothing."""
+        if not path.exists() or not gone(self._found(path)):
+            return None
+        aside = self._unnamed(Version(int(path.name)), lineage)
+        try:
+            path.rename(aside)
+        except FileNotFoundError:
+            return None
+        if gone(self._found(aside)):
+            return aside
+        aside.rename(path)  # a successor had put it there between the two lines
+        return None
 
 
 def _names(folder: Path) -> list[str]:
@@ -148,13 +201,5 @@ def _stored(path: Path) -> StoredFile:
 
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)
+    sync_path(folder)

@@ -95,6 +95,8 @@ class TrainerClient:
         """Whether the other ranks have the same batch; if not, it is fetched again."""
         self.share: Callable[[Piece], bool] = _always
         """Whether the other ranks have their shares of the piece; if not, its step begins again."""
+        self.on_wait: Callable[[], None] = lambda: None
+        """Called each time a batch, or the next of its groups, has been waited for so long that it is worth a look."""
         self._name = name
         self._config_sha = config_sha
         self._thread = _LoopThread()
@@ -226,6 +228,7 @@ class TrainerClient:
         """What comes next. Nothing may, while the newest version is damaged at the server and loaded by nobody."""
         while (found := self._wait(within(LOOK_S, coming()))) is None:
             self._mend()
+            self.on_wait()
         return found
 
     def _mend(self) -> None:
@@ -276,30 +279,37 @@ class TrainerClient:
         self._current = None
         return self.version
 
-    def checkpointed(self, lineage: Lineage, version: Version) -> None:
-        """Tell the run that this trainer can come back at a version; what only older ones need may go."""
+    def checkpointed(self, lineage: Lineage, version: Version) -> bool:
+        """Tell the run that this trainer can come back at a version; if it heard, what only older ones need may go."""
         request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version)
-        self._say(self._scheduler.ask(request, Done, timeout_s=None))
+        return self._say(self._scheduler.ask(request, Done, timeout_s=None))
 
     def crowded(self) -> bool:
         """Whether a trajectory server is so full that pushes may soon be refused; False if one does not say."""
-        try:
-            return self._wait(self._fullest(), grace_s=FAREWELL_GRACE_S) >= CROWDED_SHARE
-        except (Stopped, Unavailable):
-            return False
+        return any(float(values["used_share"]) >= CROWDED_SHARE for values in self._shard_values())
 
-    async def _fullest(self) -> float:
-        """Share of its map that the fullest trajectory server uses."""
+    def full(self) -> bool:
+        """Whether a trajectory server refuses pushes for want of room; False if one does not say."""
+        return any(values["full"] for values in self._shard_values())
+
+    def _shard_values(self) -> list[dict[str, Any]]:
+        try:
+            return self._wait(self._statuses(), grace_s=FAREWELL_GRACE_S)
+        except (Stopped, Unavailable):
+            return []
+
+    async def _statuses(self) -> list[dict[str, Any]]:
         asked = [shard.ask(GetStatus(), Status, timeout_s=STATUS_TIMEOUT_S) for shard in self._shards]
-        return max(float(status.values["used_share"]) for status in await asyncio.gather(*asked))
+        return [status.values for status in await asyncio.gather(*asked)]
 
     def metrics(self, step: Step, values: Mapping[str, float]) -> None:
         """Numbers for the run's metrics file."""
         self._say(self._scheduler.ask(Metrics(worker=self.worker, step=step, values=dict(values)), Done, timeout_s=30))
 
-    def finished(self, error: str = "") -> None:
-        """The last step is done, or the run cannot go on: it drains."""
-        self._say(self._scheduler.ask(Finished(trainer_term=self._term, error=error), Done, timeout_s=30))
+    def finished(self, error: str = "", term: TrainerTerm | None = None) -> None:
+        """The last step is done, or the run cannot go on: it drains. ``term``: that of rank 0, for another rank."""
+        told = Finished(trainer_term=self._term if term is None else term, error=error)
+        self._say(self._scheduler.ask(told, Done, timeout_s=30))
 
     def interrupt(self) -> None:
         """End what waits, soon; from any thread or signal handler."""
@@ -348,12 +358,14 @@ class TrainerClient:
     def _not_in_time(self) -> Exception:
         return Unavailable("the parameter server", COMMIT_GRACE_S, "asked to end while a version was being published")
 
-    def _say(self, call: Coroutine[Any, Any, Done]) -> None:
-        """Something whose loss costs nobody but the reader of a log."""
+    def _say(self, call: Coroutine[Any, Any, Done]) -> bool:
+        """Something whose loss costs nobody but the reader of a log. Says whether it was heard."""
         try:
             self._wait(call, grace_s=FAREWELL_GRACE_S)
         except (Stopped, Unavailable) as error:
             log.warning("the scheduler did not hear it: %r", error)
+            return False
+        return True
 
     def _wait(
         self, call: Coroutine[Any, Any, T], *, grace_s: float = 0.0, late: Callable[[], Exception] = Stopped
@@ -370,43 +382,6 @@ class TrainerClient:
             client.close()
         if self._publisher is not None:
             self._publisher.close()
-
-
-class Followed:
-    """What a rank above 0 trains on: batches, one fetched ahead, or its shares of pieces that rank 0 tells it."""
-
-    def __init__(self, client: TrainerClient, steps: int, *, streaming: bool) -> None:
-        self._client = client
-        self._steps = steps
-        self._streaming = streaming
-        self._pieces: PieceStream | None = None
-        self._stream: BatchStream | None = None
-        self._end: Callable[[], object] = lambda: None
-        self._step = -1
-
-    def follow(self, term: TrainerTerm, version: Version) -> None:
-        """Batches from this version on, for this term."""
-        self._end()
-        if self._streaming:
-            self._pieces = self._client.pieces(term)
-            return
-        self._stream, self._end = self._client.follow(term, version, self._steps)
-        self._step = -1
-
-    def batch(self, step: Step) -> TrainBatch | None:
-        """That of the next step, or anew that of the same one; None once this process was asked to end."""
-        assert self._stream is not None
-        coming = self._stream.get() if step != self._step else self._stream.fetch(step)
-        self._step = int(step)
-        try:
-            return self._client.wait(coming)
-        except Stopped:
-            return None
-
-    def piece(self, header: Batch) -> TrainBatch | None:
-        """The share of these groups; None when it cannot be fetched. ``Stopped`` once this process was asked to end."""
-        assert self._pieces is not None
-        return self._client.wait(self._pieces.data(header))
 
 
 async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:

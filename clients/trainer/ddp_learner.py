@@ -5,6 +5,7 @@
 summed, in float32: for a bfloat16 model the sums of the earlier passes, which are with the master weights, go along.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class DdpLearner(PlainLearner):
     def __init__(self, model: Any, config: Config, ranks: Ranks) -> None:
         super().__init__(model, config, ranks)
         self._replica: Any = DistributedDataParallel(model)
-        self._replica.register_comm_hook(None, self._summed)
+        # what is registered stays with the reducer, out of the garbage collector's sight: it must not hold the model
+        self._replica.register_comm_hook(weakref.ref(self), _summed)
 
     def forward(self, *, last: bool, **inputs: Any) -> Any:
         # not the replica's ``no_sync``: its forward may talk to the other ranks, who have fewer of these passes
@@ -40,7 +42,7 @@ class DdpLearner(PlainLearner):
         else:
             self.optimizer.collect()
 
-    def _summed(self, _: object, bucket: GradBucket) -> Future[Tensor]:
+    def summed(self, bucket: GradBucket) -> Future[Tensor]:
         """Sum a bucket's gradients over the ranks, with what earlier passes of the step left in the masters."""
         parameters, gradients = bucket.parameters(), bucket.gradients()
         masters = [self.optimizer.master_of(parameter) for parameter in parameters]
@@ -57,6 +59,13 @@ class DdpLearner(PlainLearner):
 
         summed: Future[Tensor] = _coming(flat).then(spread)
         return summed
+
+
+def _summed(learner: "weakref.ref[DdpLearner]", bucket: GradBucket) -> Future[Tensor]:
+    """The learner's own ``summed``; it lives while one of its backward passes runs."""
+    living = learner()
+    assert living is not None
+    return living.summed(bucket)
 
 
 def _coming(flat: Tensor) -> Any:

@@ -138,6 +138,12 @@ class DeepspeedLearner:
                 self._adam.state[master][key] = value if key == "step" else value.to(master.device)
         load_random(directory, self._ranks.place.rank, self._ranks.device)
 
+    def close(self) -> None:
+        """DeepSpeed's hooks on the model and on every gradient would hold both for ever, so would ZeRO-3's stack."""
+        self._engine.destroy()
+        if self._stage == 3:
+            importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
+
     def _partition(self, files: WeightFiles, config: Config, init: Callable[..., Any]) -> None:
         """Give a model on the meta device its weights: rank 0 reads a layer, ZeRO hands it round and keeps a part."""
         leads, device, waiting = self._ranks.place.leads, self._ranks.device, distinct(self.model)

@@ -33,6 +33,9 @@ class FsdpLearner(PlainLearner):
 
     def __init__(self, model: Any, config: Config, ranks: Ranks, files: WeightFiles | None) -> None:
         self._dtype = getattr(torch, config.model.dtype)
+        self._wide = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        """In names of parameters that ``transformers`` loads in float32 whatever it is asked for, here and in engines.
+        Buffers are as the model has them."""
         self._world = ranks.place.world
         mixed = self._dtype != torch.float32
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32) if mixed else None
@@ -52,7 +55,7 @@ class FsdpLearner(PlainLearner):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named(self.model):
             whole = tensor.detach()
-            if whole.is_floating_point():
+            if isinstance(tensor, nn.Parameter) and not any(f".{part}." in f".{name}." for part in self._wide):
                 whole = whole.to(self._dtype)
             yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
 

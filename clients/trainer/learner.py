@@ -51,6 +51,10 @@ class Learner(Protocol):
         """Take what ``save`` left; ``ConfigError`` if other ranks or another backend left it."""
         ...
 
+    def close(self) -> None:
+        """Let go of the model: nothing but the owner of this learner holds it any more. Every rank does."""
+        ...
+
 
 def make_learner(config: Config, model: Any, ranks: OneRank | ManyRanks, files: WeightFiles | None = None) -> Learner:
     """The configured one; ``model`` is its own from now on. ``files``: where its weights still are (``open_model``)."""

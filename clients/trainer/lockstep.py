@@ -15,7 +15,15 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from staleflow.clients.trainer.backend import Array, Published, StepResult, Stopped, Stopping, StreamingBackend
+from staleflow.clients.trainer.backend import (
+    Array,
+    OutOfMemory,
+    Published,
+    StepResult,
+    Stopped,
+    Stopping,
+    StreamingBackend,
+)
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.pieces import Piece, joined
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
@@ -221,6 +229,10 @@ class Batches(Protocol):
         """This rank's share of these groups; None when it cannot be fetched. ``Stopped`` once asked to end."""
         ...
 
+    def give_up(self, why: str) -> None:
+        """Tell the run that it cannot go on."""
+        ...
+
 
 def _written(header: Batch) -> str:
     return msgspec.json.encode(header).decode()
@@ -264,7 +276,10 @@ class _Parts:
 
 
 def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) -> None:
-    """Do what rank 0 tells, until it lets go."""
+    """Do what rank 0 tells, until it lets go.
+
+    ``OutOfMemory`` after the run was told: rank 0 cannot say it, it may wait for this rank in the middle of a pass.
+    """
     batch: TrainBatch | None = None
     parts = _Parts(backend, ranks, batches)
     while True:
@@ -300,3 +315,6 @@ def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) 
                     return
         except Stopped:
             log.info("asked to end; rank 0 says when")
+        except OutOfMemory as error:
+            batches.give_up(str(error))
+            raise

@@ -18,8 +18,8 @@ import msgspec
 
 from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, batch_values
 from staleflow.clients.trainer.batches import TrainBatch
-from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
-from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, TrainerState
+from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import Computed, Steps
 from staleflow.configs.schema import Config
@@ -83,6 +83,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train up to the last step, or until ``stop``. ``GaveUp`` after the run was told why."""
         self._resume()
+        self._client.on_wait = self._make_room
         try:
             self._evaluate_initial()
             for computed in self._steps(self._client, self._config.trainer.steps, self._stop.is_set):
@@ -105,23 +106,24 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         """Join with the newest checkpoint that the service takes, or with the initial model."""
+        refused_states: list[TrainerState] = []
         for path, state in self._checkpoints.newest():
             try:
                 joined = self._client.join(state.lineage, state.version)
             except BadVersion as refused:
                 log.error("checkpoint %s is not used: %s", path, refused)
+                refused_states.append(state)
                 continue
             log.info("resumed from %s", path)
             self._backend.load(path)
             self._state = msgspec.structs.replace(state, lineage=joined.lineage)
-            self._saved = self._state
             break
         else:
             joined = self._client.join(Lineage(0), Version(0))
             self._backend.load(None)
             self._state = TrainerState(lineage=joined.lineage)
-            self._saved = self._state  # the model directory is the checkpoint of version 0
-        self._checkpoints.drop_after(self._state.version)
+        self._saved = self._state  # the model directory is the checkpoint of version 0
+        self._checkpoints.drop_after(self._state, refused_states)
         if joined.version < 0:
             self._client.publish_initial(self._backend.weights())
         else:
@@ -176,14 +178,29 @@ class TrainingLoop:
             return True
         return False
 
+    def _make_room(self) -> None:
+        """A batch waits for a push that waits for room: what was consumed since the last checkpoint can go."""
+        if not self._is_saved() and self._client.full():
+            log.warning(
+                "version %d: a checkpoint before its time; the trajectory servers are full", self._state.version
+            )
+            self._save()
+
+    def _is_saved(self) -> bool:
+        return self._saved is not None and self._saved.version == self._state.version
+
     def _save(self) -> float:
-        """A checkpoint of the newest version, unless there is one. Returns the seconds it took."""
-        if self._saved is not None and self._saved.version == self._state.version:
+        """A checkpoint of the newest version, unless there is one. Returns the seconds it took. ``Fenced``."""
+        if self._is_saved():
             return 0.0
         started = time.monotonic()
-        path: Path = self._checkpoints.save(self._state, self._backend.save)
+        try:
+            path: Path = self._checkpoints.save(self._state, self._backend.save)
+        except Overtaken as error:
+            raise Fenced(f"another trainer has joined the run, this one stops ({error})") from error
         self._saved = self._state
-        self._client.checkpointed(self._state.lineage, self._state.version)
+        if self._client.checkpointed(self._state.lineage, self._state.version):
+            self._checkpoints.tidy(self._state)
         log.info("checkpoint %s", path)
         return time.monotonic() - started
 

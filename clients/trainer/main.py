@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from staleflow.clients.stage.texts import tokenizer_decoder
-from staleflow.clients.trainer.backend import Backend, NoBatch, Stopped, StreamingBackend
+from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
-from staleflow.clients.trainer.client import Fenced, Followed, TrainerClient
+from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.clients.trainer.followed import Followed
 from staleflow.clients.trainer.lockstep import Leader, follow
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.clients.trainer.samples import FILE, Samples
@@ -41,7 +42,7 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
         nonlocal gave_up
         try:
             await _main(config, run_dir, name, scheduler, stop)
-        except (GaveUp, Fenced, NoBatch) as error:
+        except (GaveUp, Fenced, NoBatch, OutOfMemory) as error:
             log.error("%s", error)
             gave_up = True
 

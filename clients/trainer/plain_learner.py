@@ -57,3 +57,6 @@ class PlainLearner:
     def load(self, directory: Path) -> None:
         self.optimizer.load(load_state(directory, STATE))
         load_random(directory, self.ranks.place.rank, self.ranks.device)
+
+    def close(self) -> None:
+        """Nobody else does."""

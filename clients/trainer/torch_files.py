@@ -3,7 +3,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from staleflow.configs.errors import ConfigError
@@ -56,20 +58,45 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
 
 
 def checkpoint_gradients(model: Any) -> None:
-    """Compute activations again in the backward pass instead of keeping them. It needs train mode: dropout goes."""
-    module: Any
-    for module in model.modules():
-        if type(module).__name__ == "Dropout":
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+    """Compute activations again in the backward pass instead of keeping them: those of eval mode, without dropout.
+
+    ``transformers`` does so in layers that are in train mode. These are, but for the time in which they compute, and so
+    is ``model`` itself, as a sign; everything else stays in eval mode.
+    """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
+    model.training = True
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.training = True
+        layer._gradient_checkpointing_func = partial(_in_eval_mode, layer._gradient_checkpointing_func)
+
+
+def _in_eval_mode(checkpoint: Callable[..., Any], call: Any, *arguments: Any) -> Any:
+    """``checkpoint(call, ...)``; ``call`` is a partial of the layer's own call, here and again in the backward pass."""
+    layer = call.func.__self__
+
+    def computed(*arguments: Any) -> Any:
+        layer.training = False
+        try:
+            return call(*arguments)
+        finally:
+            layer.training = True
+
+    return checkpoint(computed, *arguments)
 
 
 def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
-    """``save_pretrained``, and the small files of the initial directory (tokenizer, template) that it did not write."""
-    model.save_pretrained(directory)
+    """``save_pretrained``, and the small files of the initial directory (tokenizer, template) that it did not write.
+
+    ``generation_config.json`` is among these: ``transformers`` loads some that it refuses to save.
+    """
+    defaults: Any = GenerationConfig
+    kept, model.generation_config = model.generation_config, defaults()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        model.generation_config = kept
+    (directory / "generation_config.json").unlink(missing_ok=True)
     _copy_small(directory, tokenizer_of)
 
 

@@ -8,6 +8,7 @@ works on its own rows. Ranks with fewer passes than others wait at the beginning
 together; where weights are sharded they wait in a pass that teaches nothing.
 """
 
+import gc
 import logging
 import math
 import time
@@ -27,13 +28,14 @@ from staleflow.clients.trainer.evaluation import Evaluation
 from staleflow.clients.trainer.learner import Learner, make_learner
 from staleflow.clients.trainer.objective import Objective, tokens_of
 from staleflow.clients.trainer.packing import packs
-from staleflow.clients.trainer.passes import completion_logprobs
+from staleflow.clients.trainer.passes import completion_logprobs, keeps_apart
 from staleflow.clients.trainer.ranks import ManyRanks, OneRank
 from staleflow.clients.trainer.schedule import learning_rate
 from staleflow.clients.trainer.speed import Speed
 from staleflow.clients.trainer.tensors import Streamed, to_arrays
 from staleflow.clients.trainer.torch_files import checkpoint_gradients, load_model, save_model, save_streamed
 from staleflow.clients.trainer.weight_files import WeightFiles, open_model
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
 
@@ -63,6 +65,8 @@ class TorchTrainer:
         self._seconds = 0.0
         """That the step under way has computed for."""
         self.load(None)
+        if config.trainer.packing:
+            self._check_packing()
 
     @property
     def model(self) -> Any:
@@ -73,6 +77,8 @@ class TorchTrainer:
         """The state of a checkpoint, or of the initial model (None). Every rank does."""
         if directory is None and self._initial:
             return
+        if hasattr(self, "learner"):
+            self._let_go()
         model, files = self._open(directory or self._directory)
         if self._config.trainer.gradient_checkpointing:
             checkpoint_gradients(model)
@@ -171,6 +177,12 @@ class TorchTrainer:
         """True when weights and evaluation need every rank."""
         return not self.learner.whole
 
+    def _let_go(self) -> None:
+        """Of the model, before there is another: two need not fit. What shards one is in circles of references."""
+        self.learner.close()
+        del self.learner, self._speed
+        gc.collect()
+
     def _open(self, directory: Path) -> tuple[Any, WeightFiles | None]:
         """The model; without its weights, and where they are, for a backend that shards them."""
         trainer, dtype, device = self._config.trainer, self._config.model.dtype, self._ranks.device
@@ -209,6 +221,21 @@ class TorchTrainer:
         cuts = (packs if trainer.packing else micro_batches)(lengths, trainer.micro_tokens)
         most = int(self._ranks.max(torch.tensor([len(cuts)]))[0])
         return [*[None] * (most - len(cuts)), *cuts]
+
+    def _check_packing(self) -> None:
+        """``ConfigError`` for an architecture that mixes the trajectories of a packed pass. Every rank does."""
+
+        def forward(**inputs: Tensor) -> Tensor:
+            logits: Tensor = self.learner.forward(last=False, use_cache=False, **inputs).logits
+            return logits
+
+        def backward(loss: Tensor) -> None:
+            self.learner.backward(loss, last=False)
+
+        apart = keeps_apart(forward, backward, self.model.get_input_embeddings(), self._ranks.device)
+        self.learner.clear()
+        if not apart:
+            raise ConfigError("trainer.packing", True, "this model does not keep packed trajectories apart: false")
 
     def _go_on(self, stopping: Stopping) -> None:
         if self._ranks.any(stopping()):

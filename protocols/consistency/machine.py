@@ -12,6 +12,7 @@ training, settle, rollback.
 """
 
 from collections.abc import Iterable
+from heapq import nsmallest
 from typing import assert_never
 
 from staleflow.protocols.consistency import admission, invariants, production, settle, snapshot, training
@@ -235,6 +236,15 @@ class Machine:
         if group is None or group.state is State.RELEASED:
             return False
         return group.state is not State.CONSUMED or group.step >= self._ledger.kept[1]
+
+    def expected(self, shard: int, after: GroupId, most: int) -> list[tuple[GroupId, str]]:
+        """(group, sha) of payloads that a shard must have, the ``most`` lowest groups after that one, ascending.
+
+        What is consumed is not among them: it is missed when a rollback has brought it back.
+        """
+        wanted = (State.PUSHED, State.OCCUPIED, State.SEALED)
+        there = (group for group in self._ledger.groups.values() if group.shard == shard and group.id > after)
+        return nsmallest(most, ((group.id, group.sha) for group in there if group.state in wanted))
 
     def story(self, id: GroupId) -> tuple[str, ...]:
         """The last effects on one group, oldest first. Kept in debug mode only."""

@@ -98,12 +98,15 @@ class Catalog:
         budget = self._budget_bytes
         if nbytes > budget > 0:
             raise Refused(Code.DENIED, f"{key}: it has {nbytes} bytes; parameters.budget_mb allows {budget >> 20} MiB")
-        if not budget or self._nbytes + coming + nbytes <= budget or (used := await self._used()) is None:
+        if not budget or self._nbytes + coming + nbytes <= budget:
             return
-        for old in sorted(self._registered)[:-1]:
+        before = sorted(self._registered)[:-1]
+        if (used := await self._used()) is None:
+            return
+        for old in before:
             if self._nbytes + coming + nbytes <= budget:
                 return
-            if old not in used and not self.pins.in_use(old):
+            if old in self._registered and old not in used and not self.pins.in_use(old):
                 self._delete(old)
         if (held := self._nbytes + coming) + nbytes > budget:
             full = f"{held >> 20} of {budget >> 20} MiB of parameters.budget_mb are in use"
@@ -176,7 +179,7 @@ class Catalog:
             return
         keep = used | set(before[-self._keep_versions :])
         for key in before:
-            if key not in keep and not self.pins.of(key):
+            if key in self._registered and key not in keep and not self.pins.of(key):
                 self._delete(key)
 
     def _delete(self, key: VersionKey) -> None:

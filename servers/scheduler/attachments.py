@@ -21,11 +21,9 @@ from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
-from staleflow.servers.scheduler.registry import ROLES, Process, Registry
+from staleflow.servers.scheduler.registry import LOOKING, ROLES, Process, Registry
 from staleflow.servers.scheduler.rejects import Rejects
 
-LOOKING = ("monitor", "admin")
-"""Roles of which nothing has to be known once they are gone."""
 MOST_TEXT_BYTES = 1_024
 """Of what a process says when it attaches, names aside: it is stored."""
 MOST_WHY_CHARS = 200
@@ -105,6 +103,8 @@ class Attachments:
 
     def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
         """Names belong to somebody: to one process, one role, one key while its owner is there, or the supervisor."""
+        if (over := self._registry.over(body.worker)) is not None:
+            return Code.FENCED, over
         known = self._registry.get(body.worker)
         if known is not None and known.name != body.name:
             return Code.CONFLICT, f"{body.worker} is attached as {known.name}; a process has one name"

@@ -149,6 +149,7 @@ async def serve_until(
         on_gone=service.on_gone,
         on_reject=service.on_reject,
         on_denied=service.on_denied,
+        not_its_name=service.not_its_name,
         transport=transport,
     )
     if isinstance(transport, Sockets):

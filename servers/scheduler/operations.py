@@ -13,6 +13,7 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import (
     Op,
     Operations,
+    RegisterMissing,
     RegisterOccupy,
     RegisterPush,
     RegisterQuarantine,
@@ -74,6 +75,10 @@ class GroupOperations:
             return Result(code=Code.BUSY, detail=f"the scheduler's {self._interpreter.full} is full")
         if nonsense := self._nonsense(op):
             return self._no(peer, op, Code.MALFORMED, nonsense)
+        if isinstance(op, RegisterMissing) and not self._counts_on(op):
+            return self._no(
+                peer, op, Code.STALE, f"group {op.group}: nobody counts on {op.sha[:12]} in shard {op.shard}"
+            )
         try:
             told = self._interpreter.apply(_event(op))
         except TransitionError as error:
@@ -86,7 +91,7 @@ class GroupOperations:
             self._metrics.pushed(op.samples)
             self._interpreter.deck.lengths.observe(op.group, op.samples, truncated=op.truncated)
         if isinstance(op, RegisterPush) and op.occupies:
-            return self._one(call, RegisterOccupy(group=op.group, lease=op.lease, reward_mean=0.0, reward_std=0.0))
+            return self._one(call, RegisterOccupy(group=op.group, lease=op.lease))
         if isinstance(op, RegisterRelease) and told and isinstance(released := told[0], Released):
             self._setbacks.released(peer, op, released, self._interpreter.clock.now_ms())
             if op.why is ReleaseWhy.ABORTED:
@@ -100,6 +105,10 @@ class GroupOperations:
         if held is None or held.lease != op.lease or held.state is State.RELEASED:
             return True
         return held.worker == worker and held.state is State.LEASED
+
+    def _counts_on(self, op: RegisterMissing) -> bool:
+        held = self._interpreter.machine.group(op.group)
+        return held is not None and (held.shard, held.sha) == (op.shard, op.sha)
 
     def _no(self, peer: str, op: Op, code: Code, detail: str) -> Result:
         """What the ledger does not say no to: it was not asked, or raised."""
@@ -125,7 +134,9 @@ class GroupOperations:
         deck.again(group, deck.rows)
 
 
-def _event(op: RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine) -> events.Event:
+def _event(
+    op: RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterMissing,
+) -> events.Event:
     match op:
         case RegisterPush():
             return events.Push(
@@ -142,7 +153,7 @@ def _event(op: RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarant
             return events.Occupy(group=op.group, lease=op.lease)
         case RegisterRelease():
             return events.Release(group=op.group, lease=op.lease, why=op.why)
-        case RegisterQuarantine():
+        case RegisterQuarantine() | RegisterMissing():
             return events.Quarantine(group=op.group)
         case _:
             assert_never(op)

@@ -12,9 +12,14 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach
 from staleflow.protocols.wire.stages import REWARD
 from staleflow.runtime.clock import Clock
+from staleflow.runtime.roles import ATTACHES_AS, Role
 from staleflow.runtime.store import Read, Write
 
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
+LOOKING = ("monitor", "admin")
+"""Roles of which nothing has to be known once they are gone."""
+MOST_OVER = 4_096
+"""So many processes that are over are known; an echo comes sooner than so many are replaced."""
 
 
 class Process:
@@ -53,7 +58,8 @@ class Registry:
         self._parameters = ""
         self._names: dict[str, Process] = {}
         self._workers: dict[WorkerId, Process] = {}
-        self._replaced: dict[WorkerId, str] = {}
+        self._over: dict[WorkerId, str] = {}
+        """Why those may not come again who were replaced or said goodbye, the newest of them."""
 
     def load(self, txn: Read) -> None:
         """Know again who was attached; nobody counts as alive before it is heard."""
@@ -67,12 +73,9 @@ class Registry:
         if older is not None:
             self._workers.pop(older.worker, None)
         self._know(Process(attach, self._clock.now_ms(), alive=True))
-        self._replaced.pop(attach.worker, None)
         if older is None or older.worker == attach.worker:
             return None
-        self._replaced[older.worker] = attach.name
-        while len(self._replaced) > 4096:
-            self._replaced.pop(next(iter(self._replaced)))
+        self._end(older, f"a newer process has taken the name of {older.worker}")
         return older
 
     def _know(self, process: Process) -> None:
@@ -88,7 +91,16 @@ class Registry:
         process = self._workers.pop(worker, None)
         if process is not None:
             del self._names[process.name]
+            self._end(process, f"{worker} has said goodbye")
         return process
+
+    def _end(self, process: Process, why: str) -> None:
+        """An echo of its ``Attach`` would throw its successor out. Who only looked may come again."""
+        if process.role in LOOKING:
+            return
+        self._over[process.worker] = why
+        if len(self._over) > MOST_OVER:
+            del self._over[next(iter(self._over))]
 
     def get(self, worker: str) -> Process | None:
         """The process of that id, alive or silent."""
@@ -102,9 +114,19 @@ class Registry:
         """The key of a process, as its connection says."""
         self._workers[worker].key = key
 
-    def was_replaced(self, worker: str) -> bool:
-        """Whether a newer process took the name of this one."""
-        return worker in self._replaced
+    def over(self, worker: str) -> str | None:
+        """Why a process may not come again; None if it may. Its id is not used again, so that this is for good."""
+        return self._over.get(WorkerId(worker))
+
+    def not_its_name(self, worker: str, role: Role, key: str) -> str | None:
+        """Why the holder of a key of that role may not speak as that worker; None if it may. After a restart a key is
+        not known before it is heard, a role is."""
+        process = self._workers.get(WorkerId(worker))
+        if process is None:
+            return None
+        if process.role not in ATTACHES_AS[role]:
+            return f"{worker} is a process of role {process.role}, for which a key of role {role} may not speak"
+        return None if process.key in ("", key) else f"{worker} has another key"
 
     def processes(self) -> list[Process]:
         """All, in order of attachment."""

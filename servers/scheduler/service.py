@@ -52,7 +52,9 @@ CLOSE_AFTER_MS = 5_000
 """A finished run closes its trace when nothing is in flight any more, at latest after this."""
 _IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
 """Answered and forgotten once the trace is closed."""
-_QUESTIONS = (messages.Report, messages.Retention, messages.VersionsInUse, messages.Metrics)
+EXPECTED = 4_096
+"""Payloads that a shard is asked for at once."""
+_QUESTIONS = (messages.Report, messages.Retention, messages.Inventory, messages.VersionsInUse, messages.Metrics)
 """Answered even then: they change nothing that is traced."""
 _AGAIN = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, ReleaseWhy.ROLLBACK)
 """Reasons of release after which the prompt is dealt again."""
@@ -73,65 +75,29 @@ class Service:
             self._registry.load(txn)
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
-        group_size = config.rollout.group_size
+        deck, clock, shards = interpreter.deck, interpreter.clock, config.trajectories.shards
         self._metrics = Metrics(
             run_dir / "metrics.jsonl",
             interpreter.limits,
-            group_size,
+            config.rollout.group_size,
             interpreter.totals,
-            interpreter.deck.lengths,
-            interpreter.clock,
+            deck.lengths,
+            clock,
         )
         self._setbacks = Setbacks()
-        self._loads = Loads(config.trajectories.shards, stages(config), self._answers)
+        self._loads = Loads(shards, stages(config), self._answers)
         self._deadlock = Deadlock(config, interpreter, self._instances, self._setbacks)
+        seen = (config, identity, interpreter, self._registry, self._instances, self._metrics)
         self._status = StatusView(
-            config,
-            identity,
-            interpreter,
-            self._registry,
-            self._instances,
-            self._metrics,
-            self._deadlock,
-            self.phase,
-            self._loads,
-            lambda: self._training.asked(),
-            str(run_dir.resolve()),
+            *seen, self._deadlock, self.phase, self._loads, lambda: self._training.asked(), str(run_dir.resolve())
         )
-        self._attachments = Attachments(
-            config,
-            identity,
-            str(run_dir),
-            interpreter,
-            self._answers,
-            self._rejects,
-            self._registry,
-            self._instances,
-        )
-        steps = config.trainer.steps
-        self._training = Training(interpreter, self._answers, self._rejects, self._status.why, steps)
-        self.exposition = Exposition(
-            config,
-            identity,
-            interpreter,
-            self._registry,
-            self._instances,
-            self._metrics,
-            self._loads,
-            self.phase,
-            self._training.asked,
-        )
-        self._describing = Describing(interpreter.deck, self._registry)
+        known = (interpreter, self._answers, self._rejects)
+        self._attachments = Attachments(config, identity, str(run_dir), *known, self._registry, self._instances)
+        self._training = Training(*known, self._status.why, config.trainer.steps)
+        self.exposition = Exposition(*seen, self._loads, self.phase, self._training.asked)
+        self._describing = Describing(deck, self._registry)
         yields = Yields(interpreter, self._instances)
-        self._operations = GroupOperations(
-            interpreter,
-            self._answers,
-            self._rejects,
-            self._metrics,
-            yields,
-            self._setbacks,
-            config.trajectories.shards,
-        )
+        self._operations = GroupOperations(*known, self._metrics, yields, self._setbacks, shards)
         self._cycle = Cycle(interpreter, self._instances, config, self._training.end, self._training.asked)
         self._handlers = self._table()
         self._since_ns = 0
@@ -140,6 +106,7 @@ class Service:
         self._finished_ms = 0
         self.peers: Callable[[], list[str]] = list
         """Peers that the transport hears; the owner of the socket sets it."""
+        self.not_its_name = self._registry.not_its_name
         self.later: Callable[[], object] = lambda: None
         """Calls ``flush`` a little later; the owner of the loop sets it."""
         self._listen()
@@ -152,6 +119,7 @@ class Service:
             messages.Pulled: self._pulled,
             messages.Operations: self._operate,
             messages.Retention: self._retention,
+            messages.Inventory: self._inventory,
             messages.StageLoads: self._loads.report,
             messages.Described: self._described,
             messages.Join: self._training.join,
@@ -347,10 +315,9 @@ class Service:
         worker = body.worker
         instance = self._instances.get(worker)
         if instance is None or call.peer != worker:
-            replaced = self._registry.was_replaced(worker)
-            code = Code.FENCED if replaced else Code.DENIED
-            detail = f"a newer process has taken the name of {worker}" if replaced else f"{worker} is not attached"
-            self._answers.refuse(call, code, detail)
+            over = self._registry.over(worker)
+            code = Code.FENCED if over else Code.DENIED
+            self._answers.refuse(call, code, over or f"{worker} is not attached")
             return
         generated = body.stats.generated_tokens - instance.stats.generated_tokens
         self._interpreter.totals.counts.tokens_generated += max(generated, 0)
@@ -379,6 +346,11 @@ class Service:
         machine = self._interpreter.machine
         keep = [group for group in body.groups if machine.must_keep(group)]
         self._answers.hold(call, messages.Retained(keep=keep))
+
+    def _inventory(self, call: Call, body: messages.Inventory) -> None:
+        found = self._interpreter.machine.expected(body.shard, body.after, EXPECTED)
+        groups, shas = [group for group, _ in found], [sha for _, sha in found]
+        self._answers.hold(call, messages.Expected(groups=groups, shas=shas))
 
     def _described(self, call: Call, body: messages.Described) -> None:
         self._describing.described(call, body, self._clock.now_ms())

@@ -8,6 +8,8 @@ from staleflow.protocols.wire.messages import RegisterRelease
 
 MOST = 65_536
 """Groups that are remembered as refused."""
+MOST_DETAIL = 500
+"""Characters of what was said of one."""
 
 
 @dataclass(slots=True)
@@ -22,7 +24,7 @@ class Row:
     def add(self, detail: str, now_ms: int = 0) -> None:
         self.first_ms = self.first_ms if self.count else now_ms
         self.count += 1
-        self.detail = detail
+        self.detail = detail[:MOST_DETAIL]
 
     def end(self) -> None:
         self.count = 0

@@ -28,6 +28,8 @@ class Loads:
         self._shards: list[list[StageLoad]] = [[] for _ in range(shards)]
         self.used_shares: list[float | None] = [None] * shards
         """Of the map of each shard; None: it has not said yet."""
+        self.full: list[str] = [""] * shards
+        """What has no room there, the map or the disk, so that it refuses pushes."""
 
     def report(self, call: Call, body: StageLoads) -> None:
         """One shard's."""
@@ -38,7 +40,7 @@ class Loads:
             self._answers.refuse(call, Code.MALFORMED, f"there is no stage {min(unknown)!r}")
             return
         self._shards[body.shard] = body.loads
-        self.used_shares[body.shard] = body.used_share
+        self.used_shares[body.shard], self.full[body.shard] = body.used_share, body.full
         self._answers.hold(call, Done())
 
     def by_stage(self) -> dict[str, Load]:

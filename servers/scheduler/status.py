@@ -86,7 +86,10 @@ class StatusView:
             "instances": self._instance_rows(now, present),
             "workers": [self._worker_row(process, now, present) for process in self._registry.processes()],
             "stages": self._stage_rows(),
-            "shards": [{"shard": shard, "used_share": share} for shard, share in enumerate(self._loads.used_shares)],
+            "shards": [
+                {"shard": shard, "used_share": share, "full": full}
+                for shard, (share, full) in enumerate(zip(self._loads.used_shares, self._loads.full, strict=True))
+            ],
             "totals": msgspec.to_builtins(self._interpreter.totals.counts),
             "off_policy": {
                 "mean": self._metrics.last.get("off_policy/mean", 0.0),

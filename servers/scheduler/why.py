@@ -4,6 +4,7 @@ With it a word for what the trainer's waiting time goes to, which adds up where 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
@@ -111,22 +112,43 @@ class Why:
 
     def _step(self) -> str:
         machine = self._interpreter.machine
-        step = machine.next_step
+        step, full = machine.next_step, self._full()
         if step > machine.version + 1:
-            return f"the trainer works on step {machine.version}; step {step - 1} is sealed ahead"
+            return f"{full}the trainer works on step {machine.version}; step {step - 1} is sealed ahead"
         if step >= self._config.trainer.steps:
             last = step > machine.version
             return f"the trainer works on step {machine.version}, the last" if last else "every step is trained"
-        training = f"the trainer works on step {machine.version}; " if step > machine.version else ""
+        training = full + (f"the trainer works on step {machine.version}; " if step > machine.version else "")
         if count := len(machine.pins()):
-            return training + pinned(step, self.pins(), count, self._config.staleness.on_overdue.value)
+            pins = [replace(pin, left_s=None) for pin in self.pins()] if full else self.pins()
+            return training + pinned(step, pins, count, self._config.staleness.on_overdue.value)
         counts, need = machine.state_counts(), self._config.trainer.batch_size
         hint = self._hint(counts)
         if not hint and (likely := self._deadlock.likely()):  # first: nothing else matters as much
             return f"{likely}; {training}{starved(step, need, counts)}"
         hint = hint or (self._fullest() if counts["pushed"] else "")
-        left_s = None if hint else self._staged.until_s(need - counts["occupied"])
+        left_s = None if hint or full else self._staged.until_s(need - counts["occupied"])
         return training + starved(step, need, counts, left_s) + hint
+
+    def _full(self) -> str:
+        """The fullest of the trajectory servers that refuse pushes, and what makes room there."""
+        loads, machine = self._loads, self._interpreter.machine
+        refusing = [(loads.used_shares[shard] or 0.0, shard) for shard, full in enumerate(loads.full) if full]
+        if not refusing:
+            return ""
+        share, shard = max(refusing)
+        if loads.full[shard] == "disk":
+            return f"the disk of trajectory server {shard} is full: pushes wait until there is room; "
+        said = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
+        if machine.checkpoint[1] < machine.version:
+            return f"{said} until a checkpoint lets go; "
+        if machine.next_step > machine.version:
+            return f"{said} until the trainer lets go; "
+        batches = self._config.staleness.max_staleness + 1
+        return (
+            f"{said}, and no checkpoint can make room: the groups of {batches} batch{'es' if batches > 1 else ''} must "
+            "fit in 90 % of it, so a new run needs a larger one; "
+        )
 
     def _hint(self, counts: dict[str, int]) -> str:
         """What keeps groups from coming, where that is plain."""

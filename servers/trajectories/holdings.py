@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.messages import Place
@@ -24,15 +23,6 @@ class Phase(Enum):
     """It waits for the trainer, or for ``Retention`` to let it go."""
 
 
-class Verdict(NamedTuple):
-    """What the reward stage made of a group."""
-
-    mean: float
-    std: float
-    keep: bool
-    """False: the filter does not want it."""
-
-
 @dataclass(slots=True)
 class Held:
     """One stored payload."""
@@ -44,8 +34,8 @@ class Held:
     """Stages that are done, in order, each with the ticket that finished it; -1 when an earlier process did."""
     queued: set[str] = field(default_factory=set[str])
     """Stages that were asked for their columns by this process."""
-    verdict: Verdict | None = None
-    """None before the reward stage is done."""
+    keep: bool | None = None
+    """Whether the filter wants it; None before the reward stage is done."""
     waiting: list[Then] = field(default_factory=list[Then])
     """Told once the push is registered."""
 

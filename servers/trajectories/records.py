@@ -18,6 +18,8 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 MOST_ID = 1 << 61
 """Above it the ledger's rows of groups would be those of something else."""
+MOST_VERSIONS = 2_048
+"""That may have written a group: twice what any bound allows."""
 
 
 class Key(NamedTuple):
@@ -86,6 +88,8 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: 
         raise ProtocolError(Code.MALFORMED, f"a push has no stage columns; it has {', '.join(made)}")
     if payload.num_samples != samples:
         raise ProtocolError(Code.MALFORMED, f"a group has {samples} samples; {payload.num_samples} came")
+    if len(segments := payload.segment_summary()) > MOST_VERSIONS:
+        raise ProtocolError(Code.MALFORMED, f"{len(segments)} versions wrote it; at most {MOST_VERSIONS} can")
     parts: list[Data] = [*pieces(named)] if data is None else [data]
     digest = hashlib.sha256()
     for part in parts:
@@ -96,7 +100,7 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: 
         sha=digest.hexdigest(),
         nbytes=sum(map(len, parts)),
         truncated=item.truncated,
-        segments=payload.segment_summary(),
+        segments=segments,
         samples=payload.sampled_lengths().tolist(),
         tokens=payload.num_tokens,
         rewards=b"" if rewards is None else rewards.tobytes(),

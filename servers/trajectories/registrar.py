@@ -1,6 +1,7 @@
 """Tells the scheduler what became of groups: in batches, in order, one batch under way.
 
-Waits for a scheduler that is away.
+Waits for a scheduler that is away. A refusal of a whole message (the run is over, a key is not allowed at present) is
+no answer to the operations in it: nothing may be forgotten because of one.
 """
 
 import asyncio
@@ -17,10 +18,16 @@ BUSY_S = 0.5
 """An operation that the scheduler has no room for is told again after this long."""
 
 Then = Callable[[Result], None]
+_TOGETHER = (Code.OVERSIZE, Code.MALFORMED)
+"""What one operation may bring on all of its message."""
+
+
+class Untold(Result, frozen=True, kw_only=True):
+    """The ledger was not asked: the scheduler would not hear the message."""
 
 
 class Registrar:
-    """Each operation is told until there is a final answer, and then ``then`` is called, once."""
+    """Each operation is told until there is an answer, and then ``then`` is called, once."""
 
     def __init__(self, scheduler: Client) -> None:
         self._scheduler = scheduler
@@ -77,6 +84,10 @@ class Registrar:
     async def _results(self, ops: list[Op]) -> list[Result]:
         try:
             answer = await self._scheduler.ask(Operations(ops=ops), Results, timeout_s=None)
-        except Refused as no:  # the run is over
-            return [Result(code=no.code, detail=no.detail)] * len(ops)
+        except Refused as no:
+            if no.code in _TOGETHER and len(ops) > 1:
+                half = len(ops) // 2
+                return await self._results(ops[:half]) + await self._results(ops[half:])
+            kind = Result if no.code in _TOGETHER else Untold
+            return [kind(code=no.code, detail=no.detail)] * len(ops)
         return answer.results

@@ -57,6 +57,7 @@ from staleflow.servers.trajectories.registrar import Registrar, Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_calls import StageCalls
 from staleflow.servers.trajectories.stage_reports import report_stages
+from staleflow.servers.trajectories.stock import take_stock
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpacked
 
 log = logging.getLogger(__name__)
@@ -319,7 +320,7 @@ class TrajectoryService:
 
     async def _wanted(self, group: GroupId, sha: str) -> Held:
         if (held := self._shard.holdings.find_sha(group, sha)) is None:
-            await self._shard.quarantine_damaged(group)
+            await self._shard.missing(group, sha)
             raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
         return held
 
@@ -333,6 +334,7 @@ class TrajectoryService:
             group.create_task(self._stage_calls.watch())
             group.create_task(report_stages(self._scheduler, self._shard))
             group.create_task(self._retain())
+            group.create_task(take_stock(self._scheduler, self._shard))
             if self._describes:
                 group.create_task(describe(self._scheduler, self._prompts, self._shard.shard))
 

@@ -12,26 +12,33 @@ Owns the store and the stage queues. No sockets here: callers hand in callbacks 
 
 import asyncio
 import logging
-import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from staleflow.configs.stages import Node
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.protocols.wire.messages import Op, RegisterOccupy, RegisterQuarantine, RegisterRelease, Result
+from staleflow.protocols.wire.messages import (
+    Op,
+    RegisterMissing,
+    RegisterOccupy,
+    RegisterQuarantine,
+    RegisterRelease,
+    Result,
+)
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
 from staleflow.runtime.seldom import Seldom
-from staleflow.runtime.store import FULL_SHARE, StoreFull
+from staleflow.runtime.store import FULL_SHARE, DiskFull, StoreFull
 from staleflow.servers.trajectories.filters import Filter
-from staleflow.servers.trajectories.holdings import Held, Holdings, Phase, Verdict
+from staleflow.servers.trajectories.holdings import Held, Holdings, Phase
 from staleflow.servers.trajectories.records import Key, Pushed, register_push
-from staleflow.servers.trajectories.registrar import Registrar, Then
+from staleflow.servers.trajectories.registrar import Registrar, Then, Untold
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.stage_queue import StageQueue
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, TrajectoryStore
@@ -43,6 +50,10 @@ RECOVER_AT_ONCE = 500
 the old ones."""
 RECOVER_WAIT_S = 1.0
 """A scheduler that answers some of these with busy for longer does not keep the others waiting."""
+AGAIN_S = 1.0
+"""A push that the ledger was not asked for, since it hears nothing from here at present, is told again after this."""
+MOST_DETAIL = 500
+"""Characters of what a stage's function said."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +85,8 @@ class Shard:
         self._deletes: list[Key] = []
         self._damaged: dict[Key, None] = {}
         """Stored, but not to be read: kept until the scheduler has dropped them, or needs them no more."""
-        self._full = False
+        self._full: Literal["", "map", "disk"] = ""
+        """What had no room for the last push, unless something has gone since."""
         self._said = Seldom()
         self._recovered = [(loaded.key, loaded) for loaded in store.load()]
         for key, loaded in self._recovered:
@@ -92,6 +104,10 @@ class Shard:
         """False while pushes are refused: what is left of the map is for what ends work."""
         incoming = sum(one.pushed.record.nbytes for one in self._incoming.values() if not one.pushed.record.slab)
         return self._store.used_share() + incoming / self._store.map_bytes < FULL_SHARE
+
+    def full(self) -> Literal["", "map", "disk"]:
+        """What has no room, so that pushes are refused."""
+        return self._full or ("" if self.room() else "map")
 
     def push(self, pushed: Pushed, then: Then) -> None:
         """Take a payload in; ``then`` is told once it is durable and registered, or why it is not."""
@@ -147,9 +163,9 @@ class Shard:
             self._damaged.pop(one.pushed.key, None)
             held = Held(one.pushed.key, one.pushed.record, waiting=one.waiting)
             if (reward := held.record.reward) is not None:
-                held.done[REWARD], held.verdict = -1, self._verdict({REWARD_COLUMN: reward})
+                held.done[REWARD], held.keep = -1, self._keep({REWARD_COLUMN: reward})
             self.holdings.add(held)
-            self._register(held)
+            self._register(held, new=True)
 
     def _stored(self, incoming: Sequence[Incoming]) -> bool:
         if not incoming:
@@ -158,19 +174,22 @@ class Shard:
             records = self._store.write_pushes([one.pushed for one in incoming], instead_of=self._damaged)
         except StoreFull as error:
             log.log(logging.DEBUG if self._full else logging.WARNING, "pushes are refused: %s", error)
-            self._full = True
+            self._full = "disk" if isinstance(error, DiskFull) else "map"
             return False
         for one, record in zip(incoming, records, strict=True):
             one.pushed = one.pushed._replace(record=record)
-        self._full = False
+        self._full = ""
         return True
 
-    def _register(self, held: Held) -> None:
-        ready = held.verdict is not None and held.verdict.keep and len(held.done) == len(self.stages)
+    def _register(self, held: Held, *, new: bool = False) -> None:
+        """``new``: nobody was ever told yes."""
+        ready = held.keep is True and len(held.done) == len(self.stages)
 
         def then(result: Result) -> None:
             waiting, held.waiting = held.waiting, []
-            if result.code is not None:
+            if isinstance(result, Untold) and not new:
+                asyncio.get_running_loop().call_later(AGAIN_S, self._register_again, held)
+            elif result.code is not None:
                 self.forget(held.key)
             else:
                 self._forget_older(held.key)
@@ -181,6 +200,10 @@ class Shard:
             _tell(waiting, result)
 
         self._registrar.add(register_push(held.key, held.record, self.shard, occupies=ready), then)
+
+    def _register_again(self, held: Held) -> None:
+        if self.holdings.find(held.key) is held:
+            self._register(held)
 
     def _forget_older(self, key: Key) -> None:
         """Only the newest registered lease of a group can still train."""
@@ -215,7 +238,7 @@ class Shard:
         """A stage gave a group up."""
         if self.holdings.find(key) is None or not self.queues[stage].finish(key, ticket, worker):
             return _ticket_is_over(key)
-        self.give_up([key], f"{stage}: {why}")
+        self.give_up([key], f"{stage}: {why}"[:MOST_DETAIL])
         return Result()
 
     def give_up(self, keys: Sequence[Key], detail: str) -> None:
@@ -241,7 +264,7 @@ class Shard:
             if held is not None and held.phase is Phase.STAGING:  # another stage may have ended it meanwhile
                 held.done[columns.stage] = ticket
                 if columns.stage == REWARD:
-                    held.verdict = self._verdict(columns.arrays)
+                    held.keep = self._keep(columns.arrays)
                 self._advance(held)
             then(Result())
 
@@ -254,24 +277,14 @@ class Shard:
                 self._next_stages(held)
             then(Result(code=Code.BUSY, detail="the trajectory server's map is full"))
 
-    def _verdict(self, columns: dict[str, Array]) -> Verdict:
-        rewards: list[float] = columns[REWARD_COLUMN].tolist()
-        mean = math.fsum(rewards) / len(rewards)
-        std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-        return Verdict(mean=mean, std=std, keep=self._keep(columns))
-
     def _advance(self, held: Held) -> None:
         """Out, if the filter has seen it and does not want it; else to the next stages; after the last, occupied."""
-        verdict = held.verdict
-        if verdict is not None and not verdict.keep:
+        if held.keep is False:
             self._release(held, ReleaseWhy.FILTERED, "")
-        elif verdict is None or len(held.done) < len(self.stages):
+        elif held.keep is None or len(held.done) < len(self.stages):
             self._next_stages(held)
         else:
-            group, lease = held.key
-            self._close(
-                held, RegisterOccupy(group=group, lease=lease, reward_mean=verdict.mean, reward_std=verdict.std)
-            )
+            self._close(held, RegisterOccupy(group=held.key.group, lease=held.key.lease))
 
     def _release(self, held: Held, why: ReleaseWhy, detail: str) -> None:
         for queue in self.queues.values():
@@ -287,8 +300,14 @@ class Shard:
                 self.forget(held.key)
                 return
             held.phase = Phase.SETTLED
-            if result.code is not None:
+            if isinstance(result, Untold):
+                asyncio.get_running_loop().call_later(AGAIN_S, again)
+            elif result.code is not None:
                 log.info("group %d, lease %d: %s %s", *held.key, result.code, result.detail)
+
+        def again() -> None:
+            if self.holdings.find(held.key) is held:
+                self._close(held, op, forget=forget)
 
         self._registrar.add(op, then)
 
@@ -337,19 +356,19 @@ class Shard:
         self._give_up_damaged(held.key, str(corrupt), then)
         await told.wait()
 
-    async def quarantine_damaged(self, group: GroupId) -> None:
-        """As ``quarantine``, for a group of which there is nothing but a record that cannot be read: one that was
-        consumed when that was found, say, and that a rollback has brought back. No effect on any other."""
+    async def missing(self, group: GroupId, sha: str) -> bool:
+        """As ``quarantine``, for bytes that are not here: their record cannot be read, or was lost with its disk, or
+        another push has taken its place. Says whether the run counted on them."""
         for key in [key for key in self._damaged if key.group == group]:
-            told: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-            self._give_up_record(key, told.set_result)
-            await told
+            await _answer(partial(self._give_up_record, key))
+        op = RegisterMissing(group=group, shard=self.shard, sha=sha)
+        return (await _answer(partial(self._registrar.add, op))).code is None
 
     def _give_up_record(self, key: Key, then: Then = lambda _: None) -> None:
         """Forgotten once no trainer can ask for it any more; until then, damage is what it is asked for."""
 
         def given_up(result: Result) -> None:
-            if result.code is not Code.STALE and key in self._damaged:
+            if result.code in (None, Code.STALE_LEASE) and key in self._damaged:
                 del self._damaged[key]
                 self._deletes.append(key)
             then(result)
@@ -394,6 +413,7 @@ class Shard:
                 self._store.turn_over()
             else:
                 del deletes[:most]
+                self._full = ""
         self._deletes = deletes + self._deletes
 
     def retainable(self) -> list[Key]:
@@ -424,12 +444,12 @@ class Shard:
             if held is None and loaded.record is None:
                 log.error("group %d, lease %d: its record is damaged; it is quarantined", *key)
                 self._give_up_record(key)
-            if held is None:
+            if held is None or loaded.record is None:  # gone, or pushed anew meanwhile
                 continue
             if REWARD in held.done:
                 reward = held.record.reward
                 made = unpack(loaded.columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
-                held.verdict = self._verdict(made)
+                held.keep = self._keep(made)
             if len(held.done) == len(self.stages) and not held.record.rewards:
                 waiting, held.waiting = held.waiting, []
                 _tell(waiting, Result())  # the stages had it, so its push was registered
@@ -450,10 +470,23 @@ class Shard:
             "shard": self.shard,
             "groups": dict(phases),
             "used_share": self.used_share(),
+            "full": self.full(),
             "slabs": self.slabs.counts() if self.slabs is not None else {},
             "queues": {stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
             "unregistered": len(self._registrar),
         }
+
+
+async def _answer(asked: Callable[[Then], None]) -> Result:
+    """What ``then`` is told."""
+    told: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+    def then(result: Result) -> None:
+        if not told.done():
+            told.set_result(result)
+
+    asked(then)
+    return await told
 
 
 def _tell(waiting: Sequence[Then], result: Result) -> None:

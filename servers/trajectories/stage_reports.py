@@ -6,6 +6,7 @@ is decided by it.
 """
 
 import asyncio
+import logging
 
 from staleflow.protocols.wire.messages import Done, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.stages import NAMED
@@ -13,18 +14,25 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories.shard import Shard
 
+log = logging.getLogger(__name__)
+
 EVERY_S = 1.0
 
 
 async def report_stages(scheduler: Client, shard: Shard) -> None:
-    """Until the run is over."""
+    """Until cancelled. A refusal may pass: the next report is sent as ever."""
+    said = ""
     while True:
         await asyncio.sleep(EVERY_S)
-        report = StageLoads(shard=shard.shard, loads=loads_of(shard), used_share=shard.used_share())
+        report = StageLoads(shard=shard.shard, loads=loads_of(shard), used_share=shard.used_share(), full=shard.full())
         try:
             await scheduler.ask(report, Done, timeout_s=None)
-        except Refused:
-            return
+        except Refused as no:
+            if str(no) != said:
+                log.warning("where groups are is not known to the scheduler: %s", no)
+            said = str(no)
+        else:
+            said = ""
 
 
 def loads_of(shard: Shard) -> list[StageLoad]:

@@ -13,6 +13,14 @@ from staleflow.configs.errors import ConfigError
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
 
+ONLY = {
+    "stage": ("stage", "a stage worker"),
+    "nproc": ("train", "the trainer"),
+    "bind": ("relay", "a relay"),
+    "mb_per_s": ("relay", "a relay"),
+}
+"""Of each option that one role alone has: the role, and how it is called."""
+
 
 @click.command("attach", short_help="Attach one worker to a run.")
 @click.argument("role", type=click.Choice(["rollout", "stage", "train", "relay"]))
@@ -65,6 +73,9 @@ def command(
     from staleflow.supervisor import lifeline
     from staleflow.supervisor.joining import joined
 
+    for option, (owner, called) in ONLY.items():
+        if owner != role:
+            options.refuse(f"only {called} has it", option)
     watched = lifeline.hold()
     name = name or _made_up(stage if role == "stage" else role)
     if name in (".", "..") or Path(name).name != name:
@@ -97,6 +108,8 @@ def _ranks(config: "Config", asked: int | None) -> int:
     from staleflow.configs.ranks import launched, place
 
     nproc = place().world if launched() else asked or config.trainer.nproc
+    if asked not in (None, nproc):
+        raise ConfigError("--nproc", asked, f"torchrun has started {nproc} ranks already: leave it out")
     check_ranks(config, nproc)
     return 1 if launched() else nproc
 

@@ -54,6 +54,8 @@ def command(
       staleflow chaos runs/mine --faults 20 --every 5
       staleflow chaos runs/mine --kind kill --only trainer --faults 1
     """
+    if kinds and "stop" not in kinds:
+        options.refuse("only --kind stop takes it", "stop_for")
     from staleflow.configs.load import read_run
     from staleflow.supervisor.chaos import Chaos, Kind, victims
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from staleflow.cli import options
+from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
     from staleflow.supervisor.checkup import Finding
@@ -38,6 +39,8 @@ def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path,
     from staleflow.supervisor.abilities import abilities
     from staleflow.supervisor.checkup import examine
 
+    if overrides and config_file is None:
+        raise ConfigError("override", overrides[0], "it needs --config: it changes a configuration")
     with bar("looking", quiet=as_json) as tell:
         findings = examine(config_file, overrides, run_dir, tell)
     if measure and not any(finding.state == "bad" for finding in findings):

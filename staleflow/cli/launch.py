@@ -55,12 +55,11 @@ def command(
     from staleflow.configs.load import load
     from staleflow.launch import placement
 
+    _fit(engine, dry_run, out)
     if not arguments or "=" in arguments[0]:
         raise click.UsageError("which configuration? For example: staleflow launch --on slurm configs/cluster.toml")
     config = load(arguments[0], arguments[1:])
     placement.check(config)
-    if out is not None and engine not in ("slurm", "kubernetes"):
-        raise ConfigError("--out", str(out), f"--on {engine} writes no files; --dry-run prints what it would start")
     match engine:
         case "slurm":
             return _slurm(config, run_dir, out, resume=resume, dry_run=dry_run)
@@ -68,6 +67,20 @@ def command(
             return _kubernetes(config, out or run_dir, hand_over=out is None, dry_run=dry_run)
         case _:
             return _here(engine, config, run_dir, resume=resume, dry_run=dry_run, plain=plain, as_json=as_json)
+
+
+def _fit(engine: str, dry_run: bool, out: Path | None) -> None:
+    """``ConfigError`` for options that mean nothing together."""
+    if engine in ("slurm", "kubernetes"):
+        options.refuse(f"--on {engine} hands over a job and shows no run: leave it out", "plain", "as_json")
+    else:
+        options.refuse(f"--on {engine} writes no files; --dry-run prints what it would start", "out")
+    if engine == "kubernetes":
+        options.refuse("--on kubernetes needs no word for it: runs of one name are one run, which goes on", "resume")
+    if dry_run:
+        options.refuse("a dry run shows no run: leave it out", "plain", "as_json")
+    if out is not None:
+        options.refuse(f"--out {out} takes its place: leave one of them out", "run_dir")
 
 
 def _here(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from staleflow.configs.errors import ConfigError
 
@@ -58,14 +59,29 @@ insecure = click.option("--insecure", is_flag=True, help="Bind beyond loopback w
 connect = click.option("--connect", metavar="ADDRESS", help="Address of the scheduler, tcp://... or ipc://...")
 
 
-def run_meant(run_dir: Path | None) -> Path:
-    """The run directory that was given, else the newest of ``runs/``, which is named on stderr."""
+def refuse(allowed: str, *names: str) -> None:
+    """``ConfigError`` for the first of these options that was given, which would mean nothing here: ``allowed`` says
+    why."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name in names and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            given = context.params[name]
+            raise ConfigError(parameter.opts[0], str(given) if isinstance(given, Path) else given, allowed)
+
+
+def run_meant(run_dir: Path | None, *, or_connect: bool = True) -> Path:
+    """The run directory that was given, else the newest of ``runs/``, which is named on stderr.
+
+    ``or_connect``: the verb has --connect, too.
+    """
     from staleflow.supervisor.rundir import RUNS, newest
 
     if run_dir is not None:
         return run_dir
     if (found := newest()) is None:
-        raise click.UsageError(f"which run? There is none under {RUNS}/. Give RUN_DIR or --connect ADDRESS")
+        how = "RUN_DIR or --connect ADDRESS" if or_connect else "RUN_DIR"
+        raise click.UsageError(f"which run? There is none under {RUNS}/. Give {how}")
     click.echo(f"the newest run: {found}", err=True)
     return found
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from staleflow.sim.plan import Choice
 
 TRACE = "trace.jsonl"
+SEARCHING = ("etas", "devices", "jobs", "as_json")
+"""What only the search takes."""
 NOT_PASTED = ("trainer.simulated_step_s",)
 """Overrides of a simulation that a real run has no use for."""
 
@@ -52,6 +54,7 @@ def command(
       staleflow plan configs/stages.toml --graph
     """
     if graph or mermaid:
+        options.refuse("a drawing searches nothing: leave it out, or --graph and --mermaid", *SEARCHING)
         return _draw(source, overrides, mermaid)
     import tempfile
 

@@ -24,7 +24,7 @@ def command(run_dir: Path | None, out: Path | None) -> int:
     """
     from staleflow.report.page import report
 
-    run_dir = options.run_meant(run_dir)
+    run_dir = options.run_meant(run_dir, or_connect=False)
     path = out or run_dir / "report.html"
     if path.suffix != ".html":
         raise ConfigError("--out", str(path), "it must end in .html")

@@ -121,8 +121,8 @@ def _print(result: "Result") -> None:
     table.add_column("value", justify="right", no_wrap=True)
     for name, value in (
         ("steps a minute", f"{result.steps_per_min:.3f}"),
-        ("of the trainer's limit", f"{result.steps_per_min / result.trainer_limit:.1%} of {result.trainer_limit:.3f}"),
-        ("of the engines' limit", f"{result.steps_per_min / result.rollout_limit:.1%} of {result.rollout_limit:.3f}"),
+        ("of the trainer's limit", _of_limit(result.steps_per_min, result.trainer_limit)),
+        ("of the engines' limit", _of_limit(result.steps_per_min, result.rollout_limit)),
         ("staleness, mean and max", f"{result.staleness_mean:.2f}, {result.staleness_max}"),
         ("violations of the audit", f"{result.violations:,}"),
         ("tokens thrown away", f"{result.discarded:.1%}"),
@@ -134,3 +134,7 @@ def _print(result: "Result") -> None:
     ):
         table.add_row(name, value)
     Console(highlight=False).print(table)
+
+
+def _of_limit(speed: float, limit: float) -> str:
+    return f"{speed / limit:.1%} of {limit:.3f}" if limit else "-"

@@ -108,6 +108,8 @@ def plot(run_dir: Path, out: tuple[Path, ...], start: float, seconds: float | No
       staleflow trace plot runs/mine --out lanes.html
       staleflow trace plot runs/mine --out lanes.png --start 60 --seconds 30
     """
+    if not out:
+        options.refuse("it is of the picture: add --out", "start", "seconds")
     from staleflow.monitor.lanes import lanes, overlaps, stage_lines
     from staleflow.runtime.trace import read_events
 

@@ -102,9 +102,11 @@ def _relay(name: str, parameters: Mapping[str, Any]) -> str:
 def _trajectories(name: str, status: Mapping[str, Any]) -> str:
     kept = f"keeps {plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), 'group')} to train"
     number = name.partition("-")[2]
-    shares = [shard.get("used_share") for shard in status.get("shards") or () if str(shard.get("shard")) == number]
-    share = next((float(share) for share in shares if share is not None), 0.0)
-    if share >= FULL_SHARE:
+    shards = [shard for shard in status.get("shards") or () if str(shard.get("shard")) == number]
+    share = next((float(shard["used_share"]) for shard in shards if shard.get("used_share") is not None), 0.0)
+    if any(shard.get("full") == "disk" for shard in shards):
+        return f"its disk is full: pushes wait; {kept}"
+    if share >= FULL_SHARE or any(shard.get("full") for shard in shards):
         return f"full: pushes wait until a checkpoint lets go; {kept}"
     return f"{kept}, {100 * share:.0f} % full" if share >= NOTED_SHARE else kept
 

@@ -6,7 +6,7 @@
 - A peer not heard from for three heartbeats is gone: its calls are done, unanswered.
 - Nothing that a peer sends ends the server or delays another peer: it is refused, counted, and forgotten.
 - With keys, what a peer may ask depends on the role of its key (``roles``), and a name belongs to one key while its
-  owner is there.
+  owner is there. A key that only looks makes no name its own, so that it keeps nobody from his.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from staleflow.protocols.wire.codec import Data, ProtocolError, decode_request, 
 from staleflow.protocols.wire.messages import Ping, Pong, Refusal, Reply, Request
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.roles import Role, objection
+from staleflow.runtime.security import LOOKING
 from staleflow.runtime.transport import SOCKETS, Transport
 
 __all__ = ["Answering", "Call", "Counts", "Endpoint", "Peer", "TransportLimits"]
@@ -31,6 +32,7 @@ LOG_EVERY_S: Final = 1.0
 """Of what is denied."""
 _PONG: Final = Pong()
 _ROLES: Final = {role.encode(): role for role in Role}
+_LOOKING: Final = tuple(role.encode() for role in LOOKING)
 _NO_KEYS: Final[list[bytes]] = []
 
 
@@ -56,12 +58,14 @@ class Counts:
 class Peer:
     """One connected client: its route, the worker it is, its key if it has one, and its pending calls."""
 
-    __slots__ = ("gone", "key", "name", "pending", "route", "seen_s")
+    __slots__ = ("gone", "key", "name", "owns", "pending", "route", "seen_s")
 
     def __init__(self, route: bytes, seen_s: float, key: list[bytes]) -> None:
         self.route = route
         self.key = key
         self.name = name_of(route)
+        self.owns = not key or key[0] not in _LOOKING
+        """Its name is its key's while it is there."""
         self.pending: dict[int, Call] = {}
         self.seen_s = seen_s
         self.gone = False
@@ -101,7 +105,7 @@ class Call:
     @property
     def key(self) -> str:
         """Role and name of the key that the peer came with; empty without keys."""
-        return b"/".join(self._from.key).decode("utf-8", "backslashreplace")
+        return key_text(self._from.key)
 
     @property
     def role(self) -> str:
@@ -142,20 +146,23 @@ class Endpoint:
         on_gone: Callable[[str], None] | None = None,
         on_reject: Callable[[str, Code, str], None] | None = None,
         on_denied: Callable[[str, str], None] | None = None,
+        not_its_name: Callable[[str, Role, str], str | None] | None = None,
         limits: TransportLimits = DEFAULT_LIMITS,
         transport: Transport = SOCKETS,
     ) -> None:
-        """``on_denied`` gets the peer and the verb."""
+        """``on_denied`` gets the peer and the verb; ``not_its_name`` a new peer's name, its key's role and its key, and
+        says why it may not come by that name, or None."""
         self.counts = Counts()
         self._on_call = on_call
         self._on_gone = on_gone
         self._on_reject = on_reject
         self._on_denied = on_denied
+        self._not_its_name = not_its_name
         self._log_denied_s = 0.0
         self._limits = limits
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[str, list[bytes]] = {}
-        """Of those who are there, by name."""
+        """Of those who are there and own their names, by name."""
         self._held_bytes = 0
         """Of all pending calls."""
         self._closed = asyncio.Event()
@@ -261,6 +268,8 @@ class Endpoint:
             return objection(role, name, body) if peer.key == key else f"{name} has another key"
         if self._keys.get(name, key) != key:
             return f"{name} has another key"
+        if self._not_its_name is not None and (why := self._not_its_name(name, role, key_text(key))) is not None:
+            return why
         return objection(role, name, body)
 
     def _deny(self, route: bytes, id: int, verb: str, why: str) -> None:
@@ -281,7 +290,8 @@ class Endpoint:
             self._busy(route, id, f"{len(self._peers)} peers are attached")
             return None
         peer = self._peers[route] = Peer(route, self._now_s(), key)
-        self._keys[peer.name] = key
+        if peer.owns:
+            self._keys[peer.name] = key
         return peer
 
     def _sweep_later(self) -> None:
@@ -303,11 +313,16 @@ class Endpoint:
             peer.gone = True
             self._held_bytes -= sum(call.nbytes for call in peer.pending.values())
             peer.pending.clear()
-            if any(other.name == peer.name for other in self._peers.values()):
+            if any(other.name == peer.name and other.owns >= peer.owns for other in self._peers.values()):
                 continue
-            del self._keys[peer.name]
+            self._keys.pop(peer.name, None)
             if self._on_gone is not None:
                 self._on_gone(peer.name)
+
+
+def key_text(key: list[bytes]) -> str:
+    """Role and name of a key, for the log and to compare; empty without keys."""
+    return b"/".join(key).decode("utf-8", "backslashreplace")
 
 
 def name_of(route: bytes) -> str:

@@ -1,7 +1,8 @@
-"""Which host this is (two processes with the same boot id may share a file by its path), what it lets us open, and what
-it takes back of our memory."""
+"""Which host this is (two processes with the same boot id may share a file by its path), what it lets us open, what
+it takes back of our memory, and what is on its disk."""
 
 import ctypes
+import os
 import resource
 import socket
 from contextlib import suppress
@@ -47,3 +48,12 @@ def reuse_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, REUSED_BYTES)
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def sync_path(path: Path) -> None:
+    """A file's content, or a folder's names, are on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -35,6 +35,7 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Pulled: frozenset((_R,)),
     m.Operations: frozenset((_R, _O)),
     m.Retention: frozenset((_O,)),
+    m.Inventory: frozenset((_O,)),
     m.StageLoads: frozenset((_O,)),
     m.Described: frozenset((_O,)),
     m.Join: frozenset((_T,)),
@@ -69,6 +70,7 @@ OPS: Final[dict[type[Any], frozenset[Role]]] = {
     m.RegisterOccupy: frozenset((_O,)),
     m.RegisterRelease: frozenset((_R, _O)),
     m.RegisterQuarantine: frozenset((_O,)),
+    m.RegisterMissing: frozenset((_O,)),
     m.RegisterYield: frozenset((_R,)),
 }
 """What may be inside of ``Operations``."""

@@ -21,6 +21,12 @@ from staleflow.sim.simulate import simulate
 
 _STRICT = ("staleness.bound=trajectory", "coordination.composition=iid")
 
+
+def _share(speed: float, limit: float) -> str:
+    """Of the limit, which is 0 when the steps that count were trained after the last engine had gone."""
+    return f"{speed / limit:.3f}" if limit else "-"
+
+
 OWN: dict[str, tuple[str, ...]] = {
     "wait": (*_STRICT, "staleness.on_overdue=wait"),
     "clustered": (
@@ -39,7 +45,7 @@ OWN: dict[str, tuple[str, ...]] = {
 COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("steps/min", lambda result: f"{result.steps_per_min:.3f}"),
     ("÷\u00a0trainer limit", lambda result: f"{result.steps_per_min / result.trainer_limit:.3f}"),
-    ("÷\u00a0rollout limit", lambda result: f"{result.steps_per_min / result.rollout_limit:.3f}"),
+    ("÷\u00a0rollout limit", lambda result: _share(result.steps_per_min, result.rollout_limit)),
     ("staleness mean\u00a0/\u00a0max", lambda result: f"{result.staleness_mean:.2f} / {result.staleness_max}"),
     ("violations", lambda result: f"{result.violations:,}"),
     ("discarded tokens", lambda result: f"{result.discarded:.1%}"),

@@ -1,37 +1,51 @@
 """The numbers of a run that are reckoned alike for the service and for its peers."""
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 from staleflow.configs.schema import Config
-from staleflow.configs.simulation import Fleet
-from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
 from staleflow.sim.result import EngineRow, StepRow
 
 
 def steps_per_min(rows: list[StepRow], skip: int) -> float:
-    """Steps a minute without the first and the last ``skip`` steps, or thirds of them; 0 when there are none.
+    """Steps a minute over those that are counted; 0 when there are none."""
+    counted, began_s, ended_s = _counted(rows, skip)
+    if not counted:
+        return 0.0
+    return 60.0 * counted / (ended_s - began_s) if ended_s > began_s else float("inf")
+
+
+def _counted(rows: list[StepRow], skip: int) -> tuple[int, float, float]:
+    """How many steps are counted, and from when to when: all without the first and the last ``skip``, or thirds of
+    them.
 
     The first ones begin with idle engines; at the last ones nothing new is begun for steps that will not be.
     """
     if not rows:
-        return 0.0
+        return 0, 0.0, 0.0
     skip = min(skip, (len(rows) - 1) // 3)
     counted = len(rows) - 2 * skip
-    seconds = rows[skip + counted - 1].ended_s - (rows[skip - 1].ended_s if skip else 0.0)
-    return 60.0 * counted / seconds if seconds > 0 else float("inf")
+    return counted, rows[skip - 1].ended_s if skip else 0.0, rows[skip + counted - 1].ended_s
 
 
-def rollout_limit(config: Config, fleet: list[Fleet], drawn: list[int]) -> float:
-    """Steps a minute if every engine had all of its slots running all the time, at the mean length of its contexts."""
+def rollout_limit(
+    config: Config, lives: Iterable[tuple[SimEngine, EngineRow]], drawn: list[int], rows: list[StepRow], skip: int
+) -> float:
+    """Steps a minute if every engine had all of its slots running as long as it lived, at the mean length of its
+    contexts, over the time of the steps that ``steps_per_min`` counts; 0 when no engine lived then."""
     if not drawn:
         return float("inf")
     mean = sum(drawn) / len(drawn)
     context = config.simulation.prompt_tokens + sum(length * length for length in drawn) / (2 * sum(drawn))
+    _, began_s, ended_s = _counted(rows, skip)
     rate = 0.0
-    for kind in fleet:
-        running = min(kind.slots, max(int(kind.kv_tokens / context), 1)) if kind.kv_tokens else kind.slots
-        rate += StepCost.of(config.rollout.simulated, speed=kind.speed).tokens_per_s(running, round(running * context))
+    for engine, life in lives:
+        kv, slots = engine.kv_capacity, engine.slots
+        running = min(slots, max(int(kv / context), 1)) if kv else slots
+        lived_s = min(life.ended_s, ended_s) - max(life.began_s, began_s)
+        alive = max(lived_s, 0.0) / (ended_s - began_s) if ended_s > began_s else 1.0
+        rate += alive * engine.cost.tokens_per_s(running, round(running * context))
     return 60.0 * rate / (config.trainer.batch_size * config.rollout.group_size * mean)
 
 

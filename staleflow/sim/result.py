@@ -53,7 +53,8 @@ class Result:
     trainer_limit: float
     """If a batch were always there."""
     rollout_limit: float
-    """If every engine always had all slots running, and nothing that it writes were lost."""
+    """If every engine had all slots running as long as it lived, and nothing that it writes were lost; over the same
+    steps. 0: no engine lived then."""
     staleness_mean: float
     staleness_max: int
     ages: dict[int, int]

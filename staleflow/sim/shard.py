@@ -111,7 +111,7 @@ class SimShard:
         if self._workload.filtered(assign.group, assign.lease):
             self._operate(RegisterRelease(group=assign.group, lease=assign.lease, why=ReleaseWhy.FILTERED))
         else:
-            self._operate(RegisterOccupy(group=assign.group, lease=assign.lease, reward_mean=0.5, reward_std=0.5))
+            self._operate(RegisterOccupy(group=assign.group, lease=assign.lease))
 
     def _operate(self, op: Op, settled: Callable[[Result], None] = lambda _: None) -> None:
         def answered(reply: Reply) -> None:

@@ -49,7 +49,7 @@ def _result(world: World, report: AuditReport) -> Result:
     trained = trainer.trained
     end_s = trained[-1].ended_s if trained else world.timeline.now_s
     of_age: Counter[int] = Counter()
-    rows = [_step(config, row, world, of_age) for row in trained]
+    rows = [_step(row, world, of_age) for row in trained]
     engines = [
         engine_row(life.worker, life.engine, began_s=life.began_s, ended_s=min(life.ended_s, end_s))
         for life in world.lives
@@ -61,13 +61,15 @@ def _result(world: World, report: AuditReport) -> Result:
     groups = sum(len(row.batch.members) for row in trained)
     ages = sum(row.staleness_mean * len(of.batch.members) for row, of in zip(rows, trained, strict=True))
     tokens = sum(row.tokens for row in rows)
+    skip = config.staleness.max_staleness + 1
+    lives = zip((life.engine for life in world.lives), engines, strict=True)
     return Result(
         name=config.name,
         seconds=end_s,
         steps=rows,
-        steps_per_min=steps_per_min(rows, config.staleness.max_staleness + 1),
+        steps_per_min=steps_per_min(rows, skip),
         trainer_limit=60.0 / config.trainer.simulated_step_s if config.trainer.simulated_step_s else float("inf"),
-        rollout_limit=rollout_limit(config, world.fleet, drawn),
+        rollout_limit=rollout_limit(config, lives, drawn, rows, skip),
         staleness_mean=ages / groups if groups else 0.0,
         staleness_max=max((row.staleness_max for row in rows), default=0),
         ages=dict(sorted(of_age.items())),
@@ -85,7 +87,7 @@ def _result(world: World, report: AuditReport) -> Result:
     )
 
 
-def _step(config: Config, row: Trained, world: World, of_age: Counter[int]) -> StepRow:
+def _step(row: Trained, world: World, of_age: Counter[int]) -> StepRow:
     batch = row.batch
     ages: list[int] = []
     tokens = masked = 0

@@ -205,8 +205,51 @@ def test_a_run_bound_to_every_interface_may_be_elsewhere(cli: Cli, short_dir: Pa
     refused(cli("top", "r"), where, ["r"])
 
 
+LAUNCH = ("launch", CLUSTER, "--on")
+DRAWING = "a drawing searches nothing: leave it out, or --graph and --mermaid"
+HANDED = "hands over a job and shows no run: leave it out"
+DRY = "a dry run shows no run: leave it out"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("doctor", "nonsense", "no.such.key=1"), 'override is "nonsense"; it needs --config: it changes a config'),
+        (("plan", SIMULATED, "--graph", "--json"), f"--json is true; {DRAWING}"),
+        (("plan", SIMULATED, "--graph", "--etas", "x", "--devices", 4), f'--etas is "x"; {DRAWING}'),
+        (("plan", SIMULATED, "--mermaid", "--devices", 4), f"--devices is 4; {DRAWING}"),
+        (("plan", SIMULATED, "--graph", "--jobs", 1), f"--jobs is 1; {DRAWING}"),
+        (("attach", "rollout", "--bind", "tcp://*:1"), '--bind is "tcp://*:1"; only a relay has it'),
+        (("attach", "stage", "--mb-per-s", 3), "--mb-per-s is 3.0; only a relay has it"),
+        (("attach", "relay", "--nproc", 2), "--nproc is 2; only the trainer has it"),
+        (("attach", "train", "--stage", "reward"), '--stage is "reward"; only a stage worker has it'),
+        ((*LAUNCH, "slurm", "--dry-run", "--json", "--plain"), f"--plain is true; --on slurm {HANDED}"),
+        ((*LAUNCH, "kubernetes", "--json"), f"--json is true; --on kubernetes {HANDED}"),
+        ((*LAUNCH, "kubernetes", "--resume"), "--resume is true; --on kubernetes needs no word for it"),
+        ((*LAUNCH, "ray", "--dry-run", "--json"), f"--json is true; {DRY}"),
+        ((*LAUNCH, "ssh", "--dry-run", "--plain"), f"--plain is true; {DRY}"),
+        ((*LAUNCH, "slurm", "--run-dir", "a", "--out", "b"), '--run-dir is "a"; --out b takes its place'),
+        (("chaos", "none", "--kind", "kill", "--stop-for", 3), "--stop-for is 3.0; only --kind stop takes it"),
+        (("trace", "plot", "none", "--seconds", 3), "--seconds is 3.0; it is of the picture: add --out"),
+    ],
+)
+def test_words_that_mean_nothing_there(cli: Cli, words: tuple[object, ...], said: str) -> None:
+    refused(cli(*words), said)
+
+
+def test_ranks_that_torchrun_did_not_start(cli: Cli, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    write_resolved(load(SIMULATED), short_dir / "r")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    said = cli("attach", "train", "--run-dir", "r", "--nproc", 4)
+    refused(said, "--nproc is 4; torchrun has started 2 ranks already: leave it out", ["r"])
+
+
 def test_status_and_trace_of_nothing(cli: Cli) -> None:
     refused(cli("status"), "Give RUN_DIR or --connect ADDRESS")
+    assert cli("report").err == "staleflow: which run? There is none under runs/. Give RUN_DIR\n"
     refused(cli("status", "none"), "it has no config.json")
     refused(cli("trace", "check", "none.jsonl"), "no such file")
     refused(cli("trace", "show", "none", "3"), "no such file")

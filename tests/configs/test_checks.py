@@ -31,6 +31,10 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             ["rollout.on_update=recompute"],
             r'rollout\.on_update is "recompute"; rollout\.engine "simulated" has nothing to',
         ),
+        (
+            ["rollout.engine=vllm", "model.path=/m", "rollout.temperature=0.009"],
+            r'rollout\.temperature is 0\.009; with rollout\.engine "vllm" at least 0\.01, which vLLM would sample',
+        ),
         (["trainer.eval_every=5"], r"trainer\.eval_every is 5; it needs held-out prompts: prompts\.eval_path or"),
         (
             ["rollout.simulated.lengths=trace"],

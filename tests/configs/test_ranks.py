@@ -60,8 +60,8 @@ def test_variables_that_do_not_fit_are_named(variables: dict[str, str], message:
             "trainer.gpus is [1]; each of the trainer.nproc = 2 ranks needs one of its own, or none be named",
         ),
         (
-            {"backend": "deepspeed", "zero_stage": 0, "dtype": "bfloat16"},
-            'trainer.zero_stage is 0; with model.dtype "bfloat16" it must be 1, 2 or 3',
+            {"backend": "deepspeed", "zero_stage": 1, "dtype": "bfloat16"},
+            'trainer.zero_stage is 1; with model.dtype "bfloat16" it must be 2 or 3',
         ),
     ],
 )

@@ -204,6 +204,9 @@ def test_each_role_says_what_it_does() -> None:
     assert doing("trajectories-1", shards=shards) == "keeps 19 groups to train"
     full = "full: pushes wait until a checkpoint lets go; keeps 19 groups to train"
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.9}]) == full
+    assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.7, "full": "map"}]) == full
+    disk = "its disk is full: pushes wait; keeps 19 groups to train"
+    assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.1, "full": "disk"}]) == disk
     assert doing("parameters") == "serves version 23"
     assert doing("parameters", version=-1) == "waits for version 0"
 

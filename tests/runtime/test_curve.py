@@ -40,6 +40,9 @@ class Guarded:
         self.seen: list[Request] = []
         self.denied: list[tuple[str, str]] = []
         self.strangers: list[str] = []
+        self.gone: list[str] = []
+        self.others: set[tuple[str, Role, str]] = set()
+        """Names, and who may not come by them: role and key."""
         self.allowed = folder / "allowed.toml"
         sockets = Sockets(read_key(folder / "server.key"), AllowList(self.allowed))
         sockets.on_stranger = lambda address, public: self.strangers.append(public)
@@ -47,11 +50,16 @@ class Guarded:
             LOOPBACK,
             on_call=self._yes,
             on_denied=lambda peer, verb: self.denied.append((peer, verb)),
+            on_gone=self.gone.append,
+            not_its_name=self._not_its_name,
             limits=network.limits,
             transport=sockets,
         )
         network.endpoints.append(self.endpoint)
         network.tasks.append(asyncio.create_task(self.endpoint.serve()))
+
+    def _not_its_name(self, *who: *tuple[str, Role, str]) -> str | None:
+        return "it is another's" if who in self.others else None
 
     def _yes(self, call: Call) -> None:
         self.seen.append(call.body)
@@ -190,6 +198,25 @@ async def test_a_name_belongs_to_one_key_while_its_owner_is_there(guarded: Guard
     await guarded.client("trainer", "trainer.1").call(FINISHED)
     assert (await refused(guarded.client("rollout", "trainer.1"), Ping())).detail == "trainer.1 has another key"
     await guarded.client("trainer", "trainer.1").call(FINISHED)
+
+
+async def test_who_only_looks_keeps_nobody_from_his_name_and_hides_nobodys_end(guarded: Guarded) -> None:
+    squatters = [guarded.client(key, "trainer.1") for key in ("monitor", "admin")]
+    for squatter in squatters:
+        await squatter.call(Ping())
+    owner = guarded.client("trainer", "trainer.1")
+    assert await owner.ask(FINISHED, Done) == Done()
+    assert (await refused(guarded.client("monitor", "trainer.1"), Ping())).detail == "trainer.1 has another key"
+    owner.close()
+    await guarded.network.until(lambda: guarded.gone == ["trainer.1"])  # they are still there
+    assert await guarded.client("trainer", "trainer.1").ask(FINISHED, Done) == Done()
+
+
+async def test_the_service_may_say_whose_a_name_is(guarded: Guarded) -> None:
+    guarded.others = {("trainer.1", Role.ROLLOUT, "rollout/rollout")}
+    assert (await refused(guarded.client("rollout", "trainer.1"), Ping())).detail == "it is another's"
+    assert await guarded.client("trainer", "trainer.1").ask(FINISHED, Done) == Done()
+    assert guarded.denied == [("trainer.1", "Ping")]
 
 
 async def test_a_raw_peer_without_curve_is_never_heard(guarded: Guarded, network: "Network") -> None:

@@ -157,7 +157,16 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
         *("Join", "NextBatch", "NextGroups", "RegisterCheckpoint", "Metrics", "Finished", "FetchGroups", "GetStatus"),
         *("BeginPublish", "PublishChunk", "CommitPublish", "FindSources", *pulling),
     }
-    servers = {"GetStatus", "Operations", "Retention", "StageLoads", "Described", "RegisterVersion", "VersionsInUse"}
+    servers = {
+        "GetStatus",
+        "Operations",
+        "Retention",
+        "Inventory",
+        "StageLoads",
+        "Described",
+        "RegisterVersion",
+        "VersionsInUse",
+    }
     assert may[Role.SERVER] == common | servers | pulling | {"JoinRelays"}
 
 

@@ -9,15 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.load import load
 from staleflow.configs.schema import Coordination, Redundancy
 from staleflow.configs.simulation import Fleet, Occurrence
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.runtime.audit import audit
 from staleflow.sim.asking import Stalled
+from staleflow.sim.compare import COLUMNS
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 from tests.sim.configs import config
 
+ELASTIC = Path(__file__).parent.parent.parent / "configs" / "elastic.toml"
 HASHES = """
 from staleflow.sim.simulate import simulate
 from tests.sim.configs import config
@@ -100,6 +103,29 @@ def test_engines_of_several_kinds_share_the_work_by_their_speed() -> None:
     fast, slow = result.engines
     assert 2.0 < fast.generated / slow.generated < 4.0
     assert result.rollout_limit == pytest.approx(120.0)
+
+
+def test_engines_that_come_and_go_count_towards_the_limit_as_long_as_they_are_there() -> None:
+    result = ran(simulate(config(train_s=0.1, slots=4, lengths=fixed(100), events=events((4.0, 1, "leave")))))
+    first, last = result.steps[1].ended_s, result.steps[-3].ended_s  # what steps_per_min counts
+    assert first < 4.0 < last
+    assert result.rollout_limit == pytest.approx(30.0 * (1.0 + (4.0 - first) / (last - first)))
+    assert result.steps_per_min < result.rollout_limit
+
+
+def test_one_engine_that_becomes_eight_is_not_twice_as_fast_as_its_limit() -> None:
+    result = simulate(load(ELASTIC), steps=60)
+    assert len(result.engines) == 8
+    assert 0.2 < result.steps_per_min / result.rollout_limit <= 1.0
+
+
+def test_without_an_engine_in_the_steps_that_count_there_is_no_limit() -> None:
+    crowd = config(
+        steps=9, max_staleness=8, train_s=10.0, lengths=fixed(100), events=events((9.0, 0, "leave"), (9.0, 1, "leave"))
+    )
+    result = ran(simulate(crowd), 9)
+    assert (result.rollout_limit, result.steps_per_min) == pytest.approx((0.0, 6.0))
+    assert dict(COLUMNS)["÷\u00a0rollout limit"](result) == "-"
 
 
 def test_turns_with_a_tool_in_between_take_longer_and_write_the_same() -> None:

@@ -3,7 +3,7 @@
 import types
 from contextlib import suppress
 from enum import Enum
-from typing import Annotated, Any, NewType, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -43,9 +43,11 @@ def values(hint: Any) -> SearchStrategy[Any]:
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         (meta,) = hint.__metadata__
-        return st.integers(meta.ge, meta.le)
+        return st.integers(meta.ge, meta.le) if meta.max_length is None else st.text(max_size=meta.max_length)
     if origin in (Union, types.UnionType):
         return st.one_of(*map(values, args))
+    if origin is Literal:
+        return st.sampled_from(args)
     if origin is list:
         return st.lists(values(args[0]), max_size=3)
     if origin is tuple:

@@ -3,6 +3,9 @@
 
 ``rewards`` [N] float, ``group_ids`` [N] integer -> [N] float32; every token of a trajectory gets the same. A group is
 never split over ranks. A group of one, or of equal rewards, has nothing to compare: its advantages are 0.
+
+They are computed in float64, where the sum of equal float32 rewards is exact, and so is their mean: what is rounded in
+it would be divided by a deviation of nothing else.
 """
 
 from typing import Protocol
@@ -20,8 +23,8 @@ class Reduction(Protocol):
 
 
 def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Reward minus the mean of its group, the group's index, and the sizes of the groups."""
-    rewards = rewards.to(torch.float32)
+    """Reward minus the mean of its group, float64; the group's index, and the sizes of the groups."""
+    rewards = rewards.to(torch.float64)
     _, group = torch.unique(group_ids, return_inverse=True)
     zeros = torch.zeros(int(group.max()) + 1 if group.numel() else 0, dtype=rewards.dtype, device=rewards.device)
     count = zeros.index_add(0, group, torch.ones_like(rewards))
@@ -40,7 +43,7 @@ def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
     centred, group, count = _centred(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, centred**2)
     spread = (squares / (count - 1).clamp(min=1)).sqrt()
-    return centred / (spread[group] + eps)
+    return (centred / (spread[group] + eps)).to(torch.float32)
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Source: Liu et al., Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3.2.
     """
-    return _centred(rewards, group_ids)[0]
+    return _centred(rewards, group_ids)[0].to(torch.float32)
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -64,7 +67,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Get a Baseline for Free! (2019).
     """
     centred, group, count = _centred(rewards, group_ids)
-    return centred * (count / (count - 1).clamp(min=1))[group]
+    return (centred * (count / (count - 1).clamp(min=1))[group]).to(torch.float32)
 
 
 def normalised(advantages: Tensor, mask: Tensor, reduce: Reduction, eps: float = 1e-6) -> Tensor:

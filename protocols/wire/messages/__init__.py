@@ -32,8 +32,11 @@ from staleflow.protocols.wire.messages.instances import (
     Yield,
 )
 from staleflow.protocols.wire.messages.operations import (
+    Expected,
+    Inventory,
     Op,
     Operations,
+    RegisterMissing,
     RegisterOccupy,
     RegisterPush,
     RegisterQuarantine,
@@ -110,6 +113,7 @@ Request = (
     | Pulled
     | Operations
     | Retention
+    | Inventory
     | StageLoads
     | Described
     | Join
@@ -147,6 +151,7 @@ Reply = (
     | Commands
     | Results
     | Retained
+    | Expected
     | Describe
     | Joined
     | Batch
@@ -183,6 +188,7 @@ __all__ = [
     "Detach",
     "Done",
     "Drain",
+    "Expected",
     "FetchGroups",
     "FindSources",
     "FinishStage",
@@ -197,6 +203,7 @@ __all__ = [
     "Groups",
     "InstanceStats",
     "Interrupt",
+    "Inventory",
     "Join",
     "JoinRelays",
     "Joined",
@@ -225,6 +232,7 @@ __all__ = [
     "PutPartial",
     "Refusal",
     "RegisterCheckpoint",
+    "RegisterMissing",
     "RegisterOccupy",
     "RegisterPush",
     "RegisterQuarantine",

@@ -6,8 +6,11 @@ import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
+
+Sha = Annotated[str, msgspec.Meta(max_length=64)]
+"""A sha256 in hexadecimal, or empty."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 """What a peer counts: never so much that a sum of many leaves the 64 bits that a store and a trace have for it."""

@@ -1,7 +1,7 @@
 """To the scheduler: what rollout instances report, and the commands that answer them."""
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages.base import Count, Message, Part
+from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha
 
 
 class InstanceStats(Part, frozen=True, kw_only=True):
@@ -109,5 +109,5 @@ class Pulled(Message, frozen=True, kw_only=True):
     worker: WorkerId
     lineage: Lineage
     version: Version
-    sha: str
+    sha: Sha
     ok: bool

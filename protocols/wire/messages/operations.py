@@ -3,7 +3,7 @@
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages.base import Count, Message, Part
+from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha
 
 
 class RegisterPush(Message, frozen=True, kw_only=True):
@@ -28,8 +28,6 @@ class RegisterOccupy(Message, frozen=True, kw_only=True):
 
     group: GroupId
     lease: LeaseId
-    reward_mean: float
-    reward_std: float
 
 
 class RegisterRelease(Message, frozen=True, kw_only=True):
@@ -49,6 +47,15 @@ class RegisterQuarantine(Message, frozen=True, kw_only=True):
     group: GroupId
 
 
+class RegisterMissing(Message, frozen=True, kw_only=True):
+    """Op of a shard: it was asked for these bytes of a group and has not got them. No effect (``stale``) unless the
+    ledger counts on exactly them, and on that shard."""
+
+    group: GroupId
+    shard: int
+    sha: Sha
+
+
 class RegisterYield(Message, frozen=True, kw_only=True):
     """Op of a worker that was told to yield: its shard has the samples so far, another instance may go on with them.
 
@@ -64,7 +71,7 @@ class RegisterYield(Message, frozen=True, kw_only=True):
     """Newest that wrote any of it; the lease's own when nothing is written."""
 
 
-Op = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterYield
+Op = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterMissing | RegisterYield
 
 
 class Operations(Message, frozen=True, kw_only=True):
@@ -97,3 +104,17 @@ class Retained(Message, frozen=True, kw_only=True):
     """The groups of the question that must be kept; the others may go."""
 
     keep: list[GroupId]
+
+
+class Inventory(Message, frozen=True, kw_only=True):
+    """A shard that has started asks for what it must have, of groups after that one. -> Expected"""
+
+    shard: int
+    after: GroupId
+
+
+class Expected(Message, frozen=True, kw_only=True):
+    """Payloads that the ledger counts on, ascending by group: one sha for each. None: there are no more."""
+
+    groups: list[GroupId]
+    shas: list[str]

@@ -1,6 +1,6 @@
 """To the scheduler: where the groups of a trajectory server are among its stages, and how full it is."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -30,3 +30,5 @@ class StageLoads(Message, frozen=True, kw_only=True):
     loads: list[StageLoad]
     used_share: Annotated[float, Meta(ge=0, le=1)]
     """Of its map."""
+    full: Literal["", "map", "disk"] = ""
+    """For want of room here it refuses pushes."""

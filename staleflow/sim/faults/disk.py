@@ -76,7 +76,7 @@ class Disk:
         """When the next commit kills its process."""
         self.counts: Counter[str] = Counter()
         self.flipped: set[tuple[int, int]] = set()
-        """(group, lease) of what was changed."""
+        """(group, lease) of what was changed, or lost."""
         self._conductor = conductor
         self._rng = rng
 
@@ -115,6 +115,12 @@ class Disk:
         self.kill_at = ""
         self._conductor.kill(process)
         raise Killed
+
+    def lose(self) -> None:
+        """All of it."""
+        for rows in self.tables.values():
+            self.flipped |= {(key_number(key[:8]), key_number(key[8:16])) for key in rows}
+        self.tables.clear()
 
     def flip(self, tables: Sequence[str]) -> tuple[str, bytes] | None:
         """Change one byte of one value of these tables, often the newest; which, or None when they are empty."""

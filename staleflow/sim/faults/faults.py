@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from staleflow.sim.faults.network import GRAIN_S
-from staleflow.sim.faults.plan import Plan
+from staleflow.sim.faults.plan import LOST, Plan
 from staleflow.sim.faults.world import Node, World
 
 SPELL_S = 60.0
@@ -60,6 +60,7 @@ class Faults:
             "two trainers": self._two_trainers,
             "clock jump": self._clock_jump,
             "malformed message": self._malformed,
+            LOST: self._lose_disk,
         }
 
     def begin(self) -> None:
@@ -260,6 +261,15 @@ class Faults:
         disk = node.disk
         disk.sync_s = self._rng.choice((0.005, 0.03))
         self._for(self._rng.uniform(0.5, 5.0), lambda: setattr(disk, "sync_s", 0.0))
+        return True
+
+    def _lose_disk(self) -> bool:
+        """The machine of a shard is replaced: its store is empty."""
+        node = self._some("trajectories")
+        if node is None or node.disk is None or node.process is None:
+            return False
+        self._world.conductor.kill(node.process)
+        node.disk.lose()
         return True
 
     def _full_weights(self) -> bool:

@@ -22,6 +22,9 @@ USERS: Final = (
 NEAR: Final = "near"
 """Where the servers are, and the trainer."""
 
+LOST: Final = "lose a shard's disk"
+"""Nobody promises that this costs nothing; what was there is made again, and the run goes on."""
+
 KINDS: Final = (
     "kill",
     "kill at a commit",
@@ -50,6 +53,7 @@ KINDS: Final = (
     "two trainers",
     "clock jump",
     "malformed message",
+    LOST,
 )
 """Every fault there is."""
 
@@ -140,7 +144,7 @@ def plan_of(seed: int) -> Plan:
         table["coordination"]["ranker"] = "history"  # type: ignore[index]
     if table["rollout"]["group_size"] == 1:  # type: ignore[index]
         table["rollout"]["filter"] = "none"  # type: ignore[index]
-    kinds = tuple(kind for kind in KINDS if rng.random() < 0.7)
+    kinds = tuple(kind for kind in KINDS if kind != LOST and rng.random() < 0.7) + _lost(seed)
     return Plan(
         seed=seed,
         config=from_json(msgspec.json.encode(table)),
@@ -152,3 +156,8 @@ def plan_of(seed: int) -> Plan:
         relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
         mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),
     )
+
+
+def _lost(seed: int) -> tuple[str, ...]:
+    """In some runs only: it makes all of them shallow."""
+    return (LOST,) if random.Random(f"lost disks {seed}").random() < 0.3 else ()

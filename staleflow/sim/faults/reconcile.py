@@ -34,6 +34,7 @@ class Rule(StrEnum):
     EARLY = "a lease of a worker that was heard in time does not expire"
     LATE = "a lease of a dead or stopped worker is over after its time and a second"
     STORED = "what is pushed, occupied or sealed lies in its shard, with those bytes"
+    QUARANTINED = "what is quarantined was changed on its disk, or its disk was lost"
     GARBAGE = "a shard keeps nothing that nobody needs"
     ALIVE = "no server ends by an error of its own"
     PROGRESS = "a run without trouble does not stand still for three times the life of a lease"
@@ -68,6 +69,8 @@ class Told:
     """By group: the push of what is pushed, occupied or sealed at the end."""
     by_step: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     """The seal of each step of the surviving history."""
+    quarantined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(group, lease), in the order of the trace."""
     kept: int = 0
     """The version of the newest checkpoint: consumed payload of later steps stays."""
     end_s: float = 0.0
@@ -93,7 +96,9 @@ class Told:
                 self.live.pop(event["group"], None)
                 self.over.setdefault(event["lease"], (now_s, event["why"]))
             case "drop":
-                self.live.pop(event["group"], None)
+                push = self.live.pop(event["group"], None)
+                if event["why"] == "quarantine" and push is not None:
+                    self.quarantined.append((push["group"], push["lease"]))
             case "seal":
                 self.seals[event["batch"]] = self.by_step[event["step"]] = event
             case "unseal":
@@ -136,7 +141,8 @@ def reconcile(
     lease_s: float,
     flipped: set[tuple[int, int]],
 ) -> Findings:
-    """``stored``: sha by (group, lease) of what the shards have at the end; ``flipped``: where bytes were changed."""
+    """``stored``: sha by (group, lease) of what the shards have at the end; ``flipped``: whose bytes were changed, or
+    lost with their disk."""
     found, told = Findings(), Told.by(events)
     _pushes(found, journal, told)
     _versions(found, journal, told)
@@ -253,6 +259,8 @@ def _disks(found: Findings, told: Told, stored: Mapping[tuple[int, int], str], f
             push,
             stored.get(key),
         )
+    for key in told.quarantined:
+        found.check(Rule.QUARANTINED, key in flipped, "group {}, lease {} was quarantined, and nothing was wrong", *key)
     needed = told.needed()
     for key in stored:
         found.check(Rule.GARBAGE, key in needed or key in flipped, "group {}, lease {} is garbage", *key)

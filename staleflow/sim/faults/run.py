@@ -32,6 +32,8 @@ class Outcome:
     """What became of one seed."""
 
     seed: int
+    asked: int
+    """Lines of the trace after which the faults stop: what makes the same run again."""
     events: int = 0
     trace_hash: str = ""
     seconds: float = 0.0
@@ -52,7 +54,7 @@ class Outcome:
     @property
     def replay(self) -> str:
         """The command that shows it again."""
-        return f"python -m staleflow.sim.faults {self.seed} --events {self.events}"
+        return f"python -m staleflow.sim.faults {self.seed} --events {self.asked}"
 
 
 def run_seed(seed: int, events: int, run_dir: Path | None = None) -> Outcome:
@@ -129,7 +131,7 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
         lease_s=world.scene.lease_s,
         flipped={key for node in world.of("trajectories") if node.disk for key in node.disk.flipped},
     )
-    outcome = Outcome(world.plan.seed, report.lines, report.last_hash, world.conductor.now_s)
+    outcome = Outcome(world.plan.seed, events, report.lines, report.last_hash, world.conductor.now_s)
     outcome.violations = [(one.rule.name, f"line {one.seq}: {one.why}") for one in report.violations]
     outcome.violations += [(rule.name, why) for rule, why in found.violations]
     outcome.checks = report.checks + found.checks

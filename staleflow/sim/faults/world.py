@@ -379,7 +379,7 @@ def _out_of_place(rng: random.Random) -> list[bytes]:
     term = TrainerTerm(rng.randrange(3))
     bodies: tuple[Request, ...] = (
         Report(worker=worker, ack=rng.randrange(9), held=[lease], stats=InstanceStats()),
-        Operations(ops=[RegisterOccupy(group=group, lease=lease, reward_mean=0.0, reward_std=0.0)]),
+        Operations(ops=[RegisterOccupy(group=group, lease=lease)]),
         NextBatch(trainer_term=term, step=Step(rng.randrange(500))),
         RegisterCheckpoint(trainer_term=term, lineage=Lineage(0), version=Version(rng.randrange(500))),
         FetchGroups(groups=[group], shas=["0" * 64]),

@@ -137,13 +137,15 @@ def _result(name: str, run: PeerRun) -> Result:
     generated = sum(engine.generated for engine in engines)
     drawn, of_drawn = _decided(pool)
     trained = [sample.written for batch in batches for group in batch for sample in group.done]
+    skip = config.staleness.max_staleness + 1
+    lives = zip((replica.engine for replica in pool.replicas), engines, strict=True)
     return Result(
         name=name,
         seconds=end_s,
         steps=rows,
-        steps_per_min=steps_per_min(rows, config.staleness.max_staleness + 1),
+        steps_per_min=steps_per_min(rows, skip),
         trainer_limit=60.0 / train_s if train_s else float("inf"),
-        rollout_limit=rollout_limit(config, pool.fleet, drawn),
+        rollout_limit=rollout_limit(config, lives, drawn, rows, skip),
         staleness_mean=sum(ages) / len(ages) if ages else 0.0,
         staleness_max=max(ages, default=0),
         ages=dict(sorted(Counter(ages).items())),

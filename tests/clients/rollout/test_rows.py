@@ -5,6 +5,7 @@ import numpy as np
 from staleflow.clients.rollout.engine import Request, Sampling, TokenSegment
 from staleflow.clients.rollout.rows import Rows, uniforms
 from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.wire.trajectory import Finish
 
 NEVER = np.array([-1])
 
@@ -50,6 +51,18 @@ def test_a_row_knows_where_its_tokens_stand() -> None:
     assert rows.position.tolist() == [3, 6]
     assert rows.count.tolist() == [1, 3]
     assert rows.take(1, NEVER).token_ids.tolist() == [7, 8, 6]
+
+
+def test_an_interrupt_that_comes_with_the_last_token_cuts_nothing() -> None:
+    """Called interrupted, it would be asked for another token elsewhere, which no engine can write."""
+    rows = Rows(2)
+    for id in range(2):
+        rows.join(ask(id), 2 + id, Lineage(0), Version(0))
+        rows.interrupt(id)
+    for _ in range(2):
+        rows.write(0, 2, np.array([5, 6]), np.zeros(2, np.float32))
+    assert rows.finished(NEVER).tolist() == [0, 1]
+    assert [rows.take(row, NEVER).finish for row in range(2)] == [Finish.LENGTH, Finish.INTERRUPTED]
 
 
 def test_uniform_numbers_depend_on_seed_and_place_alone_and_stay_below_one() -> None:

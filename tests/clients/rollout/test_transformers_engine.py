@@ -2,6 +2,7 @@
 """The embedded engine against plain forward passes and ``model.generate`` of the same model."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from staleflow.clients.rollout.engine import (
     TokenSegment,
     Trajectory,
 )
+from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 
@@ -47,6 +49,8 @@ def build(kind: str, seed: int = 0) -> Any:
             config = transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
         case "sliding":
             config = transformers.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+        case "mistral":
+            config = transformers.MistralConfig(**SIZES, sliding_window=7)
         case _:
             raise ValueError(kind)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -60,7 +64,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["qwen3", "llama", "sliding"])
+@pytest.fixture(params=["qwen3", "sliding", "mistral"])
 def model(request: pytest.FixtureRequest) -> Any:
     return build(request.param)
 
@@ -142,6 +146,13 @@ def test_greedy_decoding_is_model_generate(model: Any) -> None:
         )[0, len(prompt) :]
         assert sample.token_ids.tolist() == expected.tolist()
         assert sample.finish == (Finish.STOP if sample.token_ids[-1] == 3 else Finish.LENGTH)
+
+
+@pytest.mark.parametrize("kind", ["FalconConfig", "GPTNeoConfig", "RecurrentGemmaConfig"])
+def test_a_model_whose_steps_are_not_its_whole_pass_is_refused(kind: str) -> None:
+    model = SimpleNamespace(config=getattr(transformers, kind)(), _is_stateful=kind == "RecurrentGemmaConfig")
+    with pytest.raises(ConfigError, match=f'the type of model.path is "{model.config.model_type}"; another model, or'):
+        TransformersEngine(model, [])
 
 
 def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch() -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -355,6 +356,44 @@ async def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(ma
     sample = await engine.generate(ask(0, [7, 8], 10))
     assert versions(sample)[0][0] == 0
     np.testing.assert_allclose(sample.logprobs, trainer_logprobs(model, [7, 8], sample.token_ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("saying", [True, False])
+async def test_weights_that_vllms_own_loader_leaves_aside_are_named(saying: bool, tmp_path: Path) -> None:
+    """Its old ones would write on under the new version's label. Of three layers the first and the last are tied."""
+    import torch
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    from staleflow.clients.rollout.vllm_receiver import FileWeights, Places
+
+    class Model(torch.nn.Sequential):
+        def load_weights(self, weights: Any) -> Any:
+            own = dict(self.named_parameters())
+            taken = {name: tensor for name, tensor in weights if name in own}
+            for name, tensor in taken.items():
+                getattr(own[name], "weight_loader", default_weight_loader)(own[name], tensor)
+            return set(taken) if saying else None
+
+    np.ones(4, np.float32).tofile(tmp_path / "ones")
+
+    def updated(*names: str) -> list[float]:
+        model = Model(*(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
+        model[2].weight = model[0].weight
+        record_metadata_for_reloading(model)
+        receiver: Any = object.__new__(FileWeights)
+        receiver.model, receiver.model_config = model, SimpleNamespace(quantization=None, dtype=torch.float32)
+        receiver.start_weight_update()
+        for name in names:
+            receiver.receive_weights(Places(str(tmp_path / "ones"), [[name, "<f4", [2, 2], 0]]))
+        receiver.finish_weight_update()
+        return [float(parameter.sum()) for parameter in model.parameters()]
+
+    assert updated("0.weight", "1.weight") == updated("2.weight", "1.weight") == [4, 4]
+    with pytest.raises(ValueError, match=r"no weights came for 1\.weight: vLLM knows"):
+        updated("0.weight", "other")
+    with pytest.raises(ValueError, match=r"no weights came for 0\.weight, 2\.weight: vLLM knows"):
+        updated("1.weight")
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])

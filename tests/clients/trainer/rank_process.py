@@ -4,6 +4,7 @@
 import faulthandler
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def main() -> None:
     directory = Path(task["directory"])
     trainer = TorchTrainer(config, directory, open_evaluation(config, directory), ranks)
     if task.get("load"):
+        initial = weakref.ref(trainer.model)
         trainer.load(Path(task["load"]))
+        assert initial() is None, "two models in memory"
     where, results = ranks.place, list[dict[str, Any]]()
     for step in task["steps"]:
         data = share(step, where.rank, where.world, groups=task.get("groups", 3))

@@ -1,4 +1,5 @@
 # pyright: basic, reportMissingImports=false
+# mypy: disable-error-code="no-untyped-call"
 """Evaluation of a model that ranks hold together: as many passes on each, and one end for all. Ranks are threads."""
 
 import threading
@@ -10,9 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from staleflow.clients.rollout.engine import Sampling
+from staleflow.clients.rollout.slot_cache import GROWTH
+from staleflow.clients.rollout.transformers_engine import TransformersEngine, generate
 from staleflow.clients.trainer.accompanied import accompany, lead
 from staleflow.clients.trainer.backend import Stopped, Stopping
+from staleflow.clients.trainer.ranks import OneRank
 from staleflow.protocols.consistency.ids import Version
 
 LIMIT_S = 10.0
@@ -106,6 +112,32 @@ def test_every_rank_runs_as_many_passes_as_the_first_whatever_that_is_about() ->
 
 def test_an_evaluation_without_a_pass_holds_nobody() -> None:
     assert evaluated(0, going_on, going_on, going_on)[0] == [DONE, None, None]
+
+
+class Written:
+    """An evaluation of the engine's own: completions that outgrow the first columns of its cache, twice."""
+
+    token_ids: list[int]
+
+    def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
+        engine = TransformersEngine(model, [], slots=1)
+        self.token_ids = generate(engine, [[5, 6]], 1, Sampling(max_new_tokens=2 * GROWTH))[0][0].token_ids.tolist()
+        return DONE
+
+
+def test_passes_outside_of_inference_mode_go_on_over_a_cache_that_grew() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, max_position_embeddings=256, **sizes))
+    led, alone = Written(), Written()
+    assert lead(led, model, Version(7), OneRank(torch.device("cpu")), going_on) == DONE
+    alone.run(model, Version(7), going_on)
+    assert led.token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

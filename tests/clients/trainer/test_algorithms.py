@@ -37,8 +37,11 @@ GROUPED: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
 def test_a_group_of_one_and_a_group_of_equals_teach_nothing(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    found = function(torch.tensor([5.0, 0.25, 0.25, 0.25]), torch.tensor([0, 1, 1, 1]))
-    assert found.tolist() == [0.0] * 4
+    """Also where the sum of the rewards is no float32: 6 times 10.1 lies between two."""
+    rewards = torch.tensor([5.0, *[0.25] * 3, *[10.1] * 6, *[-0.7] * 7, *[1e8 + 8] * 9])
+    found = function(rewards, torch.tensor([0, *[1] * 3, *[2] * 6, *[3] * 7, *[4] * 9]))
+    assert found.tolist() == [0.0] * len(rewards)
+    assert found.dtype == torch.float32
     assert function(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 

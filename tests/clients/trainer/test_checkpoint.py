@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from staleflow.clients.trainer.checkpoint import Checkpoints, DamagedCheckpoint, TrainerState
+from staleflow.clients.trainer.checkpoint import Checkpoints, DamagedCheckpoint, Overtaken, TrainerState
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
 
 
@@ -36,10 +36,12 @@ def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
     assert (path / "sub" / "more").read_bytes() == b"m"
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_are_kept_once_the_run_has_taken_a_newer_one(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path, keep=2)
-    for version in (5, 100, 20):
+    for version in (5, 20, 100):
         kept.save(state(version), write)
+    assert versions(kept) == [100, 20, 5]
+    kept.tidy(state(100))
     assert versions(kept) == [100, 20]
 
 
@@ -109,8 +111,85 @@ def test_versions_of_a_lost_history_are_removed(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path, keep=5)
     for version in (5, 10, 15):
         kept.save(state(version), write)
-    kept.drop_after(Version(10))
+    kept.drop_after(state(10, lineage=1))
     assert versions(kept) == [10, 5]
+
+
+def test_a_later_version_of_the_same_history_goes_only_if_the_run_refused_it(tmp_path: Path) -> None:
+    kept = checkpoints(tmp_path, keep=5)
+    for version in (5, 10, 15):
+        kept.save(state(version, lineage=1), write)
+    kept.drop_after(state(5, lineage=1), refused=[state(15, lineage=1)])
+    assert versions(kept) == [10, 5]
+
+
+def test_a_fenced_trainer_neither_replaces_nor_removes_what_its_successor_saved(tmp_path: Path) -> None:
+    fenced, successor = checkpoints(tmp_path, keep=1), checkpoints(tmp_path, keep=1)
+    fenced.save(state(5), write)
+    successor.save(state(7, lineage=1), write)
+    with pytest.raises(Overtaken, match="version 7 of lineage 1 lies at"):
+        fenced.save(state(7), write)
+    fenced.save(state(9), write)
+    fenced.tidy(state(5))  # the run took that one, and it was slow
+    fenced.drop_after(state(5))
+    assert [found for _, found in successor.newest()] == [state(9), state(7, lineage=1), state(5)]
+    successor.tidy(state(7, lineage=1))
+    assert [found for _, found in successor.newest()] == [state(7, lineage=1)]
+    assert [path.name for path in successor.folder.iterdir()] == ["7"]
+
+
+def test_what_a_fenced_trainer_left_at_a_version_gives_way(tmp_path: Path) -> None:
+    fenced, successor = checkpoints(tmp_path, keep=1), checkpoints(tmp_path, keep=1)
+    for version in (6, 7):
+        fenced.save(state(version), write)
+    successor.save(state(6, lineage=1), write)
+    successor.tidy(state(6, lineage=1))
+    assert [found for _, found in successor.newest()] == [state(6, lineage=1)]
+
+
+def test_two_that_save_the_same_version_at_once_do_not_write_into_each_others_files(tmp_path: Path) -> None:
+    fenced, successor = checkpoints(tmp_path), checkpoints(tmp_path)
+
+    def overtaken(path: Path) -> None:
+        (path / "weights").write_bytes(b"old")
+        successor.save(state(7, lineage=1), write)
+        (path / "more").write_bytes(b"old")
+
+    with pytest.raises(Overtaken):
+        fenced.save(state(7), overtaken)
+    assert [found for _, found in successor.newest()] == [state(7, lineage=1)]
+    assert sorted(path.name for path in (successor.folder / "7").iterdir()) == ["checkpoint.json", "sub", "weights"]
+
+
+def test_a_replacement_that_comes_while_one_looks_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fenced, successor = checkpoints(tmp_path), checkpoints(tmp_path)
+    fenced.save(state(7), write)
+    rename = Path.rename
+
+    def late(path: Path, target: Path) -> Path:
+        monkeypatch.undo()
+        successor.save(state(7, lineage=2), write)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises(Overtaken):
+        fenced.save(state(7, lineage=1), write)
+    assert [found for _, found in successor.newest()] == [state(7, lineage=2)]
+
+
+def test_what_a_killed_trainer_had_half_written_goes_with_its_history(tmp_path: Path) -> None:
+    kept = checkpoints(tmp_path)
+    kept.save(state(5), write)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept.save(state(10), killed)
+    kept.drop_after(state(5))
+    assert len([*kept.folder.iterdir()]) == 2, "it may still be written"
+    kept.drop_after(state(5, lineage=1))
+    assert [path.name for path in kept.folder.iterdir()] == ["5"]
 
 
 def test_no_folder_means_no_checkpoints(tmp_path: Path) -> None:

@@ -73,6 +73,15 @@ def test_each_step_is_served_its_batch_and_each_commit_makes_a_version(service: 
     assert {event["step"] for event in service.trace("consume")} >= {first + step for step in range(5)}
 
 
+def test_whoever_waits_for_a_batch_may_look_around_meanwhile(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("staleflow.clients.trainer.client.LOOK_S", 0.001)
+    looks: list[bool] = []
+    with joined(service) as trainer:
+        trainer.on_wait = lambda: looks.append(trainer.full())
+        train(trainer, trainer.version + 3)
+    assert set(looks) == {False}
+
+
 def test_a_batch_is_what_engine_and_reward_made_of_its_rows(service: Service) -> None:
     with joined(service) as trainer:
         batch = one(trainer)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.clients.trainer.backend import Array, Published, StepResult, Stopped, Stopping
+from staleflow.clients.trainer.backend import Array, OutOfMemory, Published, StepResult, Stopped, Stopping
 from staleflow.clients.trainer.batches import TrainBatch, assemble
-from staleflow.clients.trainer.lockstep import Leader, follow
+from staleflow.clients.trainer.lockstep import Leader, Order, follow
 from staleflow.clients.trainer.pieces import Piece, joined
 from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch
@@ -110,12 +110,16 @@ class Fed:
     def __init__(self, *found: TrainBatch | None) -> None:
         self._found = iter(found)
         self.followed: list[tuple[int, int]] = []
+        self.gave_up: list[str] = []
 
     def follow(self, term: TrainerTerm, version: Version) -> None:
         self.followed.append((int(term), int(version)))
 
     def batch(self, step: Step) -> TrainBatch | None:
         return next(self._found)
+
+    def give_up(self, why: str) -> None:
+        self.gave_up.append(why)
 
     def piece(self, header: Batch) -> TrainBatch | None:
         """As ``batch``; the end of what there is to find is the end of the process."""
@@ -215,6 +219,35 @@ def test_after_a_step_that_all_gave_up_a_checkpoint_can_be_saved(scene: Callable
     leader.close()
     wait()
     assert second.calls == [("train", 0, 1), ("save", "kept"), "close"]
+
+
+class Full(Recorded):
+    """A backend whose device does not hold a step."""
+
+    def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        raise OutOfMemory("step 5: out of memory on rank 1")
+
+
+class Ordered(Ranks):
+    """A follower's, when rank 0 tells these orders and then waits for it in a pass."""
+
+    def __init__(self, *orders: list[int]) -> None:
+        super().__init__(Room(), 1)
+        self._orders = iter(orders)
+
+    def hear(self) -> tuple[list[int], str]:
+        return [*next(self._orders), 0, 0, 0][:4], ""
+
+    def gather(self, values: Array) -> Array:
+        return values
+
+
+def test_a_rank_whose_device_does_not_hold_a_step_tells_the_run_so_itself() -> None:
+    fed = Fed(batch(5))
+    ranks = Ordered([Order.LOAD, 3, 5], [Order.BATCH, 5], [Order.TRAIN, 5])
+    with pytest.raises(OutOfMemory):
+        follow(Full(together=True), ranks, fed, lambda: False)
+    assert (fed.followed, fed.gave_up) == ([(3, 5)], ["step 5: out of memory on rank 1"])
 
 
 def piece(step: int, group: int, *, last: bool = False) -> Piece:

@@ -1,7 +1,8 @@
 """The training loop's decisions, with a scripted backend and a client that only writes down what it is told."""
 
+import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +12,8 @@ import pytest
 
 from staleflow.clients.trainer.backend import NoBatch, OutOfMemory, StepResult, Stopped, Stopping, Weights
 from staleflow.clients.trainer.batches import TrainBatch
-from staleflow.clients.trainer.checkpoint import Checkpoints
-from staleflow.clients.trainer.client import BadVersion, TrainerClient
+from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
+from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import WholeSteps
@@ -36,6 +37,9 @@ class Told:
         self._held = 0
         self._current = 0
         self.crowded_at: tuple[int, ...] = ()
+        self.full_at: tuple[int, ...] = ()
+        self.fenced = self.deaf = False
+        self.on_wait: Callable[[], None] = lambda: None
 
     def crowded(self) -> bool:
         return self._current + 1 in self.crowded_at
@@ -57,6 +61,8 @@ class Told:
 
     def batches(self, steps: int) -> Iterator[TrainBatch]:
         for step in range(self._held, min(steps, self._held + self._batches)):
+            self._current = step - 1
+            self.on_wait()
             self._current = step
             yield batch(step, groups=1, lengths=(2, 3))
 
@@ -64,8 +70,14 @@ class Told:
         self.published.append((self._current + 1, weights["w"].tolist()))
         return Version(self._current + 1)
 
-    def checkpointed(self, lineage: int, version: int) -> None:
+    def checkpointed(self, lineage: int, version: int) -> bool:
+        if self.fenced:
+            raise Fenced("another trainer has joined the run")
         self.told.append(("checkpointed", lineage, version))
+        return not self.deaf
+
+    def full(self) -> bool:
+        return self._current + 1 in self.full_at
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self.lines[step] = values
@@ -115,6 +127,7 @@ def loop(
     settings: Config | None = None,
     stop: threading.Event | None = None,
     samples: Samples | None = None,
+    keep: int = 3,
 ) -> TrainingLoop:
     settings = settings or config(steps=6, checkpoint_every=2)
     return TrainingLoop(
@@ -122,7 +135,7 @@ def loop(
         client=cast(TrainerClient, client),
         backend=backend,
         steps=WholeSteps(backend),
-        checkpoints=Checkpoints(folder, run="r1", keep=3),
+        checkpoints=Checkpoints(folder, run="r1", keep=keep),
         stop=stop or threading.Event(),
         samples=samples,
     )
@@ -162,6 +175,42 @@ def test_a_checkpoint_comes_early_when_the_trajectory_servers_are_filling(tmp_pa
     client.crowded_at = (3,)
     loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=5)).run()
     assert [version for _, _, version in client.told[1:-1]] == [3, 5, 6]
+
+
+def test_while_it_waits_for_a_batch_a_checkpoint_makes_room_where_pushes_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = Told()
+    client.full_at = (0, 3, 5)
+    loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=5)).run()
+    assert [version for _, _, version in client.told[1:-1]] == [3, 5, 6], "once each, none of the initial model"
+    assert caplog.text.count("a checkpoint before its time; the trajectory servers are full") == 1
+
+
+@pytest.mark.parametrize("version", [5, 4])
+def test_a_fenced_trainer_that_is_asked_to_end_leaves_what_its_successor_saved(tmp_path: Path, version: int) -> None:
+    client, successor = Told(), Checkpoints(tmp_path, run="r1", keep=1)
+    saved = TrainerState(lineage=Lineage(1), version=Version(version))
+
+    class Long(Counting):
+        def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+            if step == 5:
+                client.fenced = True
+                successor.save(saved, Counting().save)
+                successor.tidy(saved)
+                raise Stopped
+            return super().train(batch, step, stopping)
+
+    with pytest.raises(Fenced, match="another trainer has joined the run"):
+        loop(tmp_path, client, Long(), config(steps=6, checkpoint_every=3), keep=1).run()
+    assert saved in [state for _, state in successor.newest()]
+
+
+def test_older_checkpoints_stay_until_the_run_has_heard_of_a_newer_one(tmp_path: Path) -> None:
+    client = Told()
+    client.deaf = True
+    loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=1), keep=1).run()
+    assert kept(tmp_path) == [6, 5, 4, 3, 2, 1]
 
 
 def test_a_bad_step_is_counted_and_named_and_publishes_identical_weights(
@@ -243,7 +292,7 @@ def test_an_end_while_it_waits_for_a_batch_is_an_end_too(tmp_path: Path) -> None
 
 def test_it_comes_back_from_the_newest_checkpoint_on_the_lineage_that_survives(tmp_path: Path) -> None:
     loop(tmp_path, Told(batches=5), Counting()).run()
-    Checkpoints(tmp_path, run="r1", keep=3).drop_after(Version(4))  # killed before it was asked to end
+    shutil.rmtree(tmp_path / "5")  # killed before it was asked to end
     client = Told(version=5)
     loop(tmp_path, client, Counting()).run()
     assert client.told[0] == ("join", 1, 4)

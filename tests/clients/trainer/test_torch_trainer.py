@@ -4,6 +4,7 @@
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from staleflow.clients.trainer import torch_files
 from staleflow.clients.trainer.backend import OutOfMemory, Stopped
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.ranks import ManyRanks
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.ranks import Place
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, Step, Version
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -139,6 +142,24 @@ def test_a_checkpoint_opens_as_any_model_directory_and_holds_no_pickle(model_dir
     assert torch.equal(model.model.embed_tokens.weight, trainer.model.model.embed_tokens.weight)
     assert AutoTokenizer.from_pretrained(tmp_path)("1+2")["input_ids"] == [1, 10, 2]
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
+
+
+@pytest.mark.parametrize(
+    "generation", [{"temperature": 0.9, "eos_token_id": [2, 5]}, {"do_sample": False, "top_p": 0.7}]
+)
+def test_a_generation_config_that_its_library_would_refuse_to_save_goes_along(
+    model_directory: Path, tmp_path: Path, generation: dict[str, Any]
+) -> None:
+    directory, saved = tmp_path / "model", tmp_path / "saved"
+    shutil.copytree(model_directory, directory)
+    saved.mkdir()
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    trainer = TorchTrainer(config(), directory)
+    before = trainer.model.generation_config.to_dict()
+    trainer.save(saved)
+    assert json.loads((saved / "generation_config.json").read_bytes()) == generation
+    assert trainer.model.generation_config.to_dict() == before
+    assert TorchTrainer(config(), saved).model.generation_config.eos_token_id == generation.get("eos_token_id")
 
 
 def test_small_steps_of_a_bfloat16_model_add_up(model_directory: Path) -> None:
@@ -339,6 +360,24 @@ def test_a_checkpoint_of_another_backend_is_refused_and_its_writer_named(model_d
     (tmp_path / "trainer.safetensors").rename(tmp_path / "fsdp-0-of-4.safetensors")
     with pytest.raises(ConfigError, match="it was written by fsdp on 4 ranks: go on with the same"):
         trainer.load(tmp_path)
+
+
+def test_a_resumed_ddp_trainer_does_not_keep_the_initial_model(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even among what only the reducer refers to. The other backends: ``test_backends``."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ranks = ManyRanks(Place())
+    try:
+        trainer = TorchTrainer(config(backend="ddp"), model_directory, None, ranks)
+        trained(trainer, 0)
+        trainer.save(tmp_path)
+        initial = weakref.ref(trainer.model)
+        trainer.load(tmp_path)
+        assert initial() is None
+        trained(trainer, 1)
+    finally:
+        ranks.close()
 
 
 def test_a_model_saved_tensor_by_tensor_is_the_one_saved_at_once(

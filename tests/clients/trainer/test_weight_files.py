@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from staleflow.clients.trainer.fsdp_learner import FsdpLearner
 from staleflow.clients.trainer.torch_files import load_model
 from staleflow.clients.trainer.weight_files import WeightFiles, distinct, layers, open_model
 from staleflow.configs.errors import ConfigError
@@ -169,6 +170,17 @@ def test_a_directory_that_holds_no_model_is_refused(tmp_path: Path, damage: tupl
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match="it must hold a causal language model"):
         open_model(tmp_path, "float32", CPU)
+
+
+def test_what_is_float32_in_a_bfloat16_model_is_published_so_from_float32_shards() -> None:
+    """As ``transformers`` loads it here and in engines: buffers, and parameters that the architecture names."""
+    model = torch.nn.Module()
+    model.gate, model.up = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    model.register_buffer("bias", torch.zeros(2))
+    learner: Any = FsdpLearner.__new__(FsdpLearner)
+    learner.model, learner._dtype, learner._wide = model, torch.bfloat16, ("gate.weight",)
+    found = {name: tensor.dtype for name, tensor in learner.tensors()}
+    assert found == {"bias": torch.float32, "gate.weight": torch.float32, "up.weight": torch.bfloat16}
 
 
 RANKS = [

@@ -216,7 +216,7 @@ class Table:
         return self.operate(op)[0].code
 
     def occupy(self, assign: Assign) -> None:
-        op = RegisterOccupy(group=assign.group, lease=assign.lease, reward_mean=0.5, reward_std=0.5)
+        op = RegisterOccupy(group=assign.group, lease=assign.lease)
         assert self.operate(op) == [Result()]
 
     def release(self, assign: Assign, why: ReleaseWhy, by: str, *, detail: str = "", hopeless: bool = False) -> None:

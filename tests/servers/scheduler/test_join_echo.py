@@ -20,7 +20,7 @@ def test_a_late_echo_of_a_join_changes_nothing(tmp_path: Path, restart: bool) ->
     assert isinstance(run.join("trainer.2", id=first), Joined)  # its answer was lost
     for group, lease in run.leases("a"):
         run.push(group, lease, "a")
-        done = RegisterOccupy(group=group, lease=lease, reward_mean=0.0, reward_std=0.0)
+        done = RegisterOccupy(group=group, lease=lease)
         assert run.operate("shard.1", Role.SERVER, done) == [None]
     sealed = run.interpreter.machine.sealed_batch(Step(0))
     assert sealed is not None

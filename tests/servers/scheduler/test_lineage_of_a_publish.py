@@ -14,7 +14,7 @@ def test_a_version_of_another_lineage_is_refused(tmp_path: Path) -> None:
     run.cast("a")
     for group, lease in run.leases("a"):
         run.push(group, lease, "a")
-        done = RegisterOccupy(group=group, lease=lease, reward_mean=0.0, reward_std=0.0)
+        done = RegisterOccupy(group=group, lease=lease)
         assert run.operate("shard.1", Role.SERVER, done) == [None]
     sealed = run.interpreter.machine.sealed_batch(Step(0))
     assert sealed is not None

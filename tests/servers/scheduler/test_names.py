@@ -1,10 +1,34 @@
 """The name of a process is not to be taken: not of another role, nor with another key while its owner is there."""
 
+import asyncio
+import socket
 from pathlib import Path
 
+import pytest
+
+from staleflow.cli.main import main
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.messages import Attached, Commands, Refusal
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import (
+    Attach,
+    Attached,
+    Commands,
+    Detach,
+    Ping,
+    Refusal,
+    Request,
+    Retained,
+    Retention,
+)
+from staleflow.runtime.client import Client
+from staleflow.runtime.daemon import Stop
+from staleflow.runtime.drained import end_context
+from staleflow.runtime.errors import Refused
 from staleflow.runtime.roles import Role
+from staleflow.runtime.security import client_sockets, server_sockets
+from staleflow.servers.scheduler import registry
+from staleflow.servers.scheduler.main import open_store, serve_until
+from tests.servers.running import config_of
 from tests.servers.scheduler.asked import Asked
 
 
@@ -41,6 +65,117 @@ def test_a_name_belongs_to_its_key_while_its_owner_is_there(tmp_path: Path) -> N
     run.service.on_gone("a.again")
     assert isinstance(run.attach(*other, key="key-of-evil", capacity=4), Attached)
     run.stop()
+
+
+def test_an_echo_of_attach_does_not_throw_the_successor_out(tmp_path: Path) -> None:
+    run = Asked(tmp_path)
+    run.cast("a")
+    first, second = ((worker, "name-of-a", "rollout", Role.ROLLOUT, "key-of-a") for worker in ("a", "a.again"))
+
+    def attach(worker: str, name: str, role: str, key_role: Role, key: str) -> object:
+        return run.attach(worker, name, role, key_role, key=key, capacity=4)
+
+    assert isinstance(attach(*second), Attached)
+    late = attach(*first)
+    assert late == Refusal(code=Code.FENCED, detail="a newer process has taken the name of a")
+    assert isinstance(run.report("a.again"), Commands | None)
+    assert refused(run.report("a")) is Code.FENCED
+    run.stop()
+
+
+def test_an_echo_of_attach_does_not_bring_a_server_back_to_where_it_was(tmp_path: Path) -> None:
+    run = Asked(tmp_path)
+    run.cast()
+
+    def attach(worker: str, endpoint: str) -> object:
+        return run.attach(worker, "trajectories-0", "trajectories", Role.SERVER, endpoint=endpoint, rows=1000)
+
+    answer = attach("shard.2", "ipc:///new")
+    assert refused(attach("shard.1", "ipc:///s")) is Code.FENCED
+    assert isinstance(answer, Attached)
+    assert attach("shard.2", "ipc:///new") == answer
+    assert answer.shards == ["ipc:///new"]
+    run.stop()
+
+
+def test_who_has_said_goodbye_does_not_come_back_but_who_looks_may(tmp_path: Path) -> None:
+    run = Asked(tmp_path)
+    run.cast("a")
+    run.ask("a", Role.ROLLOUT, Detach(worker=WorkerId("a"), why="test"), key="key-of-a")
+    assert isinstance(run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), Attached)
+    late = run.attach("a", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4)
+    assert late == Refusal(code=Code.FENCED, detail="a has said goodbye")
+    for _ in range(2):
+        assert isinstance(run.attach("m", "m", "monitor", Role.MONITOR), Attached)
+        run.ask("m", Role.MONITOR, Detach(worker=WorkerId("m"), why="test"))
+    run.stop()
+
+
+def test_those_that_are_over_are_not_known_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MOST_OVER", 2)
+    run = Asked(tmp_path)
+    for number in range(5):
+        run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1)
+    late = [refused(run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1)) for number in (3, 2, 4, 1)]
+    assert late == [Code.FENCED, Code.FENCED, None, None]
+    run.stop()
+
+
+def test_a_worker_is_its_roles_and_its_keys_if_only_its_role_is_known_after_a_restart(tmp_path: Path) -> None:
+    run = Asked(tmp_path)
+    run.cast("a")
+    its_own, another = "rollout/key-of-a", "a has another key"
+    theirs = [("monitor/m", Role.MONITOR), ("stage/s", Role.STAGE), ("server/s", Role.SERVER)]
+    for known in (True, False):
+        says = run.service.not_its_name
+        assert says("a", Role.ROLLOUT, its_own) is None
+        assert says("a", Role.ROLLOUT, "rollout/evil") == (another if known else None)
+        assert [says("a", role, key) for key, role in theirs] == [
+            f"a is a process of role rollout, for which a key of role {role} may not speak" for _, role in theirs
+        ]
+        assert says("shard.1", Role.SERVER, "server/server") is None
+        assert says("nobody", Role.MONITOR, "monitor/m") is None
+        run.service.on_gone("a")
+        assert says("a", Role.ROLLOUT, "rollout/evil") == (another if known else None)
+        run.stop()
+        run.start()
+    run.stop()
+
+
+async def test_after_a_restart_nobody_takes_the_name_of_a_server_that_is_not_back_yet(short_dir: Path) -> None:
+    assert main(["keygen", str(short_dir / "keys")]) == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        bind = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    config = config_of(short_dir / "run", security={"keys": str(short_dir / "keys")}, scheduler={"bind": bind})
+    shard = WorkerId("trajectories-0.ab12cd34")
+    hello = Attach(worker=shard, name="trajectories-0", role="trajectories", endpoint="ipc:///t", rows=40)
+
+    async def ask(role: Role, body: Request) -> object:
+        client = Client(bind, worker=shard, transport=client_sockets(config.security, role))
+        try:
+            return (await client.call(body))[0]
+        except Refused as no:
+            return no.code
+        finally:
+            client.close()
+
+    async def answers(*asked: tuple[Role, Request]) -> list[object]:
+        """Of a scheduler that is started for these requests."""
+        stop, store = Stop(), open_store(config, short_dir / "run")
+        sockets = server_sockets(config)
+        serving = asyncio.create_task(serve_until(stop, config, short_dir / "run", store, transport=sockets))
+        given = [await ask(role, body) for role, body in asked]
+        stop.set("test")
+        await serving
+        store.close()
+        end_context()
+        return given
+
+    assert isinstance((await answers((Role.SERVER, hello)))[0], Attached)
+    squatters = (Role.MONITOR, Role.ROLLOUT, Role.STAGE)
+    own = (Role.SERVER, Retention(shard=0, groups=[]))
+    given = await answers(*((role, Ping()) for role in squatters), own)
+    assert given == [Code.DENIED, Code.DENIED, Code.DENIED, Retained(keep=[])]
 
 
 def test_a_name_can_be_printed(tmp_path: Path) -> None:

@@ -73,4 +73,4 @@ async def test_a_group_that_pins_a_step_is_said_to_be_in_its_stage(world: World)
     values = await world.status()
     assert values["why"] == f"{said}the stage reward; policy: wait"
     assert [group["stages"] for group in values["pinned"]["groups"]] == [["reward"]] * 2
-    assert values["shards"][0] == {"shard": 0, "used_share": 0.25}
+    assert values["shards"][0] == {"shard": 0, "used_share": 0.25, "full": ""}

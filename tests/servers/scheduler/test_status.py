@@ -1,15 +1,15 @@
 """What the scheduler says to those who look on, and what it costs it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from staleflow.configs.schema import Staleness
 from staleflow.protocols.consistency.effects import ReleaseWhy
-from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
-from staleflow.protocols.wire.messages import Attach, GetStatus, Status
+from staleflow.protocols.wire.messages import Attach, Done, GetStatus, RegisterCheckpoint, StageLoads, Status
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -76,6 +76,35 @@ def test_a_pinning_group_is_told_with_its_engine_and_its_times(tmp_path: Path) -
     assert (pin["so_far_s"], pin["left_s"]) == (5.0, None), "four groups say nothing of one that took longer"
     assert values["why"].endswith(f"group {slow.group} of version 0, on a, for 5 s so far; policy: wait")
     assert values["trainer_waits"] == "older groups"
+
+
+def test_a_shard_that_refuses_pushes_is_named_before_the_group_that_waits_for_it(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a", capacity=8)
+    slow, *others = list(seat.held.values())
+    for assign in others[:2]:
+        seat.finish(assign.group)
+    table.train()
+    seat.report()
+    for group in [group for group in seat.holds() if group != slow.group][:2]:
+        seat.finish(group)
+    table.wait_for_batch()
+    waits = f"step 1 waits for group {slow.group} of version 0, on a; policy: wait"
+
+    def why(full: Literal["", "map", "disk"]) -> str:
+        report = StageLoads(shard=0, loads=[], used_share=0.89, full=full)
+        assert table.ask("trajectories-0", report) == Done()
+        assert asked(table)["shards"] == [{"shard": 0, "used_share": 0.89, "full": full}]
+        return str(asked(table)["why"])
+
+    full = "trajectory server 0 is full (89 % of trajectories.map_mb): pushes wait"
+    assert why("") == waits
+    assert why("map") == f"{full} until a checkpoint lets go; {waits}"
+    assert why("disk") == f"the disk of trajectory server 0 is full: pushes wait until there is room; {waits}"
+    kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(1))
+    assert table.ask("trainer", kept) == Done()
+    fit = "the groups of 2 batches must fit in 90 % of it, so a new run needs a larger one"
+    assert why("map") == f"{full}, and no checkpoint can make room: {fit}; {waits}"
 
 
 def test_the_word_for_what_the_trainer_waits_for_follows_the_groups(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ class Shard(Someone):
         return msgspec.structs.replace(self.push(assign, worker), sha="f" * nbytes)
 
     def occupy(self, assign: Assign) -> RegisterOccupy:
-        return RegisterOccupy(group=assign.group, lease=assign.lease, reward_mean=0.5, reward_std=0.5)
+        return RegisterOccupy(group=assign.group, lease=assign.lease)
 
     def release(self, assign: Assign, why: ReleaseWhy) -> RegisterRelease:
         return RegisterRelease(group=assign.group, lease=assign.lease, why=why)

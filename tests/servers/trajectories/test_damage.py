@@ -19,8 +19,10 @@ from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
+    Expected,
     FetchGroups,
     Groups,
+    Inventory,
     Op,
     Operations,
     RegisterQuarantine,
@@ -61,6 +63,8 @@ class Ledger:
         self.quarantined: list[int] = []
 
     async def ask(self, body: Request, *_: object, **__: object) -> Reply:
+        if isinstance(body, Inventory):
+            return Expected(groups=[], shas=[])
         assert isinstance(body, Operations)
         return Results(results=[self._one(op) for op in body.ops])
 

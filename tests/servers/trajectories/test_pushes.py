@@ -128,7 +128,16 @@ async def test_a_small_map_refuses_pushes_and_recovers_alone(make_run: Callable[
     assert waiting, "the map was never full"
     status = await run.status(run.where.trajectories[0])
     assert status["used_share"] <= 1.0
+    assert status["full"] == "map"
     assert len(status["groups"]) > 0
+
+    async def why() -> str:
+        return str((await run.status(run.where.scheduler))["why"])
+
+    async def named() -> bool:
+        return (await why()).startswith("trajectory server 0 is full (")
+
+    await eventually(named)
     stage = StageWorker(run)
     done = 0
     async with asyncio.timeout(60):
@@ -137,6 +146,11 @@ async def test_a_small_map_refuses_pushes_and_recovers_alone(make_run: Callable[
             await stage.finish(items, rewards=(1.0, 1.0))
             done += len(items)
     assert {result.code for push in pushes for result in await push} == {None}
+
+    async def unnamed() -> bool:
+        return "is full" not in await why()
+
+    await eventually(unnamed)
 
 
 async def _push_large(rollout: Rollout, assign: Assign) -> Any:

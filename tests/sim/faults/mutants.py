@@ -439,7 +439,7 @@ MUTANTS = (
         Machine,
         "must_keep",
         _not_what_is_occupied,
-        _rules("STORED", "PROGRESS"),
+        _rules("STORED", "PROGRESS", "QUARANTINED"),
         KILLS,
     ),
     Mutant("nothing is ever forgotten", Shard, "retain", _retains_everything, _rules("GARBAGE")),

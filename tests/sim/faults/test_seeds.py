@@ -70,3 +70,4 @@ def test_a_seed_is_the_same_run_whatever_the_order_of_hashes_and_whatever_ran_be
     environment = os.environ | {"PYTHONHASHSEED": "1"}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == outcome(2).trace_hash
+    assert outcome(2).replay == f"python -m staleflow.sim.faults 2 --events {EVENTS}"

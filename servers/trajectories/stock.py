@@ -1,0 +1,37 @@
+"""Does a shard that has started have what the run counts on? A disk may be lost, a record damaged.
+
+Consumes what the ledger expects of the shard, page by page; what is not there is given up, and its prompts are answered
+again. Waits inside one call at a time.
+"""
+
+import asyncio
+import logging
+
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.protocols.wire.messages import Expected, Inventory
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+from staleflow.servers.trajectories.shard import Shard
+
+log = logging.getLogger(__name__)
+
+
+async def take_stock(scheduler: Client, shard: Shard) -> None:
+    """Once, after what is stored was taken up."""
+    lost, after = 0, GroupId(-1)
+    while True:
+        try:
+            expected = await scheduler.ask(Inventory(shard=shard.shard, after=after), Expected, timeout_s=None)
+        except Refused:  # the run is over
+            return
+        if not expected.groups:
+            break
+        missing = [
+            shard.missing(group, sha)
+            for group, sha in zip(expected.groups, expected.shas, strict=True)
+            if shard.holdings.find_sha(group, sha) is None
+        ]
+        lost += sum(await asyncio.gather(*missing))
+        after = expected.groups[-1]
+    if lost:
+        log.error("%d groups that had been pushed are not here any more: they are given up", lost)

@@ -1,0 +1,91 @@
+"""What the run counts on and a shard has not got any more is given up; the run goes on."""
+
+import asyncio
+import shutil
+from typing import Any, cast
+
+from staleflow.configs.schema import Config, Prompts, Reward
+from staleflow.configs.stages import graph
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.messages import (
+    Expected,
+    FetchGroups,
+    Inventory,
+    Operations,
+    RegisterMissing,
+    RegisterPush,
+    Result,
+    Results,
+)
+from staleflow.runtime.client import Client
+from staleflow.runtime.memory_store import MemoryStore
+from staleflow.servers.trajectories.filters import FILTERS
+from staleflow.servers.trajectories.registrar import Registrar
+from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.stock import take_stock
+from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+from tests.servers.running import WEIGHTS, Run, StageWorker, eventually, produced
+from tests.servers.trajectories.test_many_recovered import MAP_BYTES, pushed
+
+
+async def test_a_run_goes_on_when_the_disk_of_a_shard_is_lost(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    assigns = await rollout.leases(3)
+    await rollout.push(*assigns[:3])
+    items, _ = await (stage := StageWorker(run)).take()
+    await stage.finish(items[:2])  # the third stays pushed
+    batch = await trainer.next_batch(0)
+    await run.stop("trajectories-0")
+    shutil.rmtree(run.run_dir / "trajectories-0")
+    run.trajectories()
+
+    async def given_up() -> bool:
+        totals: dict[str, Any] = (await run.status(run.where.scheduler))["totals"]
+        return bool(totals["drops"].get("quarantine") == 2 and totals["releases"].get("aborted") == 1)
+
+    assert await eventually(given_up)
+    async with produced(run):
+        anew = await trainer.next_batch(0)
+    assert anew.batch != batch.batch
+    ask = FetchGroups(groups=[m.group for m in anew.members], shas=[m.sha for m in anew.members])
+    await run.shard(trainer.worker).call(ask)
+
+
+class Witness:
+    """A scheduler that counts on the bytes of ``pushed(1)``, whatever else is pushed under that lease."""
+
+    def __init__(self) -> None:
+        self.missed: list[RegisterMissing] = []
+
+    async def ask(self, body: Operations | Inventory, *_: object, **__: object) -> Results | Expected:
+        good = pushed(1)
+        if isinstance(body, Inventory):
+            rest = body.after < good.key.group
+            return Expected(groups=[good.key.group] * rest, shas=[good.record.sha] * rest)
+        self.missed += [op for op in body.ops if isinstance(op, RegisterMissing)]
+        other = [isinstance(op, RegisterPush) and op.sha != good.record.sha for op in body.ops]
+        return Results(results=[Result(code=Code.CONFLICT) if no else Result() for no in other])
+
+
+async def test_bytes_that_took_the_place_of_a_damaged_record_are_not_what_the_run_counts_on() -> None:
+    rows = MemoryStore(TABLES)
+    TrajectoryStore(rows, map_bytes=MAP_BYTES).write_pushes([pushed(1)])
+    with rows.write() as txn:
+        (key,) = txn.keys("records")
+        txn.put("records", key, b"damaged")
+    scheduler = cast("Client", witness := Witness())
+    registrar = Registrar(scheduler)
+    nodes = graph(Config(prompts=Prompts(), reward=Reward(run="")))
+    store = TrajectoryStore(rows, map_bytes=MAP_BYTES)
+    shard = Shard(store, registrar, shard=0, stages=nodes, keep=FILTERS["none"])
+    running = asyncio.create_task(registrar.run())
+    told: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    shard.push(pushed(2)._replace(key=pushed(1).key), told.set_result)
+    shard.commit()
+    assert (await told).code is Code.CONFLICT
+    await shard.recover()
+    await take_stock(scheduler, shard)
+    running.cancel()
+    assert witness.missed == [RegisterMissing(group=pushed(1).key.group, shard=0, sha=pushed(1).record.sha)]
