@@ -5,7 +5,7 @@ VLLM_BIN := .venv-vllm/bin
 CONFIG ?= configs/quickstart.toml
 BENCHES := ledger decisions control_plane curve rollout_engine monitor trajectories streaming weights delta weights_remote
 
-.PHONY: help run test test-backends test-long test-vllm format lint type unit bench proof soak faults fuzz flat reference docs release image clean
+.PHONY: help run test test-backends test-long test-vllm format lint type mypy pyright unit bench proof soak faults fuzz flat reference docs release image clean
 
 help: ## show this list
 	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,9 +37,11 @@ lint: .venv/.installed ## format and lint, read only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-type: .venv/.installed ## mypy and pyright, strict
-	$(BIN)/mypy
-	$(BIN)/pyright
+type: .venv/.installed ## mypy and pyright, strict, side by side
+	$(MAKE) --no-print-directory --jobs 2 --output-sync mypy pyright
+
+mypy pyright: .venv/.installed
+	$(BIN)/$@
 
 unit: .venv/.installed ## unit, property, simulation, process and wheel tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long" tests

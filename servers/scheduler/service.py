@@ -52,7 +52,7 @@ CLOSE_AFTER_MS = 5_000
 """A finished run closes its trace when nothing is in flight any more, at latest after this."""
 _IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
 """Answered and forgotten once the trace is closed."""
-EXPECTED = 4_096
+EXPECTED = 16_384
 """Payloads that a shard is asked for at once."""
 _QUESTIONS = (messages.Report, messages.Retention, messages.Inventory, messages.VersionsInUse, messages.Metrics)
 """Answered even then: they change nothing that is traced."""

@@ -50,7 +50,7 @@ from staleflow.runtime.host import boot_id
 from staleflow.runtime.prompts import PromptRows
 from staleflow.servers.attached import Tasks
 from staleflow.servers.trajectories.describing import describe
-from staleflow.servers.trajectories.holdings import Held, place_of
+from staleflow.servers.trajectories.holdings import Held, Phase, place_of
 from staleflow.servers.trajectories.partials import Partials
 from staleflow.servers.trajectories.records import Key, pushed
 from staleflow.servers.trajectories.registrar import Registrar, Then
@@ -274,7 +274,7 @@ class TrajectoryService:
         try:
             await work
         except Refused as no:
-            call.refuse(no.code, no.detail)
+            call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
 
     async def _fetch(self, call: Call, body: FetchGroups) -> None:
         if len(body.groups) > MOST_ROWS or len(set(body.groups)) < len(body.groups):
@@ -319,10 +319,15 @@ class TrajectoryService:
         return Groups(groups=groups), frames
 
     async def _wanted(self, group: GroupId, sha: str) -> Held:
-        if (held := self._shard.holdings.find_sha(group, sha)) is None:
-            await self._shard.missing(group, sha)
-            raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
-        return held
+        held = self._shard.holdings.find_sha(group, sha)
+        if held is not None and self._shard.is_whole(held):
+            return held
+        if (
+            held is not None and held.phase is not Phase.SETTLED
+        ):  # what stages had made of it was lost, and is made again
+            raise Refused(Code.BUSY, f"group {group} is in its stages once more")
+        await self._shard.missing(group, sha)
+        raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
 
     # Housekeeping ----------------------------------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ class Shard:
 
     def _register(self, held: Held, *, new: bool = False) -> None:
         """``new``: nobody was ever told yes."""
-        ready = held.keep is True and len(held.done) == len(self.stages)
+        ready = held.keep is True and self.is_whole(held)
 
         def then(result: Result) -> None:
             waiting, held.waiting = held.waiting, []
@@ -281,7 +281,7 @@ class Shard:
         """Out, if the filter has seen it and does not want it; else to the next stages; after the last, occupied."""
         if held.keep is False:
             self._release(held, ReleaseWhy.FILTERED, "")
-        elif held.keep is None or len(held.done) < len(self.stages):
+        elif held.keep is None or not self.is_whole(held):
             self._next_stages(held)
         else:
             self._close(held, RegisterOccupy(group=held.key.group, lease=held.key.lease))
@@ -312,6 +312,10 @@ class Shard:
         self._registrar.add(op, then)
 
     # Reading ---------------------------------------------------------------------------------------------------------
+
+    def is_whole(self, held: Held) -> bool:
+        """Whether every stage is done with it."""
+        return len(held.done) == len(self.stages)
 
     def read_columns(self, wanted: Sequence[Held]) -> list[dict[str, Array]]:
         """Stage columns of each, those included that ``recover`` has still to find. ``CorruptRecord``."""
@@ -450,7 +454,7 @@ class Shard:
                 reward = held.record.reward
                 made = unpack(loaded.columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
                 held.keep = self._keep(made)
-            if len(held.done) == len(self.stages) and not held.record.rewards:
+            if self.is_whole(held) and not held.record.rewards:
                 waiting, held.waiting = held.waiting, []
                 _tell(waiting, Result())  # the stages had it, so its push was registered
                 self._advance(held)

@@ -4,12 +4,15 @@ import asyncio
 import shutil
 from typing import Any, cast
 
+import pytest
+
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import (
     Expected,
     FetchGroups,
+    Groups,
     Inventory,
     Operations,
     RegisterMissing,
@@ -17,8 +20,11 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
+from staleflow.protocols.wire.stages import REWARD_COLUMN
 from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Unavailable
 from staleflow.runtime.memory_store import MemoryStore
+from staleflow.servers.trajectories import service
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
@@ -51,6 +57,35 @@ async def test_a_run_goes_on_when_the_disk_of_a_shard_is_lost(run: Run) -> None:
     assert anew.batch != batch.batch
     ask = FetchGroups(groups=[m.group for m in anew.members], shas=[m.sha for m in anew.members])
     await run.shard(trainer.worker).call(ask)
+
+
+async def test_what_a_worker_pushes_again_onto_an_empty_disk_goes_through_its_stages_before_it_is_trained(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def comes_too_late(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(service, "take_stock", comes_too_late)
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    assigns = (await rollout.leases(2))[:2]
+    await rollout.push(*assigns)
+    items, _ = await (stage := StageWorker(run)).take()
+    await stage.finish(items)
+    batch = await trainer.next_batch(0)
+    await run.stop("trajectories-0")
+    shutil.rmtree(run.run_dir / "trajectories-0")
+    run.trajectories()
+    assert {result.code for result in await rollout.push(*assigns)} == {None}
+    ask = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    with pytest.raises(Unavailable, match=r"busy: group .* is in its stages once more"):
+        await run.shard(trainer.worker).call(ask, timeout_s=1)
+    items, _ = await stage.take()
+    await stage.finish(items)
+    groups, _ = await run.shard(trainer.worker).call(ask)
+    assert isinstance(groups, Groups)
+    assert all(REWARD_COLUMN in [spec.name for spec in group.frames] for group in groups.groups)
 
 
 class Witness:
