@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.messages import Place
-from staleflow.servers.trajectories.records import Key, Record
+from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import Then
 
 
@@ -21,6 +21,14 @@ class Phase(Enum):
     """Its occupy or release is on the way to the scheduler."""
     SETTLED = auto()
     """It waits for the trainer, or for ``Retention`` to let it go."""
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A payload that the next commit stores."""
+
+    pushed: Pushed
+    waiting: list[Then]
 
 
 @dataclass(slots=True)

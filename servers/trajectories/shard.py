@@ -16,7 +16,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -36,7 +35,7 @@ from staleflow.protocols.wire.tensors import Array, unpack
 from staleflow.runtime.seldom import Seldom
 from staleflow.runtime.store import FULL_SHARE, DiskFull, StoreFull
 from staleflow.servers.trajectories.filters import Filter
-from staleflow.servers.trajectories.holdings import Held, Holdings, Phase
+from staleflow.servers.trajectories.holdings import Held, Holdings, Incoming, Phase
 from staleflow.servers.trajectories.records import Key, Pushed, register_push
 from staleflow.servers.trajectories.registrar import Registrar, Then, Untold
 from staleflow.servers.trajectories.slabs import Slabs
@@ -54,14 +53,6 @@ AGAIN_S = 1.0
 """A push that the ledger was not asked for, since it hears nothing from here at present, is told again after this."""
 MOST_DETAIL = 500
 """Characters of what a stage's function said."""
-
-
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """A payload that the next commit stores."""
-
-    pushed: Pushed
-    waiting: list[Then]
 
 
 class Shard:
