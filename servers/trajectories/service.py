@@ -8,7 +8,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -171,7 +171,7 @@ class TrajectoryService:
             case FinishStage() as body:
                 self._finish(call, body)
             case FetchGroups() as body:
-                self._tasks.start(self._answered(call, self._fetch(call, body)))
+                self._tasks.start(self._fetch(call, body))
             case GetRows() as body:
                 self._rows(call, body)
             case PutPartial() as body:
@@ -270,13 +270,13 @@ class TrajectoryService:
 
     # Fetching --------------------------------------------------------------------------------------------------------
 
-    async def _answered(self, call: Call, work: Coroutine[Any, Any, None]) -> None:
+    async def _fetch(self, call: Call, body: FetchGroups) -> None:
         try:
-            await work
+            await self._give(call, body)
         except Refused as no:
             call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
 
-    async def _fetch(self, call: Call, body: FetchGroups) -> None:
+    async def _give(self, call: Call, body: FetchGroups) -> None:
         if len(body.groups) > MOST_ROWS or len(set(body.groups)) < len(body.groups):
             raise Refused(Code.OVERSIZE, f"{len(body.groups)} groups; at most {MOST_ROWS} at once, each of them once")
         if len(body.groups) != len(body.shas):

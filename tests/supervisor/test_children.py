@@ -26,7 +26,7 @@ PARENT = (
 )
 POLITE = (
     "import signal, sys, time; signal.signal(15, lambda *_: (print(time.monotonic()), sys.exit(0))); "
-    "print('up', flush=True); time.sleep(60)"
+    "sys.stdout.write('up\\n'); sys.stdout.flush(); time.sleep(60)"  # in one piece: the signal comes at once
 )
 HOLDING = f"from staleflow.supervisor import lifeline; lifeline.hold(); {SLEEP}"
 
