@@ -28,12 +28,8 @@ class Tasks:
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run ``work`` beside everything else. ``RuntimeError`` when one has failed and all are being cancelled."""
-        try:
-            task = self._group.create_task(work)
-        except RuntimeError:
-            work.close()
-            raise
+        """Run ``work`` beside everything else."""
+        task = self._group.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task

@@ -16,12 +16,13 @@ from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done
 from staleflow.protocols.wire.stages import CRITIC, REWARD
 from staleflow.runtime import trace_events
 from staleflow.runtime.endpoint import Call
+from staleflow.runtime.security import LOOKING
 from staleflow.servers.scheduler import registry
 from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
-from staleflow.servers.scheduler.registry import LOOKING, ROLES, Process, Registry
+from staleflow.servers.scheduler.registry import ROLES, Process, Registry
 from staleflow.servers.scheduler.rejects import Rejects
 
 MOST_TEXT_BYTES = 1_024

@@ -13,11 +13,10 @@ from staleflow.protocols.wire.messages import Attach
 from staleflow.protocols.wire.stages import REWARD
 from staleflow.runtime.clock import Clock
 from staleflow.runtime.roles import ATTACHES_AS, Role
+from staleflow.runtime.security import LOOKING
 from staleflow.runtime.store import Read, Write
 
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
-LOOKING = ("monitor", "admin")
-"""Roles of which nothing has to be known once they are gone."""
 MOST_OVER = 4_096
 """So many processes that are over are known; an echo comes sooner than so many are replaced."""
 

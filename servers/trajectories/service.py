@@ -322,9 +322,8 @@ class TrajectoryService:
         held = self._shard.holdings.find_sha(group, sha)
         if held is not None and self._shard.is_whole(held):
             return held
-        if (
-            held is not None and held.phase is not Phase.SETTLED
-        ):  # what stages had made of it was lost, and is made again
+        # What stages had made of it was lost with a disk, and is made again of what a worker pushed again.
+        if held is not None and held.phase is not Phase.SETTLED:
             raise Refused(Code.BUSY, f"group {group} is in its stages once more")
         await self._shard.missing(group, sha)
         raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")

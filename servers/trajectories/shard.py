@@ -16,7 +16,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 from staleflow.configs.stages import Node
@@ -354,19 +353,22 @@ class Shard:
     async def missing(self, group: GroupId, sha: str) -> bool:
         """As ``quarantine``, for bytes that are not here: their record cannot be read, or was lost with its disk, or
         another push has taken its place. Says whether the run counted on them."""
-        for key in [key for key in self._damaged if key.group == group]:
-            await _answer(partial(self._give_up_record, key))
-        op = RegisterMissing(group=group, shard=self.shard, sha=sha)
-        return (await _answer(partial(self._registrar.add, op))).code is None
+        told: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
-    def _give_up_record(self, key: Key, then: Then = lambda _: None) -> None:
+        def then(result: Result) -> None:
+            if not told.done():  # who asked may have gone
+                told.set_result(result)
+
+        self._registrar.add(RegisterMissing(group=group, shard=self.shard, sha=sha), then)
+        return (await told).code is None
+
+    def _give_up_record(self, key: Key) -> None:
         """Forgotten once no trainer can ask for it any more; until then, damage is what it is asked for."""
 
         def given_up(result: Result) -> None:
             if result.code in (None, Code.STALE_LEASE) and key in self._damaged:
                 del self._damaged[key]
                 self._deletes.append(key)
-            then(result)
 
         self._give_up_damaged(key, "its record is damaged", given_up)
 
@@ -470,18 +472,6 @@ class Shard:
             "queues": {stage: {"waiting": len(q), "taken": q.taken} for stage, q in self.queues.items()},
             "unregistered": len(self._registrar),
         }
-
-
-async def _answer(asked: Callable[[Then], None]) -> Result:
-    """What ``then`` is told."""
-    told: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-
-    def then(result: Result) -> None:
-        if not told.done():
-            told.set_result(result)
-
-    asked(then)
-    return await told
 
 
 def _tell(waiting: Sequence[Then], result: Result) -> None:

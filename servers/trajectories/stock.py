@@ -11,7 +11,7 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Expected, Inventory
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
-from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.shard import AGAIN_S, Shard
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +22,9 @@ async def take_stock(scheduler: Client, shard: Shard) -> None:
     while True:
         try:
             expected = await scheduler.ask(Inventory(shard=shard.shard, after=after), Expected, timeout_s=None)
-        except Refused:  # the run is over
-            return
+        except Refused:  # of now: the run is over, or a key is not allowed at present
+            await asyncio.sleep(AGAIN_S)
+            continue
         if not expected.groups:
             break
         missing = [

@@ -26,8 +26,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 _decode = msgspec.json.Decoder(Sample).decode
 
 
-def samples(path: Path, most: int = MOST_STEPS) -> list[Sample]:
-    """Those of ``most`` steps, evenly from the first to the last; what cannot be read is left out, no file is none.
+def samples(path: Path) -> list[Sample]:
+    """Those of ``MOST_STEPS`` steps, evenly spread with both ends; what cannot be read is left out, no file is none.
 
     A step that was trained again after a rollback is there as it was written last. The file is read by lines, twice.
     """
@@ -44,7 +44,7 @@ def samples(path: Path, most: int = MOST_STEPS) -> list[Sample]:
                 places[sample.step] = sample.lineage, [*known, place] if lineage == sample.lineage else [place]
             place += len(line)
         found: list[Sample] = []
-        for step in _spread(sorted(places), most):
+        for step in _spread(sorted(places)):
             for place in places[step][1]:
                 file.seek(place)
                 if (sample := _read(file.readline())) is not None:
@@ -52,9 +52,9 @@ def samples(path: Path, most: int = MOST_STEPS) -> list[Sample]:
     return found
 
 
-def _spread(steps: list[int], most: int) -> list[int]:
-    """At most so many, the first and the last among them."""
-    count = min(most, len(steps))
+def _spread(steps: list[int]) -> list[int]:
+    """The first and the last among them."""
+    count = min(MOST_STEPS, len(steps))
     return [steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count)]
 
 

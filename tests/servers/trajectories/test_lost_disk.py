@@ -22,9 +22,9 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.stages import REWARD_COLUMN
 from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Unavailable
+from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.memory_store import MemoryStore
-from staleflow.servers.trajectories import service
+from staleflow.servers.trajectories import service, stock
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
@@ -89,14 +89,19 @@ async def test_what_a_worker_pushes_again_onto_an_empty_disk_goes_through_its_st
 
 
 class Witness:
-    """A scheduler that counts on the bytes of ``pushed(1)``, whatever else is pushed under that lease."""
+    """A scheduler that counts on the bytes of ``pushed(1)``, whatever else is pushed under that lease, and says so when
+    it is asked twice."""
 
     def __init__(self) -> None:
+        self.asked = 0
         self.missed: list[RegisterMissing] = []
 
     async def ask(self, body: Operations | Inventory, *_: object, **__: object) -> Results | Expected:
         good = pushed(1)
         if isinstance(body, Inventory):
+            self.asked += 1
+            if self.asked == 1:
+                raise Refused(Code.DENIED, "not at present")
             rest = body.after < good.key.group
             return Expected(groups=[good.key.group] * rest, shas=[good.record.sha] * rest)
         self.missed += [op for op in body.ops if isinstance(op, RegisterMissing)]
@@ -104,7 +109,10 @@ class Witness:
         return Results(results=[Result(code=Code.CONFLICT) if no else Result() for no in other])
 
 
-async def test_bytes_that_took_the_place_of_a_damaged_record_are_not_what_the_run_counts_on() -> None:
+async def test_bytes_that_took_the_place_of_a_damaged_record_are_not_what_the_run_counts_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stock, "AGAIN_S", 0.01)
     rows = MemoryStore(TABLES)
     TrajectoryStore(rows, map_bytes=MAP_BYTES).write_pushes([pushed(1)])
     with rows.write() as txn:
