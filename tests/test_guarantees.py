@@ -35,3 +35,13 @@ def test_every_test_is_cited_by_its_whole_name() -> None:
     for number, _, cited in guarantees():
         line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"- **G{number}**"))
         assert line.count("`tests/") == len(cited), f"G{number}"
+
+
+def test_every_cited_test_runs_in_make_test() -> None:
+    left_out = re.compile(r"pytest\.mark\.(long|skip|xfail)\b")
+    for number, _, cited in guarantees():
+        for path, name in cited:
+            text = (ROOT / path).read_text()
+            before = re.split(rf"^(?:async )?def {name}\(", text, flags=re.MULTILINE)[0]
+            marks = before.rstrip().rpartition("\n\n\n")[2], *re.findall(r"^pytestmark = .*", text, re.MULTILINE)
+            assert not any(map(left_out.search, marks)), f"G{number}: {path}::{name} is left out of make test"

@@ -14,7 +14,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ import lmdb
 from staleflow.runtime.store import Buffer, DiskFull, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
 
 FILE = "data.mdb"
+PID_BYTES = 32
+"""Of the file that says who has a store, and is written in place."""
 """Of a store, in its folder."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_BYTES = 1 << 20
@@ -134,11 +136,11 @@ class Store:
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            pid = os.read(owner, 32).decode(errors="replace").strip()
+            pid = os.read(owner, PID_BYTES).decode(errors="replace").strip()
             os.close(owner)
             raise StoreInUse(f"{self.path} is in use by process {pid or 'unknown'}") from None
-        os.ftruncate(owner, 0)
-        os.pwrite(owner, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # on a full disk nobody is told who has it
+            os.pwrite(owner, f"{os.getpid():<{PID_BYTES - 1}}\n".encode(), 0)
         return owner
 
     def _open(self) -> lmdb.Environment:

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,25 @@ class _Formatter(logging.Formatter):
         return printable_lines(super().formatException(ei))
 
 
+class _File(logging.FileHandler):
+    """What a full disk does not take is on standard error alone, and no reason to fail."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def logging_to(run_dir: Path, name: str, level: int = logging.INFO) -> Generator[None]:
     """While inside, everything logged goes to ``<run_dir>/logs/<name>.log`` (appended) and standard error."""
     path = run_dir / "logs" / f"{name}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
+        handlers: list[logging.Handler] = [_File(path, encoding="utf-8")]
     except OSError as error:
         raise ConfigError("run directory", run_dir, f"{path} must be writable: {error.strerror}") from None
     handlers.append(logging.StreamHandler(sys.stderr))

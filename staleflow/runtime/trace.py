@@ -3,9 +3,11 @@
 - A line is committed to the store together with the state change it tells of; the file follows, and may lag the store
   but never lead it. Until a piece is known to be in the file it stays in the store's ``outbox``.
 - ``seq`` counts from 1 without a gap, and the chain goes on, across incarnations.
-- Opening cuts a torn or uncommitted tail off the file and appends what the store has and the file lacks.
+- Opening cuts a torn or uncommitted tail off the file and appends what the store has and the file lacks; on a full disk
+  that comes with a later commit.
 """
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -74,13 +76,11 @@ class Trace:
         self._prefix = b'{"schema":%d,"run":%b,"inc":%d,"seq":' % (SCHEMA, _encode(run), incarnation)
         self._events: list[tuple[TraceEvent, int, int]] = []
         self._ended = False
-        self._unwritten: list[tuple[int, bytes]] = []
         self.recent = Recent()
         """Noteworthy lines that are committed, in brief. Of this incarnation."""
         with store.read() as txn:
             self._head = self._next = stored_head(txn)
-            self._file = _recover(path, txn, self._head)
-            self._written = [key_number(key) for key in txn.keys("outbox")]
+            self._file, self._written, self._unwritten = _recover(path, txn, self._head)
         self._trimmed = 0
         self._synced_ns = self._clock.now_ns()
 
@@ -184,24 +184,42 @@ def _write_at(file: int, offset: int, chunk: bytes) -> None:
         offset, view = offset + done, view[done:]
 
 
-def _recover(path: Path, txn: Read, head: Head) -> int:
-    """Open the file and make it equal to the committed trace."""
+def _recover(path: Path, txn: Read, head: Head) -> tuple[int, list[int], list[tuple[int, bytes]]]:
+    """Open the file and make it equal to the committed trace. With it, where the pieces of the outbox begin that are in
+    it, and those that are not, since the disk has no room for them now."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    written, unwritten = list[int](), list[tuple[int, bytes]]()
     try:
         for key, chunk in txn.items("outbox"):
-            if os.fstat(file).st_size < key_number(key):
-                raise TraceError(f"{path} has lost lines: {os.fstat(file).st_size} bytes are left of {head.end}")
-            _write_at(file, key_number(key), chunk)
+            offset = key_number(key)
+            if not unwritten and (size := os.fstat(file).st_size) < offset:
+                raise TraceError(f"{path} has lost lines: {size} bytes are left of {head.end}")
+            if not unwritten and _takes(file, offset, chunk):
+                written.append(offset)
+            else:
+                unwritten.append((offset, chunk))
         size = os.fstat(file).st_size
-        if size < head.end:
-            raise TraceError(f"{path} has lost lines: {size} bytes are left of {head.end}")
         if size > head.end:
             os.ftruncate(file, head.end)
-        _check_end(path, file, head)
+        if not unwritten:
+            if size < head.end:
+                raise TraceError(f"{path} has lost lines: {size} bytes are left of {head.end}")
+            _check_end(path, file, head)
     except BaseException:
         os.close(file)
         raise
-    return file
+    return file, written, unwritten
+
+
+def _takes(file: int, offset: int, chunk: bytes) -> bool:
+    """Write it, if there is room on the disk."""
+    try:
+        _write_at(file, offset, chunk)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
 
 
 def _check_end(path: Path, file: int, head: Head) -> None:

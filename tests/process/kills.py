@@ -20,6 +20,8 @@ IN_DOUBT = 0.25
 """A campaign is void unless so many of its kills left something committed and unacknowledged."""
 PROGRESS_S = 30.0
 """Within so many seconds of a restart, pushes must be acknowledged again."""
+Doubt = tuple[str | int, ...]
+"""A step of the protocol, by its name, and what it was done with."""
 HOLD_S = 0.1
 """Between a lease and its push, so that pushes are under way at every moment and not in bursts."""
 SETTLE_S = 0.1
@@ -34,7 +36,9 @@ class Tally:
 
     kills: Counter[str] = field(default_factory=Counter[str])
     in_doubt: list[int] = field(default_factory=list[int])
-    """For each kill: things that were committed, and that nobody had been told of."""
+    """For each kill: things that were committed, and that nobody had been told of, beside those of earlier kills."""
+    doubtful_kills: Counter[str] = field(default_factory=Counter[str])
+    """Kills of each server that left something so."""
     restart_s: list[float] = field(default_factory=list[float])
     """From the start of the process until it answers."""
     end_s: list[float] = field(default_factory=list[float])
@@ -48,7 +52,13 @@ class Tally:
     @property
     def doubtful(self) -> float:
         """Share of kills that left something committed and unacknowledged."""
-        return sum(count > 0 for count in self.in_doubt) / max(len(self.in_doubt), 1)
+        return self.doubtful_kills.total() / max(len(self.in_doubt), 1)
+
+    @property
+    def void(self) -> bool:
+        """Too few kills hit a commit, or none of those of the scheduler did, or none of those of a shard."""
+        hit = {name.partition("-")[0] for name in +self.doubtful_kills}
+        return self.doubtful < IN_DOUBT or not {"scheduler", "trajectories"} <= hit
 
 
 class Campaign:
@@ -63,6 +73,7 @@ class Campaign:
         self._trainer = Trainer(run_dir, "trainer")
         self._actors: list[Rollout | Rewarder | Trainer] = [self._trainer, *self._rollouts, *rewarders]
         self._work: list[asyncio.Task[None]] = []
+        self._doubted: set[Doubt] = set()
         self.tally = Tally()
 
     async def run(self, rounds: int, number: signal.Signals) -> Tally:
@@ -92,7 +103,10 @@ class Campaign:
         if number == signal.SIGKILL:
             self._fleet.kill(name)
             await asyncio.sleep(SETTLE_S)
-            self.tally.in_doubt.append(await asyncio.to_thread(in_doubt, self._fleet, name))
+            new = await asyncio.to_thread(in_doubt, self._fleet, name) - self._doubted
+            self._doubted |= new
+            self.tally.in_doubt.append(len(new))
+            self.tally.doubtful_kills[name] += bool(new)
         else:
             code, took_s = await self._fleet.end(name)
             self.tally.codes[code] += 1
@@ -116,29 +130,29 @@ class Campaign:
             await asyncio.sleep(0.01)
 
 
-def in_doubt(fleet: Fleet, name: str) -> int:
+def in_doubt(fleet: Fleet, name: str) -> set[Doubt]:
     """What a dead server had committed and no witness has been told: its own store against their journals."""
     entries = [entry for entries in journal.read(fleet.journals).values() for entry in entries]
-    told = {(e["group"], e["lease"]) for e in entries if e["what"] == "answered"}
+    told = {("push", e["group"], e["lease"]) for e in entries if e["what"] == "answered"}
     if name.startswith("trajectories"):
-        return len(stores.read_shard(fleet.run_dir / name).keys() - told)
-    published = {(e["lineage"], e["version"]) for e in entries if e["what"] == "published"}
+        return {("push", *key) for key in stores.read_shard(fleet.run_dir / name)} - told
+    told |= {("publish", e["lineage"], e["version"]) for e in entries if e["what"] == "published"}
     if name == "parameters":
-        return len(stores.versions_in(fleet.run_dir / name) - published)
+        return {("publish", *key) for key in stores.versions_in(fleet.run_dir / name)} - told
+    told |= {("reserve", e["lease"]) for e in entries if e["what"] == "leased"}
     trace = (fleet.run_dir / "trace.jsonl").read_bytes().split(b"\n")[:-1]
-    leased = {e["lease"] for e in entries if e["what"] == "leased"}
-    count = 0
+    done: set[Doubt] = set()
     for event in map(json.loads, trace):
         match event["ev"]:
             case "push":
-                count += (event["group"], event["lease"]) not in told
+                done.add(("push", event["group"], event["lease"]))
             case "reserve":
-                count += event["lease"] not in leased
+                done.add(("reserve", event["lease"]))
             case "publish":
-                count += (event["lineage"], event["version"]) not in published
+                done.add(("publish", event["lineage"], event["version"]))
             case _:
                 pass
-    return count
+    return done - told
 
 
 async def campaign(

@@ -10,6 +10,7 @@ import pytest
 
 from staleflow.protocols.consistency.effects import Consumed, Released, ReleaseWhy
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, WorkerId
+from staleflow.runtime import trace
 from staleflow.runtime.lmdb_store import Store
 from staleflow.runtime.store import Durability
 from staleflow.runtime.trace import NO_HASH, TABLES, Trace, TraceError
@@ -222,7 +223,7 @@ def test_effects_become_lines_with_the_fields_of_the_contract(tmp_path: Path) ->
     ]
 
 
-def test_a_trace_that_ends_on_a_full_disk_is_completed_by_the_next_start(
+def test_a_trace_that_ends_and_begins_on_a_full_disk_is_completed_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(tmp_path).open()
@@ -232,13 +233,23 @@ def test_a_trace_that_ends_on_a_full_disk_is_completed_by_the_next_start(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", full)
+        patched.setattr(trace, "_write_at", full)
         with pytest.raises(OSError, match="No space"):
             run.tell(2)
         run.close()
+        assert run.groups() == [1]
+        run.open()  # on the disk that is still full
+        with pytest.raises(OSError, match="No space"):
+            run.tell(3)
     assert run.groups() == [1]
-    run.open().close()
-    assert run.groups() == [1, 2]
+    run.tell(4)
+    run.close()
+    assert run.groups() == [1, 2, 3, 4]
+    run.open()
+    run.tell(5)
+    with run.store.read() as txn:
+        assert txn.count("outbox") == 1
+    run.close()
 
 
 def test_what_a_failed_sync_may_have_lost_is_written_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +12,7 @@ from staleflow.clients.parameters import Puller
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import BeginPublish, Done, PublishChunk, PublishTo
 from staleflow.runtime.errors import Refused
+from staleflow.servers.parameters.versions import Versions
 from tests.servers.parameters.test_service import BYTES, begin, versions
 from tests.servers.running import Run
 
@@ -42,15 +44,19 @@ async def test_a_version_is_whole_or_absent_whenever_the_server_dies(make_run: C
     publishing = asyncio.create_task(trainer.publish(0, MILLION))
     puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
     seed = 3
-    delays = random.Random(seed)
-    for _ in range(4):
+    delays, midway = random.Random(seed), 0
+    for kill in range(4):
         await versions(run)  # it serves
         await asyncio.sleep(delays.random() * 0.04)
         run.kill("parameters")
+        midway += not publishing.done()
+        left = shutil.copytree(run.run_dir / "parameters", run.run_dir / f"left-{kill}")
         run.process("parameters")
-        for path in (run.run_dir / "parameters").glob("*.json"):
-            assert path.with_suffix(".bin").stat().st_size == MILLION["w"].nbytes
+        there = Versions(left, durability="process")
+        for stored in there.stored.values():
+            there.verify(stored, doubted=True)
     assert (await publishing).version == 0
+    assert midway, "void: the version was there before the first kill"
     async with await puller.pull(Lineage(0), Version(0)) as pulled:
         np.testing.assert_array_equal(pulled.arrays()["w"], MILLION["w"])
     puller.close()

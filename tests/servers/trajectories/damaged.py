@@ -21,6 +21,7 @@ from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
 from staleflow.runtime.lmdb_store import Store
 from staleflow.runtime.store import StoreCorrupt
 from staleflow.servers.trajectories.records import Key, Pushed, pushed
+from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore, unpacked
 from tests.servers.running import GROUP_SIZE, payload
 
@@ -34,26 +35,41 @@ class Original(NamedTuple):
 
     data: bytes
     """The file, live pages only."""
+    slabs: dict[str, bytes]
+    """What is in its slabs, by name; payload lies there instead, if there are any."""
     groups: dict[Key, dict[str, Array]]
     shas: dict[Key, str]
     values: list[tuple[Key, bytes]]
-    """Every live value of its tables, and whose it is."""
+    """Every live value of its tables and slabs, and whose it is."""
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """All of them, by their paths."""
+        return {"data.mdb": self.data} | {f"slabs/{name}": data for name, data in self.slabs.items()}
 
 
 def opened(path: Path) -> tuple[Store, TrajectoryStore]:
+    """With slabs where there is a folder for them."""
     store = Store(path, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
-    return store, TrajectoryStore(store, map_bytes=MAP_BYTES)
+    slabs = Slabs(path / "slabs", map_bytes=MAP_BYTES) if (path / "slabs").is_dir() else None
+    return store, TrajectoryStore(store, map_bytes=MAP_BYTES, slabs=slabs)
 
 
-def original(folder: Path, count: int) -> Original:
-    """A store of so many groups."""
+def original(folder: Path, count: int, *, mapped: bool = False) -> Original:
+    """A store of so many groups; ``mapped``: their payload lies in slabs."""
+    if mapped:
+        (folder / "first" / "slabs").mkdir(parents=True)
     store, trajectories = opened(folder / "first")
+    values: list[tuple[Key, bytes]] = []
     groups: dict[Key, dict[str, Array]] = {}
     shas: dict[Key, str] = {}
     for number in range(count):
         one = _group(number)
         reward = np.asarray([number, number + 0.5], np.float32)
-        trajectories.write_pushes([one])
+        (record,) = trajectories.write_pushes([one])
+        assert bool(record.slab) == mapped
+        if mapped:
+            values.append((one.key, bytes(trajectories.payload(one.key, record))))
         trajectories.write_columns([Columns(one.key, REWARD, {REWARD_COLUMN: reward})])
         groups[one.key] = unpacked(one.key, one.record, one.blob) | {REWARD_COLUMN: reward}
         shas[one.key] = one.record.sha
@@ -62,7 +78,8 @@ def original(folder: Path, count: int) -> Original:
     with lmdb.Environment(str(folder / "first"), max_dbs=8, map_size=MAP_BYTES) as environment:
         environment.copy(str(folder / "live"), compact=True)
     data = (folder / "live" / "data.mdb").read_bytes()
-    return Original(data, groups, shas, _values(folder / "live"))
+    slabs = {path.name: path.read_bytes() for path in (folder / "first").glob("slabs/*")}
+    return Original(data, slabs, groups, shas, values + _values(folder / "live"))
 
 
 def _group(number: int) -> Pushed:
@@ -85,10 +102,12 @@ def _values(folder: Path) -> list[tuple[Key, bytes]]:
     return found
 
 
-def copied(folder: Path, data: bytes) -> Path:
-    """A store of these bytes."""
-    folder.mkdir(parents=True)
-    (folder / "data.mdb").write_bytes(data)
+def copied(folder: Path, files: dict[str, bytes]) -> Path:
+    """A store of these files."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
     return folder
 
 

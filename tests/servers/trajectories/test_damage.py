@@ -56,6 +56,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Original:
     return original(tmp_path_factory.mktemp("store"), GROUPS)
 
 
+@pytest.fixture(scope="module")
+def mapped(tmp_path_factory: pytest.TempPathFactory) -> Original:
+    return original(tmp_path_factory.mktemp("mapped"), GROUPS, mapped=True)
+
+
 class Ledger:
     """Stands for a scheduler to which every group is occupied; it notes what is given up."""
 
@@ -120,28 +125,32 @@ def flipped(data: bytes, place: int, bit: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.parametrize("layout", ["whole", "mapped"])
 async def test_a_byte_inside_a_live_record_is_found_named_and_quarantined_in_each_of_a_hundred_stores(
-    whole: Original, tmp_path: Path
+    request: pytest.FixtureRequest, layout: str, tmp_path: Path
 ) -> None:
-    random = Random(SEED)
-    hit = 0
+    first: Original = request.getfixturevalue(layout)
+    random, hits = Random(SEED), Counter[str]()
     for number in range(COPIES):
-        key, value = random.choice(whole.values)
-        assert whole.data.count(value) == 1
-        place = whole.data.index(value) + random.randrange(len(value))
-        folder, ledger = copied(tmp_path / str(number), flipped(whole.data, place, random.randrange(8))), Ledger()
+        key, value = random.choice(first.values)
+        ((file, data),) = [(file, data) for file, data in first.files.items() if value in data]
+        assert data.count(value) == 1
+        place = data.index(value) + random.randrange(len(value))
+        harmed = first.files | {file: flipped(data, place, random.randrange(8))}
+        folder, ledger = copied(tmp_path / str(number), harmed), Ledger()
         async with served(folder, ledger) as service:
             for _ in range(2):
-                got = {one: await fetched(service, one, sha) for one, sha in whole.shas.items()}
-                right = {one: named(arrays) if one != key else None for one, arrays in whole.groups.items()}
-                assert got == right, f"seed {SEED}, store {number}, byte {place}"
-        hit += {*ledger.quarantined} == {key.group}
-    assert hit == COPIES
+                got = {one: await fetched(service, one, sha) for one, sha in first.shas.items()}
+                right = {one: named(arrays) if one != key else None for one, arrays in first.groups.items()}
+                assert got == right, f"seed {SEED}, store {number}, byte {place} of {file}"
+        hits[file.partition("/")[0]] += {*ledger.quarantined} == {key.group}
+    assert hits.total() == COPIES
+    assert (hits["slabs"] > COPIES // 5) == (layout == "mapped")
 
 
 async def test_an_untouched_store_serves_everything_and_quarantines_nothing(whole: Original, tmp_path: Path) -> None:
     ledger = Ledger()
-    async with served(copied(tmp_path / "copy", whole.data), ledger) as service:
+    async with served(copied(tmp_path / "copy", whole.files), ledger) as service:
         got = {one: await fetched(service, one, sha) for one, sha in whole.shas.items()}
     assert got == {one: named(arrays) for one, arrays in whole.groups.items()}
     assert ledger.quarantined == []
@@ -149,7 +158,7 @@ async def test_an_untouched_store_serves_everything_and_quarantines_nothing(whol
 
 def outcomes(whole: Original, folder: Path, stores: Sequence[bytes]) -> Counter[str]:
     """What became of each of these stores. Fails when anything wrong is served, or a group is missing unnamed."""
-    folders = [copied(folder / str(number), data) for number, data in enumerate(stores)]
+    folders = [copied(folder / str(number), {"data.mdb": data}) for number, data in enumerate(stores)]
     reader = [sys.executable, "-m", "tests.servers.trajectories.damaged"]
     said = subprocess.run(
         reader, input="\n".join(map(str, folders)), text=True, capture_output=True, check=True, timeout=100
@@ -189,7 +198,7 @@ def test_a_torn_tail_is_found(whole: Original, tmp_path: Path) -> None:
 
 
 def test_a_store_that_lacks_a_table_is_refused_and_not_begun_anew(whole: Original, tmp_path: Path) -> None:
-    folder = copied(tmp_path / "copy", whole.data.replace(b"records", b"recordt"))
+    folder = copied(tmp_path / "copy", {"data.mdb": whole.data.replace(b"records", b"recordt")})
     with pytest.raises(StoreCorrupt, match=r"data\.mdb has the tables"):
         opened(folder)
 

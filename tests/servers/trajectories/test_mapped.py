@@ -313,3 +313,22 @@ async def test_a_stage_worker_maps_what_it_judges_or_asks_again_for_frames(
     assert sorted(judge.seen) == sorted(member.group for member in batch.members)
     assert len(opened) == (2 if readable else 1)
     slabbed.close()
+
+
+async def test_a_stage_never_judges_a_byte_that_changed_in_a_slab(run: Run) -> None:
+    trainer, _, slabbed, assigns = await begun(run, 3)
+    await slabbed.push(*assigns)
+    (slab,) = slabs_of(run)
+    tokens = payload(assigns[0].version, seed=assigns[0].group).token_ids.tobytes()
+    place = slab.read_bytes().index(tokens)
+    with slab.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([tokens[0] ^ 1]))
+    me, judge = worker_id("reward-0"), Judge()
+    stage = ShippedStageWorker(worker=me, name="reward", stage=judge, max_groups=3)
+    working = asyncio.create_task(stage.serve([run.shard(me)]))
+    batch = await trainer.next_batch(0)
+    working.cancel()
+    assert assigns[0].group not in judge.seen
+    assert {member.group for member in batch.members} <= {*judge.seen} & {assign.group for assign in assigns[1:]}
+    slabbed.close()
