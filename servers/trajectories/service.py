@@ -130,6 +130,8 @@ class TrajectoryService:
         self._draining = False
         self._look = asyncio.Event()
         """What may go is asked at once."""
+        self._missed = asyncio.Event()
+        """What is not here is looked for at once."""
         self._full = False
         self._pushed_bytes = 0
         """Since that was asked the last time."""
@@ -325,7 +327,8 @@ class TrajectoryService:
         # What stages had made of it was lost with a disk, and is made again of what a worker pushed again.
         if held is not None and held.phase is not Phase.SETTLED:
             raise Refused(Code.BUSY, f"group {group} is in its stages once more")
-        await self._shard.missing(group, sha)
+        if await self._shard.missing(group, sha):
+            self._missed.set()
         raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
 
     # Housekeeping ----------------------------------------------------------------------------------------------------
@@ -338,9 +341,17 @@ class TrajectoryService:
             group.create_task(self._stage_calls.watch())
             group.create_task(report_stages(self._scheduler, self._shard))
             group.create_task(self._retain())
-            group.create_task(take_stock(self._scheduler, self._shard))
+            group.create_task(self._take_stock())
             if self._describes:
                 group.create_task(describe(self._scheduler, self._prompts, self._shard.shard))
+
+    async def _take_stock(self) -> None:
+        """Give up what is not here: of what the run counts on now, and again when a trainer has missed some of what a
+        rollback brought back."""
+        while True:
+            self._missed.clear()
+            await take_stock(self._scheduler, self._shard)
+            await self._missed.wait()
 
     async def _retain(self) -> None:
         """Ask what may go: every ``RETAIN_EVERY_S``, when much has been pushed, and soon when a push found no room."""

@@ -1,4 +1,4 @@
-"""Does a shard that has started have what the run counts on? A disk may be lost, a record damaged.
+"""Does a shard have what the run counts on? A disk may be lost, a record damaged.
 
 Consumes what the ledger expects of the shard, page by page; what is not there is given up, and its prompts are answered
 again. Waits inside one call at a time.
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 async def take_stock(scheduler: Client, shard: Shard) -> None:
-    """Once, after what is stored was taken up."""
+    """Look once at everything; what is stored was taken up before."""
     lost, after = 0, GroupId(-1)
     while True:
         try:

@@ -9,11 +9,14 @@ import pytest
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import (
     Expected,
     FetchGroups,
     Groups,
     Inventory,
+    Join,
+    Joined,
     Operations,
     RegisterMissing,
     RegisterPush,
@@ -57,6 +60,33 @@ async def test_a_run_goes_on_when_the_disk_of_a_shard_is_lost(run: Run) -> None:
     assert anew.batch != batch.batch
     ask = FetchGroups(groups=[m.group for m in anew.members], shas=[m.sha for m in anew.members])
     await run.shard(trainer.worker).call(ask)
+
+
+async def test_all_that_a_rollback_brings_back_is_given_up_when_the_first_of_it_is_missed(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    async with produced(run):
+        for step in range(3):
+            batch = await trainer.next_batch(step)
+            await trainer.publish(step + 1, WEIGHTS, batch.batch)
+    await run.stop("trajectories-0")
+    shutil.rmtree(run.run_dir / "trajectories-0")
+    run.trajectories()
+    await eventually(lambda: _ledger_has(run, 0))  # what was not consumed yet
+    joined = await trainer.scheduler.ask(Join(trainer=trainer.worker, lineage=Lineage(0), version=Version(0)), Joined)
+    trainer.joined = joined
+    batch = await trainer.next_batch(0)
+    assert await _ledger_has(run, 6)
+    ask = FetchGroups(groups=[batch.members[0].group], shas=[batch.members[0].sha])
+    with pytest.raises(Refused, match="is not here"):
+        await run.shard(trainer.worker).call(ask)
+    await eventually(lambda: _ledger_has(run, 0))
+
+
+async def _ledger_has(run: Run, count: int) -> bool:
+    """So many groups are pushed and not consumed."""
+    ledger: dict[str, int] = (await run.status(run.where.scheduler))["ledger"]
+    return ledger["pushed"] + ledger["occupied"] + ledger["sealed"] == count
 
 
 async def test_what_a_worker_pushes_again_onto_an_empty_disk_goes_through_its_stages_before_it_is_trained(
