@@ -198,7 +198,12 @@ async def storm(run_dir: Path, *, clients: int) -> Storm:
             await asyncio.gather(*work, return_exceptions=True)
             for one in waiting:
                 one.close()
-    return Storm(back=len(waiting), back_s=back_s, before_p99_ms=_p99(before), after_p99_ms=_p99(after))
+    return Storm(
+        back=sum(one.heard_s > began for one in waiting),
+        back_s=back_s,
+        before_p99_ms=_p99(before),
+        after_p99_ms=_p99(after),
+    )
 
 
 async def _probe(address: str, seconds: float) -> list[float]:

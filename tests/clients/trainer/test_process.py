@@ -37,7 +37,7 @@ def surviving_steps(service: Service) -> list[int]:
 
 
 def test_a_killed_trainer_goes_on_from_its_newest_checkpoint_with_the_same_batches() -> None:
-    with serving(*SLOWLY) as service:
+    with serving(*SLOWLY, "trainer.simulated_step_s=0.8") as service:
         killed = service.start_trainer()
         service.wait_for("consume", 5)
         killed.send_signal(signal.SIGKILL)

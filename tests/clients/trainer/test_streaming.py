@@ -114,7 +114,7 @@ def test_a_piece_that_another_rank_lacks_begins_the_step_again(service: Service)
 
 
 def test_a_killed_streaming_trainer_goes_on_with_the_same_batches() -> None:
-    settings = (*SLOW_ENGINE, "trainer.simulated_step_s=0.3", "trainer.steps=6", "trainer.checkpoint_every=2")
+    settings = (*SLOW_ENGINE, "trainer.simulated_step_s=0.8", "trainer.steps=6", "trainer.checkpoint_every=2")
     with serving(*settings) as service:
         killed = service.start_trainer()
         service.wait_for("consume", 3)
@@ -125,11 +125,12 @@ def test_a_killed_streaming_trainer_goes_on_with_the_same_batches() -> None:
         before = {event["step"]: event["digest"] for event in service.trace("seal")}
         assert ended(service.start_trainer()) == 0
         rollbacks = service.trace("rollback")
+        assert rollbacks, "void: a checkpoint came before the kill"
         again = {event["step"]: event["digest"] for event in service.trace("seal") if event["lineage"]}
         for rollback in rollbacks:
             assert again[rollback["to_version"]] == before[rollback["to_version"]]
         assert surviving_steps(service) == list(range(6))
         lines = (service.run_dir / "metrics.jsonl").read_text().splitlines()
         trained = [line for line in map(json.loads, lines) if "time/train" in line]
-    assert all(line["time/train"] == pytest.approx(0.3, abs=0.25) for line in trained)
+    assert all(line["time/train"] >= 0.7 for line in trained)
     assert [line["step"] for line in trained][-1] == 5
