@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
+from staleflow.servers.trajectories.service import RETAIN_EVERY_S
 from staleflow.sim.faults.journal import Journal, Key
 from staleflow.sim.faults.world import History, Spell
 
@@ -71,6 +72,8 @@ class Told:
     """The seal of each step of the surviving history."""
     quarantined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(group, lease), in the order of the trace."""
+    dropped_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    """By (group, lease): when what was pushed was dropped."""
     kept: int = 0
     """The version of the newest checkpoint: consumed payload of later steps stays."""
     end_s: float = 0.0
@@ -97,8 +100,10 @@ class Told:
                 self.over.setdefault(event["lease"], (now_s, event["why"]))
             case "drop":
                 push = self.live.pop(event["group"], None)
-                if event["why"] == "quarantine" and push is not None:
-                    self.quarantined.append((push["group"], push["lease"]))
+                if push is not None:
+                    self.dropped_s[push["group"], push["lease"]] = now_s
+                    if event["why"] == "quarantine":
+                        self.quarantined.append((push["group"], push["lease"]))
             case "seal":
                 self.seals[event["batch"]] = self.by_step[event["step"]] = event
             case "unseal":
@@ -126,6 +131,10 @@ class Told:
         """(group, lease) of what must not be forgotten, and of what a rollback may still want."""
         may_return = {key for step, seal in self.by_step.items() if step >= self.kept for key in _members(seal)}
         return {(group, push["lease"]) for group, push in self.live.items()} | may_return
+
+    def dropped_late(self) -> set[tuple[int, int]]:
+        """What was dropped when the run ended: shards that ask what may go are told no more."""
+        return {key for key, dropped_s in self.dropped_s.items() if self.end_s - dropped_s < 2 * RETAIN_EVERY_S}
 
 
 def _members(seal: dict[str, Any]) -> list[tuple[int, int]]:
@@ -261,6 +270,6 @@ def _disks(found: Findings, told: Told, stored: Mapping[tuple[int, int], str], f
         )
     for key in told.quarantined:
         found.check(Rule.QUARANTINED, key in flipped, "group {}, lease {} was quarantined, and nothing was wrong", *key)
-    needed = told.needed()
+    excused = told.needed() | told.dropped_late() | flipped
     for key in stored:
-        found.check(Rule.GARBAGE, key in needed or key in flipped, "group {}, lease {} is garbage", *key)
+        found.check(Rule.GARBAGE, key in excused, "group {}, lease {} is garbage", *key)
