@@ -116,7 +116,7 @@ class ShardTarget:
             self._push(*known[:2]),
             self._take(),
             self._partial(known[0]),
-            Said(WORKER, messages.GetSlab(worker=WORKER, number=self._last, held=[])),
+            Said(WORKER, messages.GetSlab(worker=WORKER, host=boot_id(), number=self._last, held=[])),
             self._push_placed(self._fresh()),
             Said(TRAINER, fetch),
             Said(TRAINER, msgspec.structs.replace(fetch, host=boot_id())),
@@ -155,7 +155,8 @@ class ShardTarget:
     def _push_placed(self, key: Key) -> Said:
         """A group at a place of a slab, which nobody has written."""
         assert self._store.slabs is not None
-        slab = self._store.slabs.give(messages.GetSlab(worker=WORKER, number=1 << 40, held=[]), MAP_BYTES // 2)
+        asked = messages.GetSlab(worker=WORKER, host=boot_id(), number=1 << 40, held=[])
+        slab = self._store.slabs.give(asked, MAP_BYTES // 2)
         place = messages.Place(slab=slab.name, offset=self._random.randrange(64), nbytes=512)
         item = messages.PushItem(
             group=key.group, lease=key.lease, worker=WORKER, truncated=False, frames=[], place=place

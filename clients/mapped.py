@@ -6,6 +6,7 @@ needed; so who holds views of them lets go of them, or has copied them, before i
 
 import hashlib
 import mmap
+import os
 from collections import OrderedDict
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Place
 from staleflow.protocols.wire.tensors import Array, unpack
 
-MOST = 64
-"""Slabs that stay mapped: pages that are mapped already cost nothing to read again."""
+MOST = 256
+"""Slabs of all shards that stay mapped: pages that are mapped already cost nothing to read again, but each map keeps a
+descriptor, of which a process has often no more than 1,024."""
 
 
 class Unreadable(Exception):
@@ -22,22 +24,30 @@ class Unreadable(Exception):
 
 
 class MappedSlabs:
-    """Those of one shard."""
+    """Those that one process reads, of all shards."""
 
     def __init__(self) -> None:
         self._maps: OrderedDict[str, memoryview] = OrderedDict()
+        """By path, which no other slab will ever have."""
 
     def open(self, folder: str, place: Place) -> memoryview:
         """The packed payload, not checked. ``Unreadable``."""
-        data = self._maps.get(place.slab)
+        path = f"{folder}/{place.slab}"
+        data = self._maps.get(path)
         if data is None:
-            data = self._maps[place.slab] = _mapped(Path(folder) / place.slab)
-        self._maps.move_to_end(place.slab)
+            self._forget_deleted()
+            data = self._maps[path] = _mapped(Path(path))
+        self._maps.move_to_end(path)
         while len(self._maps) > MOST:
             self._maps.popitem(last=False)
         if (end := place.offset + place.nbytes) > data.nbytes:
             raise Unreadable(f"{place.slab} has {data.nbytes} bytes, not {end}")
         return data[place.offset : end]
+
+    def _forget_deleted(self) -> None:
+        """A map would keep the room on disk of a file that is deleted."""
+        for path in [path for path in self._maps if not os.path.exists(path)]:
+            del self._maps[path]
 
 
 def checked(data: memoryview, sha: str) -> dict[str, Array]:

@@ -18,6 +18,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.portions import Portion
 from staleflow.runtime.transport import SOCKETS, Transport
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Publisher:
         """``direct``: ``tcp://host:port`` (0: any), where readers get the newest version from this process itself
         (imports torch); it is copied for them then, once a version. Empty: nowhere."""
         self._client = Client(address, worker=worker, transport=transport)
+        self._portion = Portion(chunks.CHUNK_BYTES)
         self._direct = direct
         self._source: DirectSource | None = None
         self._places: Manifest | None = None
@@ -64,7 +66,8 @@ class Publisher:
         )
         for attempt in range(1, TRIES + 1):
             try:
-                return await _upload(self._client, begin, places, weights, "" if source is None else source.endpoint)
+                direct = "" if source is None else source.endpoint
+                return await _upload(self._client, begin, places, weights, self._portion, direct)
             except ValueError:
                 self._places = None
                 raise
@@ -100,13 +103,13 @@ async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
 
 
 async def _upload(
-    client: Client, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str
+    client: Client, begin: BeginPublish, places: Manifest, weights: NamedTensors, portion: Portion, direct: str
 ) -> Registered:
     to = await client.ask(begin, PublishTo, timeout_s=None)
     digests = await asyncio.to_thread(mapped.write_file, to, places, weights)
     in_place = digests is not None
     if digests is None:
-        digests = await chunks.send(client, to.upload, places, weights)
+        digests = await chunks.send(client, to.upload, places, weights, portion)
     manifest = described(places, digests)
     commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
     return await client.ask(commit, Registered, timeout_s=None)

@@ -18,7 +18,7 @@ from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, Unpin
 from staleflow.runtime import weights
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.weights import Moved, Pace, Source, Ways, changes, is_right, whole
+from staleflow.runtime.weights import Moved, Pace, Portions, Source, Ways, changes, is_right, whole
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class Remote:
 
     def __init__(self, *, deltas: bool = True) -> None:
         self._ways = Ways(deltas=deltas)
+        self._portions = Portions()
         self._base: Brought | None = None
         self._spare = bytearray()
         """Memory of the last version, where that is not the base."""
@@ -57,7 +58,7 @@ class Remote:
         base, self._base = self._base, None
         if base is not None and not is_free(base.buffer):  # somebody kept an array of it
             base = replace(base, buffer=bytearray(base.buffer))
-        source = Source(client=client, pace=Pace())
+        source = Source(client=client, pace=Pace(), portions=self._portions)
         try:
             if base is not None and await self._by_delta(source, asked, manifest, base, moved):
                 return Brought(client, asked, manifest, base.buffer)

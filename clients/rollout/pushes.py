@@ -1,12 +1,13 @@
 """Finished groups on their way to one shard.
 
 Consumes payloads from the groups' tasks; produces one verdict for each. While one message waits for its answer the next
-ones gather, so the engine never waits for a push, and a slow shard gets fewer, larger messages. Where the shard is on
-the same host a message only names where the payload has been written.
+ones gather, so the engine never waits for a push, and a slow shard gets fewer, larger messages; none larger than its
+connection carries in a moment, unless one group is. Where the shard is on the same host a message only names where the
+payload has been written.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from staleflow.clients.rollout.groups import truncated
@@ -18,6 +19,7 @@ from staleflow.protocols.wire.tensors import Array, pieces, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.portions import Portion, Stuck
 
 MOST_GROUPS = 64
 MOST_BYTES = 32 << 20
@@ -38,6 +40,11 @@ class Finished:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.named.values())
+
+    @property
+    def frame_bytes(self) -> int:
+        """Of what is sent."""
+        return self.nbytes if self.place is None else 0
 
     def item(self, worker: WorkerId) -> tuple[PushItem, list[memoryview]]:
         """What is said of it, and its frames."""
@@ -64,6 +71,7 @@ class Pusher:
         self._slabs = slabs
         self._worker = worker
         self._settled = settled
+        self._portion = Portion(MOST_BYTES)
         self._queue: list[Finished] = []
         self._filled = asyncio.Event()
         self.idle = asyncio.Event()
@@ -92,19 +100,21 @@ class Pusher:
             while self._queue:
                 batch = self._take()
                 await self._write(batch)
-                if busy := await self._push(batch):
+                sent = fitting([finished.frame_bytes for finished in batch], self._portion.nbytes)
+                batch, self._queue = batch[:sent], batch[sent:] + self._queue
+                try:
+                    busy = await self._push(batch)
+                except Stuck:
+                    self._queue = batch + self._queue
+                    continue
+                if busy:
                     self._queue += busy
                     await asyncio.sleep(BUSY_S)
             self.idle.set()
 
     def _take(self) -> list[Finished]:
         """As many as fit into one message, at least one."""
-        taken, nbytes = 0, 0
-        for finished in self._queue[:MOST_GROUPS]:
-            nbytes += finished.nbytes
-            if taken and nbytes > MOST_BYTES:
-                break
-            taken += 1
+        taken = fitting([finished.nbytes for finished in self._queue[:MOST_GROUPS]], MOST_BYTES)
         batch, self._queue = self._queue[:taken], self._queue[taken:]
         return batch
 
@@ -134,7 +144,9 @@ class Pusher:
         message = PushGroups(items=[item for item, _ in items])
         frames = [frame for _, more in items for frame in more]
         try:
-            results = (await self._shard.ask(message, Results, frames, timeout_s=None)).results
+            pushing = self._shard.ask(message, Results, frames, timeout_s=None)
+            nbytes = sum(finished.frame_bytes for finished in batch)
+            results = (await self._portion.carry(self._shard, pushing, nbytes, divisible=len(batch) > 1)).results
         except Refused as no:
             if no.code is Code.STALE and any(finished.place is not None for finished in batch):
                 self._send_in_frames(batch)
@@ -148,3 +160,14 @@ class Pusher:
                 self._over(finished)
                 self._settled(finished.assign, result)
         return busy
+
+
+def fitting(sizes: Sequence[int], most: int) -> int:
+    """How many of the first fit together, at least one."""
+    taken, total = 0, 0
+    for size in sizes:
+        total += size
+        if taken and total > most:
+            break
+        taken += 1
+    return taken

@@ -83,21 +83,23 @@ class SlabWriter:
     async def _next(self) -> Slab | None:
         """Ask for another slab and open it; None when there is none for this worker."""
         self._open = ""
-        self._number += 1
-        asked = GetSlab(worker=self._worker, number=self._number, held=list(self._pushed))
-        slab = await self._shard.ask(asked, Slab, timeout_s=None)
-        self._maps = {name: self._maps[name] for name in slab.known if name in self._maps}
-        if slab.host != boot_id() or not slab.name:
-            self._reachable = slab.host == boot_id() and bool(slab.folder)
-            return None
-        if slab.name not in self._maps:
+        slab = await self._ask(boot_id())
+        if slab.name and slab.name not in self._maps:
             try:
                 self._maps[slab.name] = _mapped(Path(slab.folder) / slab.name, slab.nbytes)
             except (OSError, ValueError):
-                self._reachable = False
-                return None
+                slab = await self._ask("")  # it goes back
+        self._maps = {name: self._maps[name] for name in slab.known if name in self._maps}
+        self._reachable = bool(slab.folder)
+        if not slab.name:
+            return None
         self._open, self._end, self._slab_bytes = slab.name, 0, slab.nbytes
         return slab
+
+    async def _ask(self, host: str) -> Slab:
+        self._number += 1
+        asked = GetSlab(worker=self._worker, host=host, number=self._number, held=list(self._pushed))
+        return await self._shard.ask(asked, Slab, timeout_s=None)
 
 
 def _mapped(path: Path, nbytes: int) -> mmap.mmap:

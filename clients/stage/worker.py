@@ -145,15 +145,16 @@ class StageWorker:
 
     async def serve(self, shards: Sequence[Client]) -> None:
         """Work until cancelled."""
+        maps = MappedSlabs()
         async with asyncio.TaskGroup() as tasks:
             for shard in shards:
                 hand = _Hand(places=self._max_groups, least=self._max_groups if self._stage.together else 1)
-                tasks.create_task(self._take(shard, hand, tasks))
+                tasks.create_task(self._take(shard, hand, tasks, maps))
                 tasks.create_task(self._hand_back(shard, hand))
 
-    async def _take(self, shard: Client, hand: "_Hand", tasks: asyncio.TaskGroup) -> None:
+    async def _take(self, shard: Client, hand: "_Hand", tasks: asyncio.TaskGroup, maps: MappedSlabs) -> None:
         """Fill the hand, and begin with what comes."""
-        maps, host = MappedSlabs(), boot_id()
+        host = boot_id()
         loop = asyncio.get_running_loop()
         while True:
             room, asked = await hand.room(), loop.time()

@@ -1,12 +1,15 @@
-"""The payload of a batch's members, straight from their shards, all of them at once.
+"""The payload of a batch's members, straight from their shards, all shards at once.
 
 From a shard on this host only names of places come, and what lies there is mapped; from others the bytes come in
 frames, as they are stored. Either way they are checked here before anybody sees them. Where that fails, the shard is
 asked for bytes that it has checked itself, and so finds out what is damaged.
+
+A shard is asked for as many members at once as its connection carries in a moment, one question behind the other.
 """
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from staleflow.clients.mapped import MappedSlabs, Unreadable, checked
@@ -20,13 +23,18 @@ from staleflow.protocols.wire.tensors import Array, arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.host import boot_id
+from staleflow.runtime.portions import Portion, Stuck
 
 log = logging.getLogger(__name__)
 
 FETCH_GROUPS = 512
 """Most members of one request; eight frames each stay far below the transport's limit."""
 FETCH_TOKENS = 4 << 20
-"""Most tokens of one request; some ten bytes each."""
+"""Most tokens of one request."""
+TOKEN_BYTES = 10
+"""Of a token and what is said of it, about."""
+LANES = 2
+"""Of one shard: what came is unpacked while more is on its way."""
 
 AT_ONCE_TOKENS = 100_000
 """Fewer than these are checked at once; more in a thread, so that the loop goes on meanwhile."""
@@ -37,22 +45,40 @@ class Fetcher:
 
     def __init__(self, shards: Sequence[Client], *, mapped: bool = True) -> None:
         self._shards = shards
-        self._maps = [MappedSlabs() if mapped else None for _ in shards]
+        self._maps = MappedSlabs() if mapped else None
+        self._portions = [Portion(FETCH_TOKENS * TOKEN_BYTES) for _ in shards]
+        self._turns = [asyncio.Lock() for _ in shards]
 
     async def members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
         """Every one of them, in that order. ``Refused`` if a shard has not got one, or a corrupt one."""
-        calls = [asyncio.create_task(self._fetch(shard, part)) for shard, part in requests(members)]
+        waiting: dict[int, deque[MemberRef]] = {}
+        for member in members:
+            waiting.setdefault(member.shard, deque()).append(member)
+        found: dict[GroupId, FetchedGroup] = {}
+        lanes = [
+            asyncio.create_task(self._lane(shard, waiting[shard], found)) for shard in waiting for _ in range(LANES)
+        ]
         try:
-            parts = await asyncio.gather(*calls)
+            await asyncio.gather(*lanes)
         finally:
-            for call in calls:
-                call.cancel()
-        found = {item.group: item for part in parts for item in part}
+            for lane in lanes:
+                lane.cancel()
         return [found[member.group] for member in members]
+
+    async def _lane(self, shard: int, waiting: deque[MemberRef], found: dict[GroupId, FetchedGroup]) -> None:
+        """Fetch until none of the shard's members waits."""
+        while waiting:
+            part = taken(waiting, self._portions[shard].nbytes)
+            try:
+                fetched = await self._fetch(shard, part)
+            except Stuck:
+                waiting.extendleft(reversed(part))
+            else:
+                found.update((group.group, group) for group in fetched)
 
     async def _fetch(self, shard: int, members: Sequence[MemberRef]) -> list[FetchedGroup]:
         try:
-            return await self._asked(shard, members, self._maps[shard], checks=True)
+            return await self._asked(shard, members, self._maps, checks=True)
         except Unreadable as error:
             log.info("shard %d is asked to check what it has: %s", shard, error)
         return await self._asked(shard, members, None, checks=False)
@@ -66,7 +92,10 @@ class Fetcher:
             host="" if maps is None else boot_id(),
             checks=checks,
         )
-        reply, frames = await self._shards[shard].call(ask, timeout_s=None)
+        portion, nbytes = self._portions[shard], sum(map(bytes_of, members))
+        async with self._turns[shard]:
+            call = self._shards[shard].call(ask, timeout_s=None)
+            reply, frames = await portion.carry(self._shards[shard], call, nbytes, divisible=len(members) > 1)
         if not isinstance(reply, Groups) or [item.group for item in reply.groups] != ask.groups:
             raise ProtocolError(Code.MALFORMED, f"shard {shard} did not answer with the groups it was asked for")
         if maps is None and any(item.place is not None for item in reply.groups):
@@ -77,19 +106,18 @@ class Fetcher:
         return await asyncio.to_thread(lambda: list(unpacked(reply, frames, found, ask.shas)))
 
 
-def requests(members: Sequence[MemberRef]) -> Iterator[tuple[int, list[MemberRef]]]:
-    """(shard, members) of each request, within the sizes of one message."""
-    part: list[MemberRef] = []
-    tokens = 0
-    for member in sorted(members, key=lambda member: member.shard):
-        full = len(part) >= FETCH_GROUPS or tokens + member.tokens > FETCH_TOKENS
-        if part and (full or member.shard != part[0].shard):
-            yield part[0].shard, part
-            part, tokens = [], 0
-        part.append(member)
-        tokens += member.tokens
-    if part:
-        yield part[0].shard, part
+def taken(waiting: deque[MemberRef], most_bytes: int) -> list[MemberRef]:
+    """The first of those that wait, within the sizes of one request; at least one."""
+    part = [waiting.popleft()]
+    nbytes = bytes_of(part[0])
+    while waiting and len(part) < FETCH_GROUPS and (nbytes := nbytes + bytes_of(waiting[0])) <= most_bytes:
+        part.append(waiting.popleft())
+    return part
+
+
+def bytes_of(member: MemberRef) -> int:
+    """Of its payload, about."""
+    return TOKEN_BYTES * member.tokens
 
 
 def unpacked(

@@ -229,9 +229,9 @@ class Arrivals:
         """Bring every tensor, from one source after another. ``Refused`` when the last of them has failed."""
         why = ""
         try:
-            if await arrival.settled():  # a version of nothing but empty tensors
-                return await self._keep(key, arrival)
             for source in self._upstream.sources():
+                if await arrival.settled():  # nothing is written over what the source before gave and is looked at
+                    return await self._keep(key, arrival)
                 try:
                     if await while_alive(source.client, self._from(source, key, arrival), arrival.moved):
                         return await self._keep(key, arrival)
@@ -277,7 +277,7 @@ class Arrivals:
 
         try:
             arrival.begin_again()
-            await asyncio.to_thread(_copy, self._versions, base, arrival.memory)
+            await _to_its_end(asyncio.to_thread(_copy, self._versions, base, arrival.memory))
             arrival.unchanged(before)
             spans = delta.spans(before, arrival.manifest, most_bytes=weights.SPAN_BYTES)
             await changes(source, asked, held, spans, arrival.memory, applied)
@@ -317,6 +317,16 @@ def _mapped(path: Path, nbytes: int) -> memoryview:
         return memoryview(b"")
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), nbytes))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """A thread's work. Who gives up waiting for it waits all the same: until then the thread writes."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait((working,))
+        raise
 
 
 def _copy(versions: Versions, base: Stored, memory: memoryview) -> None:

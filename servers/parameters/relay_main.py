@@ -1,6 +1,10 @@
 """The process of a relay: ``staleflow attach relay``."""
 
+import asyncio
+import logging
 import os
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
@@ -19,8 +23,13 @@ from staleflow.servers.parameters.relay import RelayService
 from staleflow.servers.parameters.relay_sources import Upstream
 from staleflow.servers.parameters.versions import Versions
 
+log = logging.getLogger(__name__)
+
 BIND = "tcp://127.0.0.1:*"
 """For workers of the same host; others need an address of this host that they reach."""
+FREE_S = 60.0
+"""In which another relay must leave the folder. Then this process ends, to be started again."""
+LOOK_S = 0.5
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str, bind: str, mb_per_s: float) -> int:
@@ -31,10 +40,29 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str, bind: str, 
     sockets = server_sockets(config)
 
     async def main(stop: Stop) -> None:
-        with owned(folder_of(run_dir, name)):
-            await serve_until(stop, config, run_dir, name, scheduler, bind, mb_per_s, transport=sockets)
+        with ExitStack() as held:
+            if await _owns(held, folder_of(run_dir, name), stop):
+                await serve_until(stop, config, run_dir, name, scheduler, bind, mb_per_s, transport=sockets)
 
     return run(main, name, run_dir)
+
+
+async def _owns(held: ExitStack, folder: Path, stop: Stop) -> bool:
+    """Whether the folder is this process's, while ``held`` is open; False when stopped before. A machine whose link was
+    lost is started anew while its old processes still drain: that is no mistake of the operator. ``TimeoutError``."""
+    began, waits = time.monotonic(), False
+    while not stop.is_set():
+        try:
+            held.enter_context(owned(folder))
+            return True
+        except ConfigError as taken:
+            if time.monotonic() - began >= FREE_S:
+                raise TimeoutError(str(taken)) from None
+        if not waits:
+            log.warning("waits for %s: another relay still has it", folder)
+            waits = True
+        await asyncio.sleep(LOOK_S)
+    return False
 
 
 def folder_of(run_dir: Path, name: str) -> Path:

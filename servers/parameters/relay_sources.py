@@ -15,7 +15,7 @@ from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, Manif
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.transport import Transport
-from staleflow.runtime.weights import Pace, Shunned, Source, Ways
+from staleflow.runtime.weights import Pace, Portions, Shunned, Source, Ways
 from staleflow.servers.parameters.versions import VersionKey
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Upstream:
         self._worker = worker
         self._transport = transport
         self._pace = Pace(bytes_per_s)
+        self._portions = Portions()
         self._root: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._above: Client | None = None
         self._newest: VersionKey | None = None
@@ -82,7 +83,7 @@ class Upstream:
         """Whom to ask for its bytes, in this order."""
         shuns = self._above is None or self._above.address in self.shunned
         clients = [self._root.result()] if self._above is None or shuns else [self._above, self._root.result()]
-        return [Source(client=client, pace=self._pace) for client in clients]
+        return [Source(client=client, pace=self._pace, portions=self._portions) for client in clients]
 
     async def pin(self, source: Source, key: VersionKey, manifest: Manifest) -> GetManifest:
         """Pinned at the source, too. ``ProtocolError`` when it has other bytes by that name."""

@@ -125,14 +125,16 @@ class Versions:
         return Staged(key=key, path=path, recycled=recycled)
 
     def _recycle(self, path: Path, nbytes: int) -> bool:
-        """The spare file as this one, where it is about as large."""
-        if not self._spare.exists():
+        """The spare file as this one, where it is about as large, and another thread does not take it first."""
+        try:
+            size = self._spare.stat().st_size
+            if not size // 2 <= nbytes <= size:
+                self.drop_spare()
+                return False
+            self._spare.chmod(0o644)
+            self._spare.replace(path)
+        except FileNotFoundError:
             return False
-        if not self._spare.stat().st_size // 2 <= nbytes <= self._spare.stat().st_size:
-            self.drop_spare()
-            return False
-        self._spare.chmod(0o644)
-        self._spare.replace(path)
         return True
 
     def drop_spare(self) -> None:

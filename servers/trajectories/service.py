@@ -239,8 +239,10 @@ class TrajectoryService:
 
     def _slab(self, call: Call, body: GetSlab) -> None:
         slabs = self._shard.slabs
-        if slabs is None or self._draining:
-            call.reply(Slab(host=boot_id(), folder="", name="", nbytes=0, known=[]))
+        if slabs is None:
+            call.reply(Slab(folder="", name="", nbytes=0, known=[]))
+        elif self._draining:
+            raise Refused(Code.BUSY, "the trajectory server is draining")
         else:
             call.reply(slabs.give(body, self._shard.slab_room()))
 

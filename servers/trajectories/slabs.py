@@ -35,6 +35,11 @@ FREE_SLABS = 4
 """On a disk with less room than for so many none is made: what is left is for the records."""
 SHARE = 256
 """A slab is this part of a shard's map, within these bounds."""
+MOST_UNPUSHED_BYTES = 64 << 20
+"""And two slabs: who writes into as much and has pushed nothing of it gets no more. A worker writes 32 MB of groups at
+most before it pushes them, and of two slabs that follow each other it fills more than one."""
+UNPUSHED_SHARE = 4
+"""Of a small map it is this part."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +61,11 @@ class _Slab:
     def idle(self) -> bool:
         return not self.written and not self.coming and not self.live
 
+    @property
+    def unpushed(self) -> bool:
+        """Nothing of what its worker writes there has come."""
+        return self.written and not self.coming and not self.live
+
 
 class Slabs:
     """Those of one shard, in a folder that is its own."""
@@ -63,6 +73,7 @@ class Slabs:
     def __init__(self, folder: Path, *, map_bytes: int) -> None:
         self._folder = folder
         self._slab_bytes = min(max(map_bytes // SHARE, LEAST_SLAB_BYTES), MOST_SLAB_BYTES)
+        self._most_unpushed = min(MOST_UNPUSHED_BYTES, map_bytes // UNPUSHED_SHARE) + 2 * self._slab_bytes
         self._slabs: dict[str, _Slab] = {}
         self._where: dict[Key, str] = {}
         self._given: dict[WorkerId, tuple[int, Slab]] = {}
@@ -91,8 +102,9 @@ class Slabs:
     # For workers -----------------------------------------------------------------------------------------------------
 
     def give(self, asked: GetSlab, room: int) -> Slab:
-        """An empty slab for that worker, or one without a name if it would take more than ``room`` bytes, or the disk
-        has none. The same question has the same answer; an older one is ``Refused``."""
+        """An empty slab for that worker, or one without a name if it would take more than ``room`` bytes, the disk has
+        none, or the worker has enough. None for who is not on this host: it gives up those that it has. The same
+        question has the same answer; an older one is ``Refused``."""
         if asked.worker == ITSELF:
             raise ProtocolError(Code.MALFORMED, "a worker has a name")
         number, answer = self._given.get(asked.worker, (0, None))
@@ -100,22 +112,29 @@ class Slabs:
             raise Refused(Code.STALE, f"{asked.worker} has asked for another slab since")
         if asked.number == number and answer is not None:
             return answer
+        if asked.host == boot_id():
+            answer = self._give(asked, room)
+        else:
+            self.lose(asked.worker)
+            answer = Slab(folder="", name="", nbytes=0, known=[])
+        self._given[asked.worker] = asked.number, answer
+        return answer
+
+    def _give(self, asked: GetSlab, room: int) -> Slab:
         own = [slab for slab in self._slabs.values() if slab.worker == asked.worker]
         for slab in own:
             slab.written = slab.name in asked.held
-        found = next((slab for slab in own if slab.idle), None) or self._make(asked.worker, room)
+        found = None
+        if sum(slab.data.nbytes for slab in own if slab.unpushed) < self._most_unpushed:
+            found = next((slab for slab in own if slab.idle), None) or self._make(asked.worker, room)
         if found is not None:
             found.written = True
-        known = [slab.name for slab in self._slabs.values() if slab.worker == asked.worker]
-        answer = Slab(
-            host=boot_id(),
+        return Slab(
             folder=self.folder,
             name="" if found is None else found.name,
             nbytes=0 if found is None else found.data.nbytes,
-            known=known,
+            known=[slab.name for slab in self._slabs.values() if slab.worker == asked.worker],
         )
-        self._given[asked.worker] = asked.number, answer
-        return answer
 
     def _make(self, worker: WorkerId, room: int) -> _Slab | None:
         total = sum(slab.data.nbytes for slab in self._slabs.values())

@@ -4,12 +4,13 @@
     python -m staleflow.launch.machine trainer --connect ADDRESS --machine 0 --machines 2 --gpus 8 --meet HOST:PORT
 
 Whoever starts machines (Slurm, Ray, ssh) starts this on each. Everything else comes from the scheduler. What its
-processes print goes to standard output, a line at a time, besides their logs. Exit code 0: the run has ended, or a
-signal came; 2: a process refuses to start; 1: one died again and again.
+processes print goes to standard output, a line at a time, besides their logs, while somebody takes it. Exit code 0: the
+run has ended, or a signal came; 2: a process refuses to start; 1: one died again and again.
 """
 
 import argparse
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ JOIN_S = 600.0
 ENDED_S = 20.0
 """After a process has left by itself: a scheduler that does not answer for so long has ended with its run."""
 LOOK_S = 0.2
+ROOM_S = 0.2
+"""In which standard output must take a line: on a link that is silent nobody reads it, and it is full one day."""
 GLOO = "GLOO_SOCKET_IFNAME"
 """Environment: the interface on which ranks on CPUs meet; else gloo takes the one of this machine's host name."""
 
@@ -105,12 +108,22 @@ class Machine:
     def _tell(self) -> None:
         for tail in self._tails:
             for line in tail.take():
-                say(line)
+                if not say(line):
+                    return
 
 
-def say(text: str) -> None:
-    """One line on standard output, whole even when others print too."""
-    os.write(1, f"{text}\n".encode())
+def say(text: str) -> bool:
+    """One line on standard output, whole even when others print too. False when nobody takes it: whoever reads may be
+    gone, and what runs here is looked after and drained all the same."""
+    line = f"{text}\n".encode()
+    try:
+        for start in range(0, len(line), select.PIPE_BUF):
+            if not select.select((), (1,), (), ROOM_S)[1]:
+                return False
+            os.write(1, line[start : start + select.PIPE_BUF])
+    except OSError:
+        return False
+    return True
 
 
 def roles_of(config: Config, folder: Path, connect: str, place: Place, meet: str) -> list[Role]:

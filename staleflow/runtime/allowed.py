@@ -1,7 +1,8 @@
 """The allow-list: which keys may connect, and as what. Read again when its file changes, so that keys rotate live.
 
-A file that cannot be read keeps the list as it was, and says so in the log: a slip of an editor locks nobody out, and
-lets nobody in.
+A file that cannot be read, or that has lost the servers' key, keeps the list as it was, and says so in the log: a slip
+of an editor locks nobody out, and lets nobody in. Whoever writes the file in place empties it first, and ``keygen``
+puts that key last: what is half written lacks it.
 """
 
 import logging
@@ -87,6 +88,8 @@ class AllowList:
         self._seen = signature
         try:
             holders = read_allowed(self._path)
+            if _has_server(self._holders) and not _has_server(holders):
+                raise ConfigError("allow-list", str(self._path), "it has lost the key of the servers")
         except ConfigError as error:
             log.error("the allow-list stays as it was: %s", error)
             return False
@@ -102,3 +105,7 @@ class AllowList:
         except OSError:
             return None
         return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _has_server(holders: Mapping[bytes, Holder]) -> bool:
+    return any(holder.role is Role.SERVER for holder in holders.values())

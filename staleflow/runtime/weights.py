@@ -1,29 +1,30 @@
 """Bytes of a version over a connection, into memory that is there already: whole, or as changes to an older version.
 
 - A few pieces are under way at once (credit), so that a link is busy while each end works; memory beyond the target is
-  those pieces.
+  those pieces. They are as large as the link can carry in a moment.
 - Nothing here is believed: who lets a piece or a version go on compares it with the manifest (``is_right``).
 - A pace bounds how many bytes a second are asked for, on links that others use as well.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.delta import Span, apply
+from staleflow.protocols.wire.delta import WIDTHS, Span, apply
 from staleflow.protocols.wire.manifest import digest
 from staleflow.protocols.wire.messages import Chunk, GetChunk, GetDelta, GetManifest, Ping, Pong, Request, TensorEntry
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.portions import Portion, Stuck
 
 CHUNK_BYTES = 4 << 20
-"""Of one message. A server may send less at once than it is asked for."""
+"""Of one message, at most. A server may send less at once than it is asked for."""
 SPAN_BYTES = 4 << 20
-"""Of a version, in one delta."""
+"""Of a version, in one delta, at most."""
 PAYS_BELOW = 800e6
 """Bytes a second of a link below which a delta is tried: making one takes a core more than a second a GB."""
 CREDIT = 4
@@ -120,12 +121,21 @@ class Ways:
         self._delta_rate = nbytes / max(seconds, 1e-6)
 
 
+class Portions:
+    """How much of a version is asked for at once: learned from the versions before."""
+
+    def __init__(self) -> None:
+        self.whole = Portion(CHUNK_BYTES)
+        self.changes = Portion(SPAN_BYTES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where bytes come from: a parameter server, or a relay."""
 
     client: Client
     pace: Pace
+    portions: Portions
 
 
 async def whole(
@@ -133,12 +143,18 @@ async def whole(
 ) -> None:
     """Fill parts (offset, bytes) of ``target`` with bytes of the version. ``Refused``, ``Unavailable`` or
     ``ProtocolError``."""
-    pieces = (
-        (start, min(CHUNK_BYTES, offset + nbytes - start))
-        for offset, nbytes in parts
-        for start in range(offset, offset + nbytes, CHUNK_BYTES)
-    )
+    pieces = _pieces(parts, source.portions.whole)
     await credited(_fill(source, asked, start, target[start : start + size], arrived) for start, size in pieces)
+
+
+def _pieces(parts: Iterable[tuple[int, int]], portion: Portion) -> Iterator[tuple[int, int]]:
+    """The parts in pieces, each as large as is right when it is taken."""
+    for offset, nbytes in parts:
+        start, end = offset, offset + nbytes
+        while start < end:
+            size = min(portion.nbytes, end - start)
+            yield start, size
+            start += size
 
 
 async def changes(
@@ -208,12 +224,17 @@ def is_right(entry: TensorEntry, version: memoryview) -> bool:
 
 
 async def _fill(source: Source, asked: GetManifest, offset: int, piece: memoryview, arrived: Arrived) -> None:
+    portion = source.portions.whole
     while piece.nbytes:
-        await source.pace.take(piece.nbytes)
-        ask = GetChunk(lineage=asked.lineage, version=asked.version, offset=offset, nbytes=piece.nbytes)
-        frame = await _frame(source, ask)
+        wanted = min(piece.nbytes, portion.nbytes)
+        await source.pace.take(wanted)
+        ask = GetChunk(lineage=asked.lineage, version=asked.version, offset=offset, nbytes=wanted)
+        try:
+            frame = await portion.carry(source.client, _frame(source, ask), wanted)
+        except Stuck:
+            continue
         size = frame.nbytes
-        if not 0 < size <= piece.nbytes:
+        if not 0 < size <= wanted:
             raise _malformed(source, ask)
         piece[:size] = frame
         arrived(offset, size)
@@ -221,6 +242,19 @@ async def _fill(source: Source, asked: GetManifest, offset: int, piece: memoryvi
 
 
 async def _change(
+    source: Source, asked: GetManifest, base: GetManifest, span: Span, target: memoryview, applied: Applied
+) -> None:
+    while span.nbytes:
+        portion = source.portions.changes.nbytes
+        part = span._replace(nbytes=min(span.nbytes, portion - portion % max(WIDTHS)))
+        try:
+            await _change_part(source, asked, base, part, target, applied)
+        except Stuck:
+            continue
+        span = span._replace(offset=span.offset + part.nbytes, nbytes=span.nbytes - part.nbytes)
+
+
+async def _change_part(
     source: Source, asked: GetManifest, base: GetManifest, span: Span, target: memoryview, applied: Applied
 ) -> None:
     ask = GetDelta(
@@ -232,7 +266,7 @@ async def _change(
         nbytes=span.nbytes,
         width=span.width,
     )
-    frame = await _frame(source, ask)
+    frame = await source.portions.changes.carry(source.client, _frame(source, ask), span.nbytes)
     await source.pace.take(frame.nbytes)  # known only now: the next ones wait for it
     applying = asyncio.ensure_future(asyncio.to_thread(apply, frame, target[span.offset : span.offset + span.nbytes]))
     try:

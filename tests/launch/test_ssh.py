@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,11 +19,48 @@ from staleflow.launch import ssh
 from staleflow.launch.remote import whole
 from staleflow.launch.servers import settled
 from staleflow.launch.ssh import Reach
+from staleflow.supervisor.lifeline import VARIABLE
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 HOSTS = 'launch.hosts=["trainer-1", "engines-1", "engines-2"]'
 LOCAL = ["sh", "-c", 'exec sh -c "$1"']
 """A shell to a host that is here: its first argument is the host's name."""
+LINK = """
+import os, select, subprocess, sys
+with open(sys.argv[1], "w") as file:
+    print(os.getpid(), file=file)
+there = subprocess.Popen(["sh", "-c", sys.argv[-1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+said = there.stdout.fileno()
+while 0 not in select.select([0, said], [], [])[0] and (data := os.read(said, 65536)):
+    os.write(1, data)
+"""
+"""As ``LOCAL``, with a process in between that is the connection and writes its number into its first argument."""
+MACHINE = """
+import sys
+from pathlib import Path
+from staleflow.launch.machine import Machine
+from staleflow.supervisor import lifeline
+from staleflow.supervisor.roles import Kind, Role
+lifeline.hold()
+role = Role(name="worker", kind=Kind.WORKER, command=tuple(sys.argv[2:]))
+sys.exit(Machine([role], Path(sys.argv[1]), "tcp://nobody", "rollout").run())
+"""
+"""One that has a process already, and needs no scheduler."""
+WORKER = """
+import asyncio, sys
+from pathlib import Path
+from staleflow.runtime.daemon import run
+from staleflow.supervisor import lifeline
+lifeline.hold()
+folder = Path(sys.argv[1])
+async def main(stop):
+    (folder / "began").touch()
+    await stop.wait()
+    print("draining", flush=True)
+    await asyncio.sleep(1.0)
+    (folder / "drained").touch()
+sys.exit(run(main, "worker", folder))
+"""
 
 
 def reaches(*overrides: str) -> dict[str, Reach]:
@@ -72,10 +111,10 @@ def test_what_ssh_cannot_do_is_refused(override: str, said: str) -> None:
     assert said in str(refused.value)
 
 
-def remote(command: str, home: Path, keys: list[Path]) -> "subprocess.Popen[bytes]":
+def remote(command: str, home: Path, keys: list[Path], through: list[str] = LOCAL) -> "subprocess.Popen[bytes]":
     told = {
         "host": "here",
-        "through": LOCAL,
+        "through": through,
         "command": command,
         "keys_in": "kept" if keys else "",
         "key_files": [str(key) for key in keys],
@@ -145,3 +184,54 @@ def test_the_other_end_hears_it_when_this_one_goes(tmp_path: Path, how: signal.S
         time.sleep(0.02)
     assert running.stdout is not None
     running.stdout.close()
+
+
+def machine(folder: Path, *command: str) -> list[str]:
+    return [sys.executable, "-c", MACHINE, str(folder), *command]
+
+
+def test_a_machine_drains_though_nobody_is_left_to_hear_of_it(tmp_path: Path) -> None:
+    """Its link is lost at once: what it says goes into the pipe of a dead process."""
+    link = [sys.executable, "-c", LINK, str(tmp_path / "link")]
+    words = machine(tmp_path, sys.executable, "-c", WORKER, str(tmp_path))
+    running = remote(f"{VARIABLE}=0 exec {shlex.join(words)}", tmp_path, [], link)
+    try:
+        until((tmp_path / "began").exists)
+        os.kill(int((tmp_path / "link").read_text()), signal.SIGKILL)
+        assert running.wait(timeout=60) == 128 + signal.SIGKILL
+        until(lambda: "worker ends" in (tmp_path / "logs" / "worker.log").read_text())
+        assert (tmp_path / "drained").exists()
+    finally:
+        end(running)
+
+
+def test_a_machine_goes_on_though_nobody_takes_what_it_says(tmp_path: Path) -> None:
+    """A link that is silent: the pipe is full, and a process that ends is noticed all the same."""
+    words = machine(tmp_path, "sh", "-c", "yes | head -n 200000; exit 2")
+    running = subprocess.Popen(words, stdout=subprocess.PIPE)
+    try:
+        assert running.wait(timeout=60) == 2
+        assert running.stdout is not None
+        assert running.stdout.read().startswith(b"worker started\ny\ny\n")
+    finally:
+        end(running)
+
+
+def test_a_line_longer_than_a_pipe_takes_at_once_arrives_whole(tmp_path: Path) -> None:
+    words = machine(tmp_path, sys.executable, "-c", "print('x' * 300_000, flush=True); exit(2)")
+    said = subprocess.run(words, stdout=subprocess.PIPE, timeout=60, check=False).stdout
+    assert said.splitlines()[:2] == [b"worker started", b"x" * 300_000]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

@@ -123,6 +123,25 @@ def test_an_allow_list_that_cannot_be_read_stays_as_it_was(keys: Path, caplog: p
     assert caplog.text.count("the allow-list stays as it was") == len(spoils)
 
 
+@pytest.mark.parametrize("written", [0, 1, 10])
+def test_an_allow_list_that_is_half_written_shuts_nobody_out(
+    keys: Path, caplog: pytest.LogCaptureFixture, written: int
+) -> None:
+    """``scp`` empties a file and then fills it: a look in between finds TOML, up to some line."""
+    path, server = keys / "allowed.toml", read_key(keys / "server.key").public
+    main(["keygen", str(keys), "--add", "rollout", "--name", "gpu-box-7"])
+    held, allowed = read_key(keys / "rollout.key").public, AllowList(path)
+    whole = path.read_text()
+    path.write_text("".join(whole.splitlines(keepends=True)[:written]))
+    assert server not in read_allowed(path)
+    assert not allowed.refresh()
+    assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
+    assert "it has lost the key of the servers" in caplog.text
+    path.write_text(whole.replace("gpu-box-7", "gpu-box-8"))
+    assert allowed.refresh()
+    assert Holder(Role.ROLLOUT, "gpu-box-8") in map(allowed.find, read_allowed(path))
+
+
 def test_every_verb_is_in_the_table() -> None:
     assert set(typing.get_args(Request)) == set(VERBS)
     assert set(typing.get_args(Op)) == set(OPS)

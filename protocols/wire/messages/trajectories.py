@@ -45,6 +45,9 @@ class GetSlab(Message, frozen=True, kw_only=True):
     """A worker on the shard's host asks for a file to write payload into, which both map. -> Slab, or Refusal"""
 
     worker: WorkerId
+    host: str
+    """Kernel boot id of the worker. Who has another than the server, or says none because it cannot open what it was
+    given, gets no slab and gives back those that it has."""
     number: Count
     """1, 2, ... of this worker. An echo of an older question changes nothing."""
     held: list[str]
@@ -54,12 +57,10 @@ class GetSlab(Message, frozen=True, kw_only=True):
 class Slab(Message, frozen=True, kw_only=True):
     """An empty slab for this worker alone."""
 
-    host: str
-    """Kernel boot id of the server: the path is of use to nobody who has another."""
     folder: str
-    """Empty: there are no slabs here, ever."""
+    """Empty: there are no slabs for this worker, ever."""
     name: str
-    """Empty: there is no room for one now."""
+    """Empty: there is no room for one now, or the worker has enough that it has pushed nothing of."""
     nbytes: Count
     known: list[str]
     """All slabs of this worker that still exist, this one among them."""

@@ -1,5 +1,7 @@
 """From members to columns, and from columns to micro-batches."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from staleflow.clients.trainer.backend import batch_values
 from staleflow.clients.trainer.batches import FetchedGroup, assemble, micro_batches
-from staleflow.clients.trainer.fetching import FETCH_GROUPS, FETCH_TOKENS, requests
+from staleflow.clients.trainer.fetching import FETCH_GROUPS, bytes_of, taken
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import MemberRef
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
@@ -141,25 +143,30 @@ def test_every_row_is_in_exactly_one_micro_batch_that_fits(lengths: list[int], m
         assert len(cut) == 1 or len(cut) * longest <= micro_tokens
 
 
-def member(group: int, shard: int, tokens: int = 10) -> MemberRef:
+def member(group: int, tokens: int = 10) -> MemberRef:
     return MemberRef(
         group=GroupId(group),
         lease=LeaseId(group),
         lineage=Lineage(0),
         version=Version(0),
         sha="",
-        shard=shard,
+        shard=0,
         tokens=tokens,
     )
 
 
-def test_requests_go_to_each_shard_once_when_they_fit() -> None:
-    found = [(shard, [m.group for m in part]) for shard, part in requests([member(5, 1), member(2, 0), member(7, 1)])]
-    assert found == [(0, [2]), (1, [5, 7])]
+def test_a_request_takes_the_first_members_that_fit() -> None:
+    waiting = deque(member(g) for g in range(5))
+    most = 2 * bytes_of(member(0))
+    assert [m.group for m in taken(waiting, most)] == [0, 1]
+    assert [m.group for m in taken(waiting, most + 1)] == [2, 3]
+    assert [m.group for m in taken(waiting, most)] == [4]
+    assert not waiting
 
 
-def test_requests_stay_within_the_limits_of_a_message() -> None:
-    assert len(list(requests([member(g, 0) for g in range(FETCH_GROUPS + 1)]))) == 2
-    assert len(list(requests([member(g, 0, FETCH_TOKENS // 2 + 1) for g in range(3)]))) == 3
-    assert len(list(requests([member(0, 0, 2 * FETCH_TOKENS)]))) == 1
-    assert list(requests([])) == []
+def test_a_request_has_a_member_however_large_it_is_and_no_more_than_a_message_may() -> None:
+    large = deque([member(0, 2000), member(1)])
+    assert [m.group for m in taken(large, 1)] == [0]
+    many = deque(member(g) for g in range(FETCH_GROUPS + 1))
+    assert len(taken(many, 1 << 30)) == FETCH_GROUPS
+    assert len(many) == 1

@@ -1,10 +1,14 @@
-"""A second server on the same folder is refused before it removes what the first one is writing."""
+"""A second server on the same folder is refused before it removes what the first one is writing; a relay waits."""
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from staleflow.configs.errors import ConfigError
+from staleflow.servers.parameters import relay_main
 from staleflow.servers.parameters.main import owned, serve
 from tests.servers.running import config_of
 
@@ -19,3 +23,40 @@ def test_a_second_server_leaves_the_first_one_s_uploads_alone(tmp_path: Path) ->
         assert (folder / "upload-1.part").exists()
     with owned(folder):
         pass
+
+
+def relayed(run_dir: Path) -> int:
+    return relay_main.attach(config_of(run_dir), run_dir, "relay-0", "ipc:///nowhere", relay_main.BIND, 0.0)
+
+
+def test_a_relay_that_waited_in_vain_leaves_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Exit code 2 would end the run: nobody made a mistake."""
+    monkeypatch.setattr(relay_main, "FREE_S", 0.1)
+    folder = relay_main.folder_of(tmp_path, "relay-0")
+    with owned(folder):
+        (folder / "upload-1.part").write_bytes(b"half")
+        assert relayed(tmp_path) == 1
+        assert (folder / "upload-1.part").exists()
+    assert f"waits for {folder}: another relay still has it" in caplog.text
+    assert "in use by another process" in caplog.text
+
+
+def test_a_relay_that_waits_can_be_stopped(tmp_path: Path) -> None:
+    log, over = tmp_path / "logs" / "relay-0.log", threading.Event()
+
+    def stop() -> None:
+        while not over.wait(0.02):
+            if log.exists() and "waits for" in log.read_text():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    stopping = threading.Thread(target=stop)
+    with owned(relay_main.folder_of(tmp_path, "relay-0")):
+        stopping.start()
+        try:
+            assert relayed(tmp_path) == 0
+        finally:
+            over.set()
+            stopping.join()

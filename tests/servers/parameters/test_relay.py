@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters import relay, tree
 from staleflow.servers.parameters.deltas import Deltas
+from staleflow.servers.parameters.main import owned
 from staleflow.servers.parameters.relay_arrivals import Arrivals
-from staleflow.servers.parameters.relay_main import attach, serve_until
+from staleflow.servers.parameters.relay_main import attach, folder_of, serve_until
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import NoRoom, VersionKey, Versions
 from tests.servers.parameters.growing import LARGE, RELAY_HOST, Grown, chunk, manifest_of, pulled, same
@@ -302,6 +304,27 @@ async def test_a_relay_is_a_process_that_may_be_killed(grown: Grown) -> None:
         same((await pulled(grown.reader("reader.3")))[0])
         process.terminate()
         assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_a_relay_serves_once_another_has_left_its_folder(grown: Grown) -> None:
+    """A machine behind a lost link still drains while it is started anew."""
+    log = grown.run.run_dir / "logs" / "relay-0.log"
+
+    async def waits() -> bool:
+        return log.exists() and "another relay still has it" in log.read_text()
+
+    other = ExitStack()
+    other.enter_context(owned(folder_of(grown.run.run_dir, "relay-0")))
+    process = grown.process("relay-0")
+    try:
+        with other:
+            await eventually(waits)
+            assert await grown.tree() == []
+        await eventually(lambda: grown.is_there("relay-0"))
+        same((await pulled(grown.reader()))[0])
     finally:
         process.kill()
         process.wait()

@@ -6,8 +6,10 @@ Every value of version ``v`` is a function of ``v`` and of its place, so a reade
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Chunk, GetChunk, GetManifest, Manifest, ManifestOf
 from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.errors import Refused
-from staleflow.servers.parameters.versions import About, Stored, VersionKey, Versions
+from staleflow.servers.parameters.versions import About, Staged, Stored, VersionKey, Versions
 from tests.servers.running import Run, eventually, produced
 
 TEARS = 100
@@ -193,6 +195,28 @@ def recycling(folder: Path) -> Versions:
     spare.chmod(0o644)
     spare.write_bytes(b"x" * spare.stat().st_size)
     return versions
+
+
+def test_of_two_versions_that_begin_at_once_one_gets_the_spare_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both see it before either takes it."""
+    versions, both, chmod = recycling(tmp_path), Barrier(2), Path.chmod
+
+    def together(path: Path, mode: int) -> None:
+        if path.name == "spare.part":
+            both.wait(60)
+        chmod(path, mode)
+
+    def begin(version: int) -> Staged:
+        return versions.stage(VersionKey(Lineage(0), Version(version)), laid_out(version)[0].nbytes)
+
+    monkeypatch.setattr(Path, "chmod", together)
+    with ThreadPoolExecutor(2) as threads:
+        staged = list(threads.map(begin, (2, 3)))
+    assert sorted(one.recycled for one in staged) == [False, True]
+    assert [one.path.stat().st_size for one in staged] == [laid_out(version)[0].nbytes for version in (2, 3)]
+    assert staged[0].path != staged[1].path
 
 
 def test_a_version_written_over_an_old_one_is_whole_or_not_there_wherever_it_is_torn(tmp_path: Path) -> None:

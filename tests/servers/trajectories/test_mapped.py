@@ -196,6 +196,18 @@ async def test_a_shard_that_gives_no_slabs_gets_frames(make_run: Callable[..., R
     slabbed.close()
 
 
+async def test_a_worker_of_another_host_takes_no_slab_of_the_shard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("staleflow.clients.rollout.slabs.boot_id", lambda: "another")
+    trainer, _, slabbed, assigns = await begun(run, 2)
+    await slabbed.push(*assigns)
+    await judged(run, 2)
+    batch = await trainer.next_batch(0)
+    assert same(await fetcher(run, trainer).members(batch.members), batch.members)
+    assert await slabbed.writer.write([b"payload"]) is None
+    assert len(slabs_of(run)) == 1  # the shard's own, for what came in frames
+    slabbed.close()
+
+
 async def test_a_slab_is_written_again_only_when_its_batch_is_consumed_and_kept_by_no_checkpoint(run: Run) -> None:
     trainer, rollout, slabbed, assigns = await begun(run, 2)
     await slabbed.push(*assigns)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from staleflow.protocols.wire.messages import Assign, FetchGroups, GetRows, Groups, Rows
+from staleflow.protocols.wire.messages import Assign, FetchGroups, GetRows, Groups, Rows, StageItem
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 
 WIDE = {
@@ -65,12 +65,23 @@ async def test_a_group_that_a_stage_had_at_a_kill_goes_to_the_stage_again(
     leased = await rollout.leases(2)
     await rollout.push(*leased)
     stage = StageWorker(run)
-    before, _ = await stage.take()
+    before = await taken(stage, len(leased))
     run.kill("trajectories-0")
     run.process("trajectories", 0)
-    after, _ = await stage.take()
-    assert {item.group for item in after} <= {assign.group for assign in leased}
+    after = await taken(stage, len(leased))
+    pushed = sorted((assign.group, assign.lease) for assign in leased)
+    for items in (before, after):
+        assert sorted((item.group, item.lease) for item in items) == pushed
     assert {item.ticket for item in before}.isdisjoint({item.ticket for item in after})
+
+
+async def taken(stage: StageWorker, count: int) -> list[StageItem]:
+    """So many groups, none of them finished."""
+    items: list[StageItem] = []
+    async with asyncio.timeout(30):
+        while len(items) < count:
+            items += (await stage.take(held=items))[0]
+    return items
 
 
 async def test_a_shard_that_ends_in_order_answers_what_it_has_taken(run: Run) -> None:

@@ -3,16 +3,21 @@
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from staleflow.clients.rollout.pushes import MOST_BYTES, MOST_GROUPS
+from staleflow.clients.rollout.slabs import SlabWriter
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import GetSlab, Place
+from staleflow.protocols.wire.messages import GetSlab, Place, Slab
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.host import boot_id
 from staleflow.servers.trajectories.records import Key
-from staleflow.servers.trajectories.slabs import Slabs
+from staleflow.servers.trajectories.slabs import MOST_UNPUSHED_BYTES, Slabs
 
 MB = 1 << 20
 ME, OTHER = WorkerId("rollout-0.1"), WorkerId("rollout-1.1")
@@ -23,8 +28,21 @@ def slabs(folder: Path) -> Slabs:
     return Slabs(folder / "slabs", map_bytes=64 * MB)
 
 
-def ask(number: int, *held: str, worker: WorkerId = ME) -> GetSlab:
-    return GetSlab(worker=worker, number=number, held=list(held))
+def ask(number: int, *held: str, worker: WorkerId = ME, host: str | None = None) -> GetSlab:
+    return GetSlab(worker=worker, host=boot_id() if host is None else host, number=number, held=list(held))
+
+
+class Shard:
+    """Gives slabs, whose folder is elsewhere for the worker if that is said."""
+
+    def __init__(self, of: Slabs, *, elsewhere: Path | None = None) -> None:
+        self._of, self._elsewhere = of, elsewhere
+        self.asked = 0
+
+    async def ask(self, asked: GetSlab, *_: object, **__: object) -> Slab:
+        self.asked += 1
+        slab = self._of.give(asked, 4096 * MB)
+        return msgspec.structs.replace(slab, folder=str(self._elsewhere)) if slab.name and self._elsewhere else slab
 
 
 def key(number: int) -> Key:
@@ -106,6 +124,61 @@ def test_without_room_there_is_no_slab_and_idle_ones_make_room_first(tmp_path: P
     of.lose(ME)
     other = of.give(ask(1, worker=OTHER), MB)
     assert os.listdir(tmp_path / "slabs") == [other.name]
+
+
+@pytest.mark.parametrize("host", ["another", ""])
+def test_who_is_on_another_host_gets_no_slab_and_keeps_none(tmp_path: Path, host: str) -> None:
+    of = slabs(tmp_path)
+    far = Slab(folder="", name="", nbytes=0, known=[])
+    assert of.give(ask(1, worker=OTHER, host=host), ROOM) == far
+    assert not (tmp_path / "slabs").exists()
+    kept = of.give(ask(1), ROOM).name
+    of.hold(key(1), kept)
+    empty = of.give(ask(2, kept), ROOM).name
+    assert [of.give(ask(3, kept, empty, host=host), ROOM) for _ in range(2)] == [far] * 2
+    assert (os.listdir(tmp_path / "slabs"), of.nbytes) == ([kept], MB)
+    of.free([key(1)])
+    assert (os.listdir(tmp_path / "slabs"), of.nbytes) == ([], 0)
+
+
+def test_a_worker_that_pushes_nothing_of_what_it_has_gets_no_more(tmp_path: Path) -> None:
+    of = slabs(tmp_path)
+    names: list[str] = []
+
+    def get(number: int) -> bool:
+        if name := of.give(ask(number, *names), ROOM).name:
+            names.append(name)
+        return bool(name)
+
+    most = 64 // 4 + 2
+    assert [get(number) for number in range(1, 40)] == [True] * most + [False] * (39 - most)
+    assert of.give(ask(1, worker=OTHER), ROOM).name
+    of.expect(names[0])
+    of.hold(key(1), names[1])
+    assert [get(number) for number in range(40, 44)] == [True, True, False, False]
+    assert of.give(ask(44), ROOM).name in names  # what it has done with counts no more
+
+
+@pytest.mark.parametrize(("map_mb", "group_mb"), [(256, 0.501), (4096, 8.01)])
+async def test_the_groups_of_one_push_find_slabs_however_they_fill_them(
+    tmp_path: Path, map_mb: int, group_mb: float
+) -> None:
+    """Of each slab one byte more than half can be used."""
+    of = Slabs(tmp_path / "slabs", map_bytes=map_mb * MB)
+    shard: Any = Shard(of)
+    writer, data = SlabWriter(shard, ME), bytes(int(group_mb * MB))
+    num_groups = min(MOST_BYTES // len(data), MOST_GROUPS)
+    places = [await writer.write([data]) for _ in range(num_groups)]
+    assert len({place.slab for place in places if place is not None}) == num_groups
+    assert of.nbytes < MOST_UNPUSHED_BYTES
+
+
+async def test_a_worker_that_cannot_open_its_slab_gives_it_back_and_asks_no_more(tmp_path: Path) -> None:
+    of = slabs(tmp_path)
+    shard: Any = Shard(of, elsewhere=tmp_path / "of a container")
+    writer = SlabWriter(shard, ME)
+    assert [await writer.write([b"payload"]) for _ in range(100)] == [None] * 100
+    assert (shard.asked, os.listdir(tmp_path / "slabs"), of.nbytes) == (2, [], 0)
 
 
 def test_a_full_disk_is_no_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

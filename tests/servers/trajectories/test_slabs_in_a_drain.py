@@ -1,5 +1,6 @@
 """A slab that a push names stays as it is from when the push is taken in, whatever comes before its commit."""
 
+import asyncio
 from collections.abc import Sequence
 from hashlib import sha256
 from mmap import mmap
@@ -15,12 +16,17 @@ from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
-from staleflow.protocols.wire.messages import GetSlab, Op, Place, Result
+from staleflow.protocols.wire.messages import GetSlab, Op, Place, Refusal, Reply, Result, Slab
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.host import boot_id
+from staleflow.runtime.memory import MemoryEndpoint
 from staleflow.runtime.memory_store import MemoryStore
+from staleflow.runtime.prompts import PromptRows
 from staleflow.runtime.store import StoreFull, number_key
+from staleflow.servers.attached import Tasks
 from staleflow.servers.trajectories.filters import none
+from staleflow.servers.trajectories.main import make_service
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import Then
 from staleflow.servers.trajectories.shard import Shard
@@ -81,7 +87,7 @@ class World:
 
     def get(self, worker: WorkerId, held: Sequence[str] = ()) -> str:
         self._asked += 1
-        asked = GetSlab(worker=worker, number=self._asked, held=list(held))
+        asked = GetSlab(worker=worker, host=boot_id(), number=self._asked, held=list(held))
         name = self.slabs.give(asked, self.shard.slab_room()).name
         if name:
             self.given[worker].append(name)
@@ -231,6 +237,26 @@ async def test_a_push_again_of_a_damaged_record_leaves_nothing_of_what_was_there
     assert [(held.key, held.done) for held in again.shard.holdings] == [(key, {})]
     assert again.shard.retainable() == []  # it is to be registered, and no damaged record is left
     await again.shard.recover()
+
+
+async def test_a_shard_that_drains_is_busy_and_says_nothing_of_slabs(tmp_path: Path) -> None:
+    store: Any = Store(TABLES)
+    nobody: Any = None
+    config = Config(prompts=Prompts(), reward=Reward(run=""))
+    said: list[Reply] = []
+    async with asyncio.TaskGroup() as group:
+        kept = TrajectoryStore(store, map_bytes=5 * MB, slabs=Slabs(tmp_path / "slabs", map_bytes=5 * MB))
+        service = make_service(config, 0, kept, PromptRows([b"{}"]), nobody, Tasks(group))
+        endpoint = MemoryEndpoint(service.on_call, lambda deliver: deliver())
+        for number in (1, 2):
+            asked = GetSlab(worker=WORKERS[0], host=boot_id(), number=number, held=[])
+            endpoint.call(WORKERS[0], asked, said.append)
+            service.drain()
+    given_before, drained = said
+    assert isinstance(given_before, Slab)
+    assert given_before.name
+    assert isinstance(drained, Refusal)
+    assert (drained.code, drained.retry_after_ms > 0) == (Code.BUSY, True)
 
 
 NUMBERS = st.integers(0, 5)
