@@ -85,7 +85,8 @@ class ShardTarget:
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
         scheduler = cast("Client", Agreeable(self._random))
-        self._service = make_service(config, 0, self._store, self._prompts, scheduler, Tasks(self._group))
+        self._tasks = Tasks(self._group)
+        self._service = make_service(config, 0, self._store, self._prompts, scheduler, self._tasks)
         self._ears = Ears(self._service.on_call)
         self._working = self._group.create_task(self._service.work())
         self._pushed.clear()
@@ -211,6 +212,7 @@ class ShardTarget:
     async def close(self) -> None:
         """What ran must not have failed."""
         self._service.drain()
+        await self._tasks.drain()
         self._working.cancel()
         await self._group.__aexit__(None, None, None)
         self._close()

@@ -13,7 +13,7 @@ training, settle, rollback.
 
 from collections.abc import Iterable
 from heapq import nsmallest
-from typing import assert_never
+from typing import Final, assert_never
 
 from staleflow.protocols.consistency import admission, invariants, production, settle, snapshot, training
 from staleflow.protocols.consistency.effects import Effect, Member, Sealed
@@ -41,6 +41,9 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step,
 from staleflow.protocols.consistency.ledger import Ledger
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.snapshot import Cell, Row
+
+_COUNTED: Final = {state.name.lower(): state for state in State if state <= State.CONSUMED}
+"""The states that are counted, by name."""
 
 
 class Machine:
@@ -179,7 +182,7 @@ class Machine:
     def state_counts(self) -> dict[str, int]:
         """Groups in each state, spares among them; ``consumed`` counts every one of the surviving history."""
         ledger = self._ledger
-        counts = {state.name.lower(): ledger.counts[state] for state in State if state <= State.CONSUMED}
+        counts = {name: ledger.counts[state] for name, state in _COUNTED.items()}
         return counts | {"spares": ledger.window.num_spares, "claimed": ledger.window.claimed}
 
     def totals(self) -> dict[str, int]:

@@ -121,7 +121,7 @@ def unpack(data: Data) -> dict[str, Array]:
             raise _malformed(f"array {spec.name!r}: bytes {start} to {end} are not in a blob of {total}")
         if spec.name in found:
             raise _malformed(f"array {spec.name!r} comes twice")
-        found[spec.name] = _view(spec, view[start:end])
+        found[spec.name] = _view(spec, view, start)
         offset = end
     if offset != total:
         raise _malformed(f"{total - offset} bytes follow the last array of the blob")
@@ -135,15 +135,12 @@ def _read_specs(data: memoryview) -> list[TensorSpec]:
         raise _malformed(f"the specs of the blob are damaged: {error}") from None
 
 
-def _view(spec: TensorSpec, frame: memoryview) -> Array:
-    """Of a frame that is read-only, and of as many bytes as the spec says."""
-    dtype = DTYPES[spec.dtype]
-    if frame.nbytes:
-        array: Array = np.frombuffer(frame, dtype)
-        return array if len(spec.shape) == 1 else array.reshape(spec.shape)
-    array = np.empty(0, dtype).reshape(spec.shape)
-    array.flags.writeable = False
-    return array
+def _view(spec: TensorSpec, data: memoryview, start: int = 0) -> Array:
+    """Of bytes that are read-only, and from ``start`` on as many as the spec says."""
+    try:
+        return np.ndarray(spec.shape, DTYPES[spec.dtype], data, start)
+    except ValueError as error:  # no bytes, and a dimension that is too large all the same
+        raise _malformed(f"array {spec.name!r}: shape {spec.shape}: {error}") from None
 
 
 def _malformed(detail: str) -> ProtocolError:

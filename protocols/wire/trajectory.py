@@ -43,6 +43,8 @@ _FLOAT: Final = np.dtype("float32")
 _LAST_FINISH: Final = max(Finish)
 _MOST_ROWS: Final = 65_536
 """Samples of a group, and segments of all its samples: they are looked at one by one."""
+_FEW: Final = 32
+"""Up to so many values plain Python is faster than NumPy."""
 _least, _most = np.minimum.reduce, np.maximum.reduce
 # The methods of arrays do the same by way of Python, which takes longer than a group of a few thousand tokens.
 
@@ -84,12 +86,15 @@ class GroupPayload:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array]) -> "GroupPayload":
         """A checked payload. ``ProtocolError`` names the first thing that is wrong."""
-        if missing := [name for name in _COLUMNS if name not in arrays]:
-            raise _malformed(f"the payload lacks {', '.join(missing)}")
-        if unknown := [name for name in arrays if name not in _COLUMNS and not name.startswith(STAGE)]:
+        own: dict[str, Array] = {}
+        stages: dict[str, Array] = {}
+        for name, array in arrays.items():
+            (own if name in _COLUMNS else stages)[name] = array
+        if len(own) < len(_COLUMNS):
+            raise _malformed(f"the payload lacks {', '.join([name for name in _COLUMNS if name not in own])}")
+        if unknown := [name for name in stages if not name.startswith(STAGE)]:
             raise _malformed(f"the payload has unknown columns: {', '.join(unknown)}")
-        stages = {name: array for name, array in arrays.items() if name.startswith(STAGE)}
-        payload = cls(**{name: arrays[name] for name in _COLUMNS}, stages=stages)
+        payload = cls(**own, stages=stages)
         payload.check()
         return payload
 
@@ -120,7 +125,7 @@ class GroupPayload:
         """
         totals: dict[tuple[int, int], int] = {}
         rows: list[list[int]] = self.segments.tolist()
-        for (_, lineage, version, _), tokens in zip(rows, self._sampled(self.segments[:, 3]).tolist(), strict=True):
+        for (_, lineage, version, _), tokens in zip(rows, self._sampled(self.segments[:, 3]), strict=True):
             if tokens:
                 totals[lineage, version] = totals.get((lineage, version), 0) + tokens
         return [Segment(Lineage(key[0]), Version(key[1]), totals[key]) for key in sorted(totals)]
@@ -129,20 +134,21 @@ class GroupPayload:
         """int64 [T]: the version that wrote each token."""
         return np.repeat(self.segments[:, 2], self.segments[:, 3])
 
-    def sampled_lengths(self) -> Array:
-        """int64 [n]: tokens of each sample that the policy wrote."""
+    def sampled_lengths(self) -> list[int]:
+        """Tokens of each sample that the policy wrote."""
         return self._sampled(self.lengths)
 
     def all_sampled(self) -> bool:
         """Whether no environment wrote any of its tokens."""
         return bool(np.minimum.reduce(self.loss_mask, initial=1))
 
-    def _sampled(self, tokens: Array) -> Array:
-        """int64: sampled tokens in each stretch of so many tokens, one stretch after the other from the first on."""
-        if self.all_sampled():
-            return tokens.astype(np.int64)
-        before = np.concatenate(([0], np.cumsum(self.loss_mask, dtype=np.int64)))
-        return np.diff(before[np.cumsum(tokens)], prepend=0)
+    def _sampled(self, tokens: Array) -> list[int]:
+        """Sampled tokens in each stretch of so many tokens, one stretch after the other from the first on."""
+        if not self.all_sampled():
+            before = np.concatenate(([0], np.cumsum(self.loss_mask, dtype=np.int64)))
+            tokens = np.diff(before[np.cumsum(tokens)], prepend=0)
+        found: list[int] = tokens.tolist()
+        return found
 
     def _check_sizes(self) -> None:
         if not 0 < len(self.lengths) <= _MOST_ROWS:
@@ -165,7 +171,7 @@ class GroupPayload:
             raise _malformed(f"logprobs holds {most}; a log-probability is at most 0")
         if (most := int(_most(self.loss_mask, initial=0))) > 1:
             raise _malformed(f"loss_mask holds {most}; it is 0 or 1")
-        if (most := int(_most(self.finish, initial=0))) > _LAST_FINISH:
+        if (most := max(self.finish.tolist())) > _LAST_FINISH:
             raise _malformed(f"finish holds {most}; it is one of {[int(value) for value in Finish]}")
 
 
@@ -200,10 +206,15 @@ def check_column(name: str, array: Array, *, samples: int, tokens: int) -> None:
 
 def check_values(name: str, array: Array) -> None:
     """``ProtocolError`` unless these may be values of the column ``name``, of one group or of many."""
-    column, most = column_of(name), float(_most(array, initial=-math.inf))
-    if not (float(_least(array, initial=0)) > -math.inf and most < math.inf):  # NaN is neither
+    if array.size <= _FEW:
+        values: list[float] = array.tolist()
+        finite, most = all(map(math.isfinite, values)), max(values, default=-math.inf)
+    else:
+        most = float(_most(array, initial=-math.inf))
+        finite = float(_least(array, initial=0)) > -math.inf and most < math.inf  # NaN is neither
+    if not finite:
         raise _malformed(f"{name} holds a value that is not finite")
-    if most > column.most:
+    if most > column_of(name).most:
         raise _malformed(f"{name} holds {most}; a log-probability is at most 0")
 
 

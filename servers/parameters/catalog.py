@@ -28,6 +28,9 @@ from staleflow.servers.parameters.versions import About, CorruptVersion, NoRoom,
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 1.0
+"""After a no of now: the run is over, or a key is not allowed at present."""
+
 
 class Catalog:
     """All versions of the folder. Lives on one loop; slow work on files happens in threads."""
@@ -39,6 +42,8 @@ class Catalog:
         self._keep_versions = keep_versions
         self._budget_bytes = budget_bytes
         self._registered: set[VersionKey] = set()
+        self._recovered = asyncio.Event()
+        """It is known which versions of the folder were registered before this process began."""
         self._corrupt: dict[VersionKey, str] = {}
         self._verifying = asyncio.Lock()
         self._looks = Looks(versions)
@@ -138,7 +143,9 @@ class Catalog:
         self._corrupt.pop(key, None)
 
     async def register(self, about: About) -> Registered:
-        """Tell the scheduler of a durable version; forget it if the answer is no."""
+        """Tell the scheduler of a durable version; forget it if the answer is no. One that is registered is not asked
+        for again: the no to a trainer that is fenced meanwhile would cost the run a version that it uses."""
+        await self._recovered.wait()
         key, manifest = about.key, about.manifest
         if key in self._registered:
             return Registered(lineage=about.lineage, version=about.version)
@@ -164,8 +171,12 @@ class Catalog:
     # Housekeeping ----------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Find out which of the versions in the folder are registered; register, or forget, the others."""
-        self._registered |= (await self._used() or set()) & self._versions.stored.keys()
+        """Find out which of the versions in the folder are registered; register, or forget, the others. While nobody
+        says it, all of them stay."""
+        while (used := await self._used()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(AGAIN_S)
+        self._registered |= used & self._versions.stored.keys()
+        self._recovered.set()
         for key in sorted(self._versions.stored.keys() - self._registered):
             async with self.publishing:
                 if (stored := self._versions.stored.get(key)) is not None:

@@ -35,6 +35,8 @@ MOST_TOKENS = 1 << 40
 """Of one group: what is counted over a run still fits the store's 64 bits."""
 PEERS_WHY = (ReleaseWhy.ABORTED, ReleaseWhy.FILTERED)
 """Reasons of release that a peer may give; the others are the ledger's own."""
+LedgerOp = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterMissing
+"""Each is one event of the ledger."""
 _DONE = Result()
 
 
@@ -79,6 +81,10 @@ class GroupOperations:
             return self._no(
                 peer, op, Code.STALE, f"group {op.group}: nobody counts on {op.sha[:12]} in shard {op.shard}"
             )
+        return self._apply(peer, op)
+
+    def _apply(self, peer: str, op: LedgerOp) -> Result:
+        """What the ledger says to something that may be asked."""
         try:
             told = self._interpreter.apply(_event(op))
         except TransitionError as error:
@@ -91,7 +97,7 @@ class GroupOperations:
             self._metrics.pushed(op.samples)
             self._interpreter.deck.lengths.observe(op.group, op.samples, truncated=op.truncated)
         if isinstance(op, RegisterPush) and op.occupies:
-            return self._one(call, RegisterOccupy(group=op.group, lease=op.lease))
+            return self._apply(peer, RegisterOccupy(group=op.group, lease=op.lease))
         if isinstance(op, RegisterRelease) and told and isinstance(released := told[0], Released):
             self._setbacks.released(peer, op, released, self._interpreter.clock.now_ms())
             if op.why is ReleaseWhy.ABORTED:
@@ -118,7 +124,7 @@ class GroupOperations:
 
     def _nonsense(self, op: Op) -> str:
         """Why nobody may ask for this in whatever state; empty when somebody may."""
-        if isinstance(op, RegisterPush) and sum(segment.tokens for segment in op.segments) > MOST_TOKENS:
+        if isinstance(op, RegisterPush) and sum([segment.tokens for segment in op.segments]) > MOST_TOKENS:
             return f"a group has at most {MOST_TOKENS} tokens"
         if isinstance(op, RegisterPush) and not 0 <= op.shard < self._shards:
             return f"shard is {op.shard}; it must be 0 to {self._shards - 1}"
@@ -134,9 +140,7 @@ class GroupOperations:
         deck.again(group, deck.rows)
 
 
-def _event(
-    op: RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterMissing,
-) -> events.Event:
+def _event(op: LedgerOp) -> events.Event:
     match op:
         case RegisterPush():
             return events.Push(

@@ -17,8 +17,8 @@ def none(columns: Mapping[str, Array]) -> bool:
 
 def zero_spread(columns: Mapping[str, Array]) -> bool:
     """Keeps groups whose samples differ in reward: equal rewards give no advantage, and so nothing to learn."""
-    rewards = columns[REWARD_COLUMN]
-    return bool(rewards.max() > rewards.min())
+    rewards: list[float] = columns[REWARD_COLUMN].tolist()
+    return max(rewards) > min(rewards)
 
 
 FILTERS: Final[dict[str, Filter]] = {"none": none, "zero_spread": zero_spread}

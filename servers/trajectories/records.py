@@ -101,7 +101,7 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: 
         nbytes=sum(map(len, parts)),
         truncated=item.truncated,
         segments=segments,
-        samples=payload.sampled_lengths().tolist(),
+        samples=payload.sampled_lengths(),
         tokens=payload.num_tokens,
         rewards=b"" if rewards is None else rewards.tobytes(),
         slab="" if place is None else place.slab,

@@ -90,7 +90,7 @@ class TrajectoryStore:
                 for one, record in zip(pushes, records, strict=True):
                     raw = _raw(one.key)
                     if one.key in instead_of:
-                        _delete(txn, raw)
+                        _delete(txn, [raw])
                     if not record.slab:
                         txn.put("payloads", raw, one.blob)
                     txn.put("records", raw, _signed(raw, msgspec.msgpack.encode(record)))
@@ -131,8 +131,7 @@ class TrajectoryStore:
     def delete(self, keys: Sequence[Key]) -> None:
         """Forget payloads and all that belongs to them."""
         with self._store.write() as txn:
-            for key in keys:
-                _delete(txn, _raw(key))
+            _delete(txn, map(_raw, keys))
         if self.slabs is not None:
             self.slabs.free(keys)
 
@@ -250,11 +249,13 @@ def _put_columns(txn: Write, columns: Columns) -> None:
     txn.put("columns", raw, _signed(raw, pack(columns.arrays)))
 
 
-def _delete(txn: Write, raw: bytes) -> None:
-    txn.delete("payloads", raw)
-    txn.delete("records", raw)
-    for column in list(_prefixed(txn, raw)):
-        txn.delete("columns", column)
+def _delete(txn: Write, raws: Iterable[bytes]) -> None:
+    has_columns = txn.count("columns") > 0
+    for raw in raws:
+        txn.delete("payloads", raw)
+        txn.delete("records", raw)
+        for column in list(_prefixed(txn, raw)) if has_columns else ():
+            txn.delete("columns", column)
 
 
 def _prefixed(txn: Read | Write, prefix: bytes) -> Iterator[bytes]:

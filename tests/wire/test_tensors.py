@@ -119,6 +119,8 @@ def spec(dtype: str = "int32", shape: tuple[int, ...] = (2, 2)) -> TensorSpec:
         ([spec(shape=(-2, -2))], [16], "shape"),
         ([spec(shape=(2**62, 4))], [0], "takes 73786976294838206464 bytes"),
         ([spec(shape=(1,) * 9)], [4], "at most 8 dimensions"),
+        ([spec(shape=(0, 2**63))], [0], r"'a': shape \(0, 9223372036854775808\): Maximum allowed dimension exceeded"),
+        ([spec(shape=(2**31, 2**31, 0))], [0], r"'a': shape \(2147483648, 2147483648, 0\): array is too big"),
     ],
 )
 def test_a_frame_must_be_what_its_spec_says(specs: list[TensorSpec], sizes: list[int], message: str) -> None:
@@ -126,8 +128,26 @@ def test_a_frame_must_be_what_its_spec_says(specs: list[TensorSpec], sizes: list
         arrays(specs, [bytes(size) for size in sizes])
 
 
-def test_a_blob_whose_specs_reach_beyond_its_end_is_refused() -> None:
-    described = msgspec.msgpack.encode([spec(shape=(1_000,))])
-    blob = b"sfa1" + len(described).to_bytes(4, "little") + described + bytes(64)
-    with pytest.raises(ProtocolError, match="are not in a blob"):
-        unpack(blob)
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([spec(shape=(1_000,))], "are not in a blob"),
+        ([spec(shape=(0,)), spec(shape=(0,))], "'a' comes twice"),
+        ([spec(dtype="object")], "dtype 'object' is not one of"),
+        ([spec(shape=(-1,))], "shape"),
+        ([spec(shape=(1,) * 9)], "at most 8 dimensions"),
+        ([spec(shape=(0, 2**63))], "Maximum allowed dimension exceeded"),
+        ([spec(shape=(1,))], "60 bytes follow the last array"),
+    ],
+)
+def test_a_blob_must_be_what_its_specs_say(specs: list[TensorSpec], message: str) -> None:
+    described = msgspec.msgpack.encode(specs)
+    head = b"sfa1" + len(described).to_bytes(4, "little") + described
+    with pytest.raises(ProtocolError, match=message):
+        unpack(head + bytes(-len(head) % ALIGNMENT + 64))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (2, 2)])
+def test_arrays_of_a_blob_cannot_be_written(shape: tuple[int, ...]) -> None:
+    blob = bytearray(pack({"a": np.zeros(shape, np.int32)}))
+    assert not unpack(blob)["a"].flags.writeable

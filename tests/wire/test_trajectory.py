@@ -12,7 +12,7 @@ from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.tensors import Array, pack, unpack
-from staleflow.protocols.wire.trajectory import Finish, GroupPayload, shard_of
+from staleflow.protocols.wire.trajectory import Finish, GroupPayload, check_values, shard_of
 
 
 def columns(**changes: Any) -> dict[str, Array]:
@@ -44,7 +44,7 @@ def test_segments_are_summed_over_samples() -> None:
         Segment(Lineage(0), Version(4), 1),
         Segment(Lineage(0), Version(5), 3),  # the token that the policy did not write is no part of it
     ]
-    assert payload.sampled_lengths().tolist() == [2, 2]
+    assert payload.sampled_lengths() == [2, 2]
     assert payload.token_versions().tolist() == [4, 5, 5, 5, 5]
 
 
@@ -122,6 +122,26 @@ NAN, INF = np.array([0, 0, np.nan, 0, 0], np.float32), np.array([0, 0, -np.inf, 
 def test_what_is_no_group_is_refused_by_name(changes: dict[str, Array], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         GroupPayload.from_arrays(columns(**changes))
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 100])
+@pytest.mark.parametrize("place", [0, -1])
+def test_values_are_judged_alike_however_many_there_are(count: int, place: int) -> None:
+    name = "stage/reference/logprobs"
+    values = np.full(count, -1, np.float32)
+    check_values(name, values)
+    for wrong in (np.nan, np.inf, -np.inf):
+        values[place] = wrong
+        with pytest.raises(ProtocolError, match=f"^{name} holds a value that is not finite$"):
+            check_values(name, values)
+    values[place] = 0.5
+    with pytest.raises(ProtocolError, match=f"^{name} holds 0.5; a log-probability is at most 0$"):
+        check_values(name, values)
+    check_values("stage/critic/values", values)
+
+
+def test_no_values_are_none_that_are_wrong() -> None:
+    check_values("stage/reward/reward", np.empty(0, np.float32))
 
 
 def test_a_missing_column_is_named() -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version
-from staleflow.protocols.wire.messages import KeepVersions, Manifest, Registered, VersionsInUse
+from staleflow.protocols.wire.manifest import lay_out
+from staleflow.protocols.wire.messages import KeepVersions, Registered, VersionsInUse
 from staleflow.runtime.errors import Refused
+from staleflow.servers.parameters import catalog
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.parameters.versions import About, VersionKey, Versions
 
@@ -20,15 +23,26 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.asked: list[asyncio.Future[KeepVersions]] = []
+        self.fences = False
+        """It registers nothing more."""
 
     async def ask(self, body: object, *_: object, **__: object) -> object:
         if not isinstance(body, VersionsInUse):
+            if self.fences:
+                raise Refused(Code.FENCED, "trainer term 1 is over, 2 is in charge")
             return Registered(lineage=Lineage(0), version=Version(0))
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
     def answer(self, number: int, *used: int) -> None:
         self.asked[number].set_result(KeepVersions(versions=[(Lineage(0), Version(version)) for version in used]))
+
+
+def about_of(version: int) -> About:
+    manifest = lay_out([("w", "uint8", (MIB,), f"{version:032x}")])
+    return About(
+        lineage=Lineage(0), version=Version(version), trainer_term=TrainerTerm(1), batch=None, manifest=manifest
+    )
 
 
 class Store:
@@ -40,15 +54,23 @@ class Store:
         self._versions = Versions(folder, durability="process")
         self.catalog = Catalog(self._versions, scheduler, keep_versions=1, budget_bytes=4 * MIB)
 
+    async def begun(self) -> "Store":
+        """A new one, whose folder is empty."""
+        recovering = self.recover()
+        await asyncio.sleep(0)
+        self.scheduler.answer(0)
+        await recovering
+        self.scheduler.asked.clear()
+        return self
+
     async def add(self, *versions: int) -> None:
         for version in versions:
-            key = VersionKey(Lineage(0), Version(version))
-            manifest = Manifest(nbytes=MIB, tensors=[], sha=str(version))
-            about = About(
-                lineage=key.lineage, version=key.version, trainer_term=TrainerTerm(1), batch=None, manifest=manifest
-            )
-            await self.catalog.keep(self._versions.stage(key, MIB), about, in_place=True)
+            about = about_of(version)
+            await self.catalog.keep(self._versions.stage(about.key, MIB), about, in_place=True)
             await self.catalog.register(about)
+
+    def recover(self) -> "asyncio.Task[None]":
+        return asyncio.ensure_future(self.catalog.recover())
 
     def collect(self) -> "asyncio.Task[None]":
         return asyncio.ensure_future(self.catalog.collect())
@@ -62,7 +84,7 @@ class Store:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 async def test_two_who_want_the_same_version_deleted_delete_it_once(tmp_path: Path, order: tuple[int, int]) -> None:
-    store = Store(tmp_path)
+    store = await Store(tmp_path).begun()
     await store.add(0, 1, 2)
     both = [store.collect(), store.make_room(3)]
     await asyncio.sleep(0)
@@ -73,7 +95,7 @@ async def test_two_who_want_the_same_version_deleted_delete_it_once(tmp_path: Pa
 
 
 async def test_what_is_registered_while_they_ask_is_not_deleted_by_an_answer_from_before(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = await Store(tmp_path).begun()
     await store.add(0, 1)
     collecting, making = store.collect(), store.make_room(3)
     await asyncio.sleep(0)
@@ -84,3 +106,36 @@ async def test_what_is_registered_while_they_ask_is_not_deleted_by_an_answer_fro
     with pytest.raises(Refused, match="3 of 4 MiB"):
         await making
     assert store.versions() == [1, 2, 3]
+
+
+async def test_what_a_fenced_trainer_says_once_more_after_a_restart_deletes_no_version_of_the_run(
+    tmp_path: Path,
+) -> None:
+    await (await Store(tmp_path).begun()).add(0, 1)
+    again = Store(tmp_path)
+    again.scheduler.fences = True
+    echo = asyncio.ensure_future(again.catalog.register(about_of(1)))
+    recovering = again.recover()
+    await asyncio.sleep(0)
+    again.scheduler.answer(0, 0, 1)
+    await recovering
+    assert await echo == Registered(lineage=Lineage(0), version=Version(1))
+    assert again.versions() == [0, 1]
+
+
+async def test_versions_stay_while_nobody_says_which_are_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "AGAIN_S", 0.001)
+    await (await Store(tmp_path).begun()).add(0, 1)
+    again = Store(tmp_path)
+    again.scheduler.fences = True
+    recovering = again.recover()
+    await asyncio.sleep(0)
+    again.scheduler.asked[0].set_exception(Refused(Code.STALE, "the run is over"))
+    while len(again.scheduler.asked) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert again.versions() == [0, 1]
+    again.scheduler.answer(1, 1)
+    await recovering
+    assert again.versions() == [1]

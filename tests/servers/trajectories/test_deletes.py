@@ -3,17 +3,21 @@
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+import numpy as np
+
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.runtime.client import Client
-from staleflow.runtime.store import StoreFull
+from staleflow.runtime.memory_store import MemoryStore
+from staleflow.runtime.store import StoreFull, key_number
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.holdings import Held
 from staleflow.servers.trajectories.records import Key, Record
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
-from staleflow.servers.trajectories.store import Loaded, TrajectoryStore
+from staleflow.servers.trajectories.store import TABLES, Columns, Loaded, TrajectoryStore
 
 RECORD = Record(worker=WorkerId("w"), sha="", nbytes=1, truncated=False, segments=[], samples=[1], tokens=1)
 
@@ -69,3 +73,14 @@ async def test_a_map_without_any_room_keeps_the_deletes_for_later() -> None:
     store.most = 99
     shard.commit()
     assert store.gone == KEYS
+
+
+def test_with_a_payload_goes_what_stages_made_of_it_and_nothing_else() -> None:
+    memory = MemoryStore(TABLES)
+    store = TrajectoryStore(memory, map_bytes=1 << 20)
+    made = {REWARD_COLUMN: np.zeros(1, np.float32)}
+    store.write_columns([Columns(key, stage, made) for key in KEYS[:3] for stage in (REWARD, "judge")])
+    store.delete([KEYS[1], KEYS[5]])
+    with memory.read() as txn:
+        left = [(key_number(raw[:8]), raw[16:].decode()) for raw in txn.keys("columns")]
+    assert left == [(group, stage) for group in (0, 2) for stage in ("judge", REWARD)]
