@@ -20,6 +20,7 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.portions import Portion
 from staleflow.runtime.transport import SOCKETS, Transport
+from staleflow.runtime.weights import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from staleflow.clients.parameters.direct_source import DirectSource
@@ -35,7 +36,7 @@ class Publisher:
         """``direct``: ``tcp://host:port`` (0: any), where readers get the newest version from this process itself
         (imports torch); it is copied for them then, once a version. Empty: nowhere."""
         self._client = Client(address, worker=worker, transport=transport)
-        self._portion = Portion(chunks.CHUNK_BYTES)
+        self._portion = Portion(CHUNK_BYTES)
         self._direct = direct
         self._source: DirectSource | None = None
         self._places: Manifest | None = None

@@ -132,15 +132,17 @@ class Campaign:
 def in_doubt(fleet: Fleet, name: str) -> set[Doubt]:
     """What a dead server had committed and no witness has been told: its own store against their journals."""
     entries = [entry for entries in journal.read(fleet.journals).values() for entry in entries]
-    told = {("push", e["group"], e["lease"]) for e in entries if e["what"] == "answered"}
+    told: set[Doubt] = {("push", e["group"], e["lease"]) for e in entries if e["what"] == "answered"}
+    done = set[Doubt]()
     if name.startswith("trajectories"):
-        return {("push", *key) for key in stores.read_shard(fleet.run_dir / name)} - told
-    told |= {("publish", e["lineage"], e["version"]) for e in entries if e["what"] == "published"}
+        done.update(("push", *key) for key in stores.read_shard(fleet.run_dir / name))
+        return done - told
+    told.update(("publish", e["lineage"], e["version"]) for e in entries if e["what"] == "published")
     if name == "parameters":
-        return {("publish", *key) for key in stores.versions_in(fleet.run_dir / name)} - told
-    told |= {("reserve", e["lease"]) for e in entries if e["what"] == "leased"}
+        done.update(("publish", *key) for key in stores.versions_in(fleet.run_dir / name))
+        return done - told
+    told.update(("reserve", e["lease"]) for e in entries if e["what"] == "leased")
     trace = (fleet.run_dir / "trace.jsonl").read_bytes().split(b"\n")[:-1]
-    done: set[Doubt] = set()
     for event in map(json.loads, trace):
         match event["ev"]:
             case "push":

@@ -28,6 +28,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.transport import SOCKETS
+from staleflow.runtime.weights import is_right
 from staleflow.servers.parameters import relay_arrivals
 from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.relay_arrivals import Arrivals
@@ -148,7 +149,7 @@ async def test_the_next_source_writes_over_nothing_that_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the last one gave turns out right when it is gone; what the next one gives is damaged."""
-    look = Thread(relay_arrivals.is_right, works_first=True)
+    look = Thread(is_right, works_first=True)
     monkeypatch.setattr(relay_arrivals, "is_right", look)
     async with asyncio.TaskGroup() as tasks:
         relay = Relay(tmp_path, tasks, first=DATA[NEXT], root=bytes(len(DATA[NEXT])))
