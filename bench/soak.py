@@ -10,7 +10,6 @@ rule ends the soak with its seed, the command that shows it again, and the story
 """
 
 import argparse
-import gc
 import itertools
 import multiprocessing
 import platform
@@ -65,19 +64,9 @@ class Totals:
         return faults + [rule.name for rule in (*FileRule, *AuditRule, *Rule) if not self.checks[rule.name]]
 
 
-def run_one(seed: int, events: int) -> Outcome:
-    """One run. What it leaves behind is collected after it, and not in it, which took a quarter of the time."""
-    gc.disable()
-    try:
-        return run_seed(seed, events)
-    finally:
-        gc.enable()
-        gc.collect()
-
-
 def runs(first: int, per_seed: int, processes: int) -> Iterator[Outcome]:
     """One outcome after another, in no fixed order, for ever."""
-    work = partial(run_one, events=per_seed)
+    work = partial(run_seed, events=per_seed)
     if processes == 1:
         yield from map(work, itertools.count(first))
         return

@@ -22,6 +22,7 @@ def test_a_planted_bug_is_named_by_a_rule(mutant: Mutant) -> None:
         with mutant.planted():
             seen.append(run_plan(plan, mutant.events).violations)
         if {rule for rule, _ in seen[-1]} & mutant.rules:
-            assert run_plan(plan, mutant.events).violations == [], "the same run without the bug"
+            if mutant.kinds:  # the plans of seeds are run as they are by test_seeds
+                assert run_plan(plan, mutant.events).violations == [], "the same run without the bug"
             return
     pytest.fail(f"no rule of {', '.join(sorted(mutant.rules))} named it: {[found[:3] for found in seen]}")
