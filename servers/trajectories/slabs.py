@@ -58,13 +58,13 @@ class _Slab:
     """Records that refer to it."""
 
     @property
-    def idle(self) -> bool:
-        return not self.written and not self.coming and not self.live
+    def empty(self) -> bool:
+        """Nothing that lies there has been pushed, or is needed any more."""
+        return not self.coming and not self.live
 
     @property
-    def unpushed(self) -> bool:
-        """Nothing of what its worker writes there has come."""
-        return self.written and not self.coming and not self.live
+    def idle(self) -> bool:
+        return self.empty and not self.written
 
 
 class Slabs:
@@ -125,7 +125,7 @@ class Slabs:
         for slab in own:
             slab.written = slab.name in asked.held
         found = None
-        if sum(slab.data.nbytes for slab in own if slab.unpushed) < self._most_unpushed:
+        if sum(slab.data.nbytes for slab in own if slab.written and slab.empty) < self._most_unpushed:
             found = next((slab for slab in own if slab.idle), None) or self._make(asked.worker, room)
         if found is not None:
             found.written = True

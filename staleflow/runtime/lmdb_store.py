@@ -23,9 +23,9 @@ import lmdb
 from staleflow.runtime.store import Buffer, DiskFull, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
 
 FILE = "data.mdb"
-PID_BYTES = 32
-"""Of the file that says who has a store, and is written in place."""
 """Of a store, in its folder."""
+PID_BYTES = 32
+"""Of the file that says who has a store; it is written in place."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_BYTES = 1 << 20
 """A disk with less room than this is full."""
