@@ -35,11 +35,14 @@ class Tasks:
         return task
 
     async def drain(self) -> None:
-        """Wait for what runs, at most ``GRACE_S``; then cancel it."""
+        """Wait for what runs, at most ``GRACE_S``."""
         if self._running:
-            _, late = await asyncio.wait(self._running, timeout=GRACE_S)
-            for task in late:
-                task.cancel()
+            await asyncio.wait(self._running, timeout=GRACE_S)
+
+    def cancel(self) -> None:
+        """End what runs, and what was begun while the rest was waited for."""
+        for task in self._running:
+            task.cancel()
 
 
 class Service(Protocol):
@@ -84,6 +87,7 @@ async def serve_attached(
             await tasks.drain()
             working.cancel()
             endpoint.close()
+            tasks.cancel()
     finally:
         scheduler.close()
 

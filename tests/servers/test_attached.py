@@ -1,0 +1,82 @@
+"""A server that is attached to the scheduler: how it stops."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import Attach, GetStatus
+from staleflow.runtime.daemon import Stop
+from staleflow.runtime.endpoint import Call
+from staleflow.runtime.errors import Unavailable
+from staleflow.servers import attached
+from staleflow.servers.attached import Tasks, serve_attached
+from tests.servers.running import Run
+
+SERVER = WorkerId("parameters.1")
+
+
+class Slow:
+    """A service that answers nothing: the first call is worked on until the second is here, and that one for ever."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        self.draining = asyncio.Event()
+        self.calls = 0
+        self._second = asyncio.Event()
+
+    def on_call(self, call: Call) -> None:
+        self.calls += 1
+        self._tasks.start(asyncio.Event().wait() if self.calls > 1 else self._second.wait())
+        if self.calls > 1:
+            self._second.set()
+
+    def on_drained(self) -> None: ...
+
+    def on_gone(self, peer: str) -> None: ...
+
+    async def work(self) -> None:
+        await asyncio.Event().wait()
+
+    def drain(self) -> None:
+        self.draining.set()
+
+
+async def test_a_call_that_comes_while_a_server_stops_does_not_keep_it(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "GRACE_S", 60.0)
+    run, stop, made = make_run(), Stop(), list[Slow]()
+    run.scheduler()
+
+    def make(tasks: Tasks) -> Slow:
+        made.append(Slow(tasks))
+        return made[0]
+
+    serving = asyncio.create_task(
+        serve_attached(
+            stop,
+            bind=run.where.parameters,
+            scheduler=run.client(run.where.scheduler, SERVER),
+            hello=lambda address: Attach(worker=SERVER, name="parameters", role="parameters", endpoint=address),
+            make=make,
+        )
+    )
+    asking = run.client(run.where.parameters, WorkerId("reader.1"))
+
+    async def ask() -> None:
+        with suppress(Unavailable):
+            await asking.call(GetStatus(), timeout_s=None)
+
+    async with asyncio.timeout(20):
+        questions = [asyncio.create_task(ask())]
+        while not (made and made[0].calls):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        stop.set("SIGTERM")
+        await made[0].draining.wait()
+        questions.append(asyncio.create_task(ask()))
+        await serving
+    for question in questions:
+        question.cancel()
