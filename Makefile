@@ -76,8 +76,8 @@ faults: .venv/.installed ## long: hundreds of kills, a storm of clients, the qui
 	$(BIN)/python -m bench.faults
 	$(BIN)/python -m bench.chaos
 
-soak: .venv/.installed ## long: 10^7 events of simulated faults, seed after seed, result under bench/results/
-	nice -n 19 $(BIN)/python -m bench.soak --publish
+soak: .venv/.installed ## long: 10^7 events of simulated faults, result under bench/results/; interrupted, it goes on
+	nice -n 19 $(BIN)/python -m bench.soak --kept runs/soak.jsonl --publish
 
 fuzz: .venv/.installed ## long: ten million malformed messages
 	nice -n 19 $(BIN)/python -m bench.fuzz --messages 10000000

@@ -3,6 +3,7 @@
     python -m bench.soak                                    10^7 events, two processes
     python -m bench.soak --events 1000000 --first 100 --processes 1 --publish
     python -m bench.soak --minutes 15                       as many as there is time for; so does Ctrl-C
+    python -m bench.soak --kept runs/soak.jsonl             goes on where it was, as long as the code is the same
 
 Every run is the shipped servers and clients in virtual time (``staleflow.sim.faults``). The first run that breaks a
 rule ends the soak with its seed, the command that shows it again, and the story of the group; exit code 1.
@@ -10,21 +11,25 @@ rule ends the soak with its seed, the command that shows it again, and the story
 """
 
 import argparse
+import hashlib
 import itertools
 import multiprocessing
+import os
 import platform
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
+import staleflow
 from staleflow.runtime.audit import FileRule
 from staleflow.runtime.audit_books import Rule as AuditRule
 from staleflow.sim.faults.__main__ import told
@@ -42,16 +47,18 @@ class Totals:
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self.seeds = 0
+        self.seeds: set[int] = set()
         self.events = 0
         self.virtual_s = 0.0
+        self.spent_s = 0.0
         self.faults: Counter[str] = Counter()
         self.checks: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
 
-    def add(self, outcome: Outcome) -> None:
-        """One run that kept every promise."""
-        self.seeds += 1
+    def add(self, outcome: Outcome, spent_s: float) -> None:
+        """One run that kept every promise, so long after the one before."""
+        self.spent_s += spent_s
+        self.seeds.add(outcome.seed)
         self.events += outcome.events
         self.virtual_s += outcome.seconds - BEGIN_S
         self.faults += outcome.faults
@@ -64,44 +71,96 @@ class Totals:
         return faults + [rule.name for rule in (*FileRule, *AuditRule, *Rule) if not self.checks[rule.name]]
 
 
-def runs(first: int, per_seed: int, processes: int) -> Iterator[Outcome]:
-    """One outcome after another, in no fixed order, for ever."""
+class Head(msgspec.Struct):
+    """First line of a file of outcomes."""
+
+    code: str
+    per_seed: int
+
+
+class Seen(msgspec.Struct):
+    """Each other line: one run that kept every promise, and the seconds since the line before."""
+
+    outcome: Outcome
+    spent_s: float
+
+
+class Kept:
+    """Outcomes of the same code, in a file: a soak that was interrupted goes on. What it has of other code goes."""
+
+    def __init__(self, path: Path, per_seed: int) -> None:
+        self._path = path
+        self.seen: list[Seen] = []
+        head = Head(code=code(), per_seed=per_seed)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if lines and msgspec.json.decode(lines[0], type=Head) == head:
+            seen = msgspec.json.Decoder(Seen, dec_hook=_counter)
+            self.seen = [seen.decode(line) for line in lines[1:] if line.endswith(b"\n")]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (head, *self.seen)))
+
+    def add(self, outcome: Outcome, spent_s: float) -> None:
+        """Remember it, whatever comes."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(Seen(outcome, spent_s)) + b"\n")
+
+
+def _counter(_: type, found: dict[str, int]) -> Counter[str]:
+    return Counter(found)
+
+
+def code() -> str:
+    """Digest of the product's own files: runs of the same are the same runs."""
+    digest, root = hashlib.sha256(), Path(staleflow.__file__).parent
+    folders = sorted(os.walk(root, followlinks=True))
+    for path in (Path(folder, name) for folder, _, names in folders for name in sorted(names) if name.endswith(".py")):
+        digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def runs(first: int, per_seed: int, processes: int, without: Container[int]) -> Iterator[Outcome]:
+    """One outcome after another, in no fixed order, for ever; of the seeds that are not seen yet."""
     work = partial(run_seed, events=per_seed)
     if processes == 1:
-        yield from map(work, itertools.count(first))
+        yield from map(work, (seed for seed in itertools.count(first) if seed not in without))
         return
     deaf = (signal.SIGINT, signal.SIG_IGN)
     with multiprocessing.get_context("spawn").Pool(processes, signal.signal, deaf, maxtasksperchild=50) as pool:
         for start in itertools.count(first, 1_000):
-            yield from pool.imap_unordered(work, range(start, start + 1_000))
+            seeds = [seed for seed in range(start, start + 1_000) if seed not in without]
+            yield from pool.imap_unordered(work, seeds)
 
 
-def soak(work: Iterator[Outcome], totals: Totals, events: int, most_s: float, console: Console) -> Outcome | None:
+def soak(
+    work: Iterator[Outcome], totals: Totals, kept: Kept | None, events: int, most_s: float, console: Console
+) -> Outcome | None:
     """Run until there were enough events, or the time is over, or Ctrl-C; or one run broke a rule: then that one."""
-    began = time.monotonic()
+    ends_s = totals.spent_s + most_s
+    told_s = time.monotonic()
     with suppress(KeyboardInterrupt):
-        for outcome in work:
+        while totals.events < events and totals.spent_s <= ends_s:
+            outcome, now_s = next(work), time.monotonic()
             if not outcome.ok:
                 return outcome
-            totals.add(outcome)
-            spent = time.monotonic() - began
+            if kept is not None:
+                kept.add(outcome, now_s - told_s)
+            totals.add(outcome, now_s - told_s)
+            told_s = now_s
             console.print(
-                f"{totals.events:,} events in {totals.seeds} runs, {sum(totals.faults.values()):,} faults, "
-                f"{totals.events / spent:,.0f} events/s, {spent / 60:.0f} min"
+                f"{totals.events:,} events in {len(totals.seeds)} runs, {sum(totals.faults.values()):,} faults, "
+                f"{totals.events / totals.spent_s:,.0f} events/s, {totals.spent_s / 60:.0f} min"
             )
-            if totals.events >= events or spent > most_s:
-                break
     return None
 
 
-def page(totals: Totals, spent_s: float, command: str) -> str:
+def page(totals: Totals, command: str) -> str:
     """The result as it is committed."""
     hardware = f"{multiprocessing.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     rows = [
         "# Soak: the deterministic simulation of faults\n",
         f"{date.today()} · {hardware} · `{command}` · seeds from {totals.first} on\n",
-        f"**{totals.events:,} events of the trace in {totals.seeds} runs, {totals.virtual_s / 3600:,.1f} h of virtual "
-        f"time, {spent_s / 60:,.0f} min of real time. Violations: 0.**",
+        f"**{totals.events:,} events of the trace in {len(totals.seeds)} runs, {totals.virtual_s / 3600:,.1f} h of "
+        f"virtual time, {totals.spent_s / 60:,.0f} min of real time. Violations: 0.**",
     ]
     unmet = ", ".join(totals.unmet()) or "none"
     rows += [f"\nFaults that never happened, rules that never had anything to check: {unmet}.\n"]
@@ -120,16 +179,20 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no new run after so long")
+    parser.add_argument("--kept", type=Path, help="a file of outcomes: what is in it is not run again")
     parser.add_argument("--publish", action="store_true", help="write the table into bench/results/")
     given = parser.parse_args()
-    console, began = Console(highlight=False), time.monotonic()
-    totals, work = Totals(given.first), runs(given.first, given.per_seed, given.processes)
-    broken = soak(work, totals, given.events, given.minutes * 60, console)
+    totals = Totals(given.first)
+    kept = Kept(given.kept, given.per_seed) if given.kept is not None else None
+    for one in kept.seen if kept is not None else ():
+        totals.add(one.outcome, one.spent_s)
+    work = runs(given.first, given.per_seed, given.processes, totals.seeds)
+    broken = soak(work, totals, kept, given.events, given.minutes * 60, Console(highlight=False))
     if broken is not None:
         sys.stdout.write(told(broken))
         return 1
     command = "python -m bench.soak " + " ".join(word for word in sys.argv[1:] if word != "--publish")
-    text = page(totals, time.monotonic() - began, command.strip())
+    text = page(totals, command.strip())
     sys.stdout.write(text)
     if given.publish:
         cores = multiprocessing.cpu_count()
