@@ -97,8 +97,8 @@ class Fleet:
         return rises * (1.0 - SPREAD * samples / self._mean)
 
     def _ideal(self, position: int) -> float:
-        """The same of a group of typical length, were the instance idle."""
-        n = self._group_size
+        """The same were the instance idle."""
+        n = min(self._group_size, self._instances[position].slots or self._group_size)
         return self._costs[position].rate(n, n * self._typical / 2)
 
     def _has_place(self, position: int) -> bool:

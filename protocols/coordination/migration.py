@@ -5,7 +5,9 @@ when an instance starves or the throughput of two differs by more than a thresho
 instance. Here single groups move: few a cycle, none that moved or began a moment ago, none that has nearly ended, those
 that pin the trainer's step first, each to the instance where its samples are written fastest.
 
-A group goes only where its newest version or a newer one is loaded: a sample's versions never fall.
+A group goes only where its newest version or a newer one is loaded: a sample's versions never fall. And only where it
+would be written at once: nothing is crowded out there, and there are slots and KV cache for all of it. So no two
+instances exchange groups in a cycle, however much is waiting.
 """
 
 from collections import Counter
@@ -28,6 +30,8 @@ MIN_AGE_MS = 5_000
 move before."""
 FULL_KV = 0.95
 """Share of the KV cache in use above which nothing more begins."""
+LEAST_GAP = 1.05
+"""What is known of equal instances differs by some percent: a smaller gap than this is none."""
 MIN_LEFT_S = 2.0
 """A group that is expected to end sooner stays: moving costs reading its tokens in again."""
 
@@ -45,6 +49,8 @@ def idle(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Mo
 
 def throughput(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Move]:
     """What waits for a slot to whoever has one free, and what is written to where that is ``gap`` times as fast."""
+
+    gap = max(gap, LEAST_GAP)
 
     def slow(targets: Sequence[Instance]) -> list[tuple[Instance, float]]:
         best = max(pace(target, snapshot.group_size) for target in targets)
@@ -115,9 +121,12 @@ def _kv_each(instance: Instance) -> float:
 
 
 def _open(snapshot: Snapshot, given: Collection[WorkerId]) -> list[Instance]:
-    """Instances that could take a group over."""
+    """Instances that could take a group over: whoever is crowded itself is none."""
     return [
-        i for i in snapshot.instances if i.held < i.capacity and i.usable and not i.pulling and i.worker not in given
+        i
+        for i in snapshot.instances
+        if i.held < i.capacity and i.usable and not i.pulling and i.worker not in given
+        if i.kv_used < FULL_KV and not crowded_out(i)
     ]
 
 
@@ -143,11 +152,11 @@ class Moves:
 
     def waiting(self, crowded: Iterable[Instance]) -> list[Flight]:
         """Groups that wait: at each instance those leased last, since engines serve in order; no more of them than
-        wait, those counted that are told to leave already."""
+        wait, those counted that are told to leave already, and never all: one at least is what they wait for."""
         found: list[Flight] = []
         for i in crowded:
             leaving = max(0, i.held - i.coming - len(self._flights[i.worker]))
-            groups = max(0, -(-crowded_out(i) // self._group_size) - leaving)
+            groups = max(0, min(-(-crowded_out(i) // self._group_size), i.held - i.coming - 1) - leaving)
             found += self.movable([i.worker], lambda flight, _: -flight.lease)[:groups]
         return sorted(found, key=lambda flight: flight.group not in self._pins)
 
@@ -174,26 +183,37 @@ class Moves:
         self._taken.add(flight.group)
         self._given[target.worker] += 1
         self._unreported[target.worker] += 1
-        self.orders.append(Move(group=flight.group, lease=flight.lease, worker=flight.worker, to=target.worker))
+        written = flight.written + pace(self._sources[flight.worker]) * flight.age_ms / 1000
+        self.orders.append(
+            Move(group=flight.group, lease=flight.lease, worker=flight.worker, to=target.worker, written=written)
+        )
 
     def _target(self, flight: Flight, at_least: float) -> Instance | None:
         source = self._sources[flight.worker]
+        kv_each = _kv_each(source)
         ranked: list[tuple[float, int, int]] = []
         for position, target in enumerate(self._targets):
             given = self._given[target.worker]
             older = (target.lineage, target.version) < (source.lineage, source.version)
             more = self._group_size * (self._unreported[target.worker] + 1)
             full = given >= target.free or 0 < target.slots < target.running + target.waiting + more
-            if target is source or older or full:
+            if target is source or older or full or not self._has_cache(target, more, max(flight.length, kv_each)):
                 continue
-            there = pace(target, more, _kv_each(source))
+            there = pace(target, more, kv_each)
             if there >= at_least:
                 ranked.append((there, -given, -position))
         return self._targets[-max(ranked)[2]] if ranked else None
+
+    def _has_cache(self, target: Instance, more: int, each: float) -> bool:
+        """For so many samples more of so many tokens each; an idle instance takes any group."""
+        samples = target.waiting + more
+        if not target.kv_capacity or target.running + samples == self._group_size:
+            return True
+        return target.kv_tokens + samples * each <= FULL_KV * target.kv_capacity
 
 
 def expected_s(flight: Flight, pace: float) -> float:
     """Seconds that a group is expected to need from now on; 0.0 when unknown, or when it is past all expectation."""
     if not flight.length or not pace:
         return 0.0
-    return max(0.0, flight.length / pace - flight.age_ms / 1000)
+    return max(0.0, (flight.length - flight.written) / pace - flight.age_ms / 1000)

@@ -103,6 +103,8 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Since its lease was granted."""
     length: float = 0.0
     """Expected tokens of one sample; 0.0: unknown."""
+    written: float = 0.0
+    """Expected tokens of one sample that it had when it moved to where it is; 0.0: it began there."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -174,6 +176,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker: WorkerId
     """Where it is."""
     to: WorkerId
+    written: float = 0.0
+    """Tokens that one sample is expected to have by now."""
 
 
 Order = Start | Load | Move

@@ -28,8 +28,9 @@ class Moves:
 
     def __init__(self) -> None:
         self.pending: dict[LeaseId, Moving] = {}
-        self._partials: dict[GroupId, LeaseId] = {}
-        self._left: tuple[GroupId, LeaseId] | None = None
+        self._brought: dict[GroupId, Move] = {}
+        """What the current lease of a group goes on from."""
+        self._left: Move | None = None
 
     def order(self, order: Move, now_ms: int) -> None:
         """A group has been told to move."""
@@ -61,9 +62,9 @@ class Moves:
     # --- what was written --------------------------------------------------------------------------------------
 
     @contextmanager
-    def leaving(self, group: GroupId, lease: LeaseId) -> Generator[None]:
+    def leaving(self, order: Move) -> Generator[None]:
         """Meanwhile the group is leased anew: the new lease goes on from what this one left at the shard."""
-        self._left = (group, lease)
+        self._left = order
         try:
             yield
         finally:
@@ -71,22 +72,28 @@ class Moves:
 
     def is_leaving(self, lease: LeaseId) -> bool:
         """Whether the end of this lease is half of a move."""
-        return self._left is not None and self._left[1] == lease
+        return self._left is not None and self._left.lease == lease
 
     def arrives(self, group: GroupId) -> None:
         """A lease of the group was granted; only the first one after ``leaving`` goes on from anything."""
-        if self._left is not None and self._left[0] == group:
-            self._partials[group], self._left = self._left[1], None
+        if self._left is not None and self._left.group == group:
+            self._brought[group], self._left = self._left, None
 
     def partial(self, group: GroupId) -> LeaseId:
         """The lease under which the shard has what the current one goes on from; 0: it began the group."""
-        return self._partials.get(group, LeaseId(0))
+        brought = self._brought.get(group)
+        return LeaseId(0) if brought is None else brought.lease
+
+    def written(self, group: GroupId) -> float:
+        """Expected tokens of one sample that the current lease goes on from; 0.0: it began the group."""
+        brought = self._brought.get(group)
+        return 0.0 if brought is None else brought.written
 
     def forget(self, group: GroupId) -> None:
         """The current lease of a group is over."""
-        self._partials.pop(group, None)
+        self._brought.pop(group, None)
 
     def clear(self) -> None:
         """A restart, or a rollback: nobody moves, and what was written may be of abandoned versions."""
         self.pending.clear()
-        self._partials.clear()
+        self._brought.clear()

@@ -186,4 +186,5 @@ class Snapshots:
             spare=held.spare,
             age_ms=now_ms - held.granted_ms,
             length=self._interpreter.deck.lengths.expected(GroupId(held.group)),
+            written=self._instances.moves.written(held.group),
         )

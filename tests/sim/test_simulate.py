@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from staleflow.configs.schema import Coordination, Redundancy
 from staleflow.configs.simulation import Fleet, Occurrence
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.runtime.audit import audit
+from staleflow.runtime.trace import read_events
 from staleflow.sim.asking import Stalled
 from staleflow.sim.compare import COLUMNS
 from staleflow.sim.result import Result
@@ -181,6 +183,29 @@ def test_groups_that_move_on_keep_their_tokens() -> None:
     )
     assert moving.seconds < 0.7 * still.seconds
     assert (moving.discarded, moving.length_bias, len(moving.trained)) == (0.0, 1.0, 12 * 8 * 2)
+
+
+def test_equal_engines_whose_caches_are_full_do_not_pass_groups_to_and_fro(tmp_path: Path) -> None:
+    run = config(
+        batch_size=16,
+        group_size=8,
+        max_staleness=2,
+        slots=256,
+        train_s=5.0,
+        longest=4000,
+        lengths={"mean_tokens": 900.0},
+        kv_tokens=30_000,
+        prompt_tokens=100,
+        prefill_s=1e-4,
+    )
+    still, moving = (
+        ran(simulate(replace(run, coordination=Coordination(migration=migration)), run_dir=tmp_path / migration))
+        for migration in ("none", "throughput")
+    )
+    assert moving.seconds < 1.05 * still.seconds
+    events = read_events(tmp_path / "throughput" / "trace.jsonl")
+    leases = Counter(event["group"] for event in events if event["ev"] == "reserve")
+    assert 1 < max(leases.values()) <= 4, "some move, and none for ever"
 
 
 def test_redundant_samples_cut_the_tail_and_are_paid_for_with_tokens_and_bias() -> None:

@@ -58,6 +58,11 @@ def test_a_group_waits_where_it_would_add_too_little() -> None:
     assert len(cost_model(seen, 0.0)[0].groups) == 9
 
 
+def test_an_idle_engine_with_fewer_slots_than_a_group_has_samples_takes_one() -> None:
+    seen = snapshot(instance("a", slots=8, cost=KV), groups=2, group_size=16)
+    assert cost_model(seen, 1.0) == [start("a", 0)]
+
+
 def test_no_group_waits_where_nobody_knows_what_it_would_add() -> None:
     seen = snapshot(instance("a", running=8, held=8, capacity=50), groups=9)
     assert len(cost_model(seen, 1.0)[0].groups) == 9

@@ -72,7 +72,8 @@ def test_nothing_moves_to_who_begins_groups_in_the_same_cycle() -> None:
     queued = Flight(
         group=GroupId(7), lease=LeaseId(9), worker=WorkerId("a"), version=Version(3), deadline=None, age_ms=60_000
     )
-    seen = snapshot(instance("a", held=1, running=4, waiting=1), instance("b"), flights=(queued,), groups=1)
+    begun = msgspec.structs.replace(queued, group=GroupId(6), lease=LeaseId(8))
+    seen = snapshot(instance("a", held=2, running=1, waiting=1), instance("b"), flights=(begun, queued), groups=1)
     assert decide(seen, chosen(migration="idle")) == [start("b", 0)]
     none_left = msgspec.structs.replace(seen, next=())
     assert decide(none_left, chosen(migration="idle")) == [

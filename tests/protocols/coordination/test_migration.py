@@ -3,6 +3,9 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.coordination.migration import (
@@ -16,6 +19,7 @@ from staleflow.protocols.coordination.migration import (
     pace,
 )
 from staleflow.protocols.coordination.view import Cost, Flight, Instance, Move, Snapshot
+from tests.protocols.coordination.views import COSTS
 
 COST = Cost(k1=0.0, k2=0.01, k3=0.001, k4=0.0)
 """100 steps a second up to ten samples, then fewer."""
@@ -30,8 +34,8 @@ def instance(name: str, **known: Any) -> Instance:
     return Instance(worker=WorkerId(name), **fixed | known)
 
 
-def flight(group: int, worker: str, *, age_ms: int = 60_000, length: float = 0.0, spare: bool = False) -> Flight:
-    """Under the lease 100 + its number."""
+def flight(group: int, worker: str, *, age_ms: int = 60_000, **known: Any) -> Flight:
+    """Under the lease 100 + its number; whatever else is known of it."""
     return Flight(
         group=GroupId(group),
         lease=LeaseId(100 + group),
@@ -39,8 +43,7 @@ def flight(group: int, worker: str, *, age_ms: int = 60_000, length: float = 0.0
         version=Version(3),
         deadline=None,
         age_ms=age_ms,
-        length=length,
-        spare=spare,
+        **known,
     )
 
 
@@ -134,6 +137,22 @@ def test_a_group_that_has_nearly_ended_stays() -> None:
     assert moves(snapshot(crowd, instance("b"), flights=(late, ending, early))) == [(2, "b"), (0, "b")]
 
 
+def test_what_was_written_before_a_move_is_not_to_be_written_again() -> None:
+    """A hundred steps a second: 2,000 tokens before the last move, 1,000 since."""
+    crowd = instance("a", held=3, running=8, waiting=8, cost=COST)
+    ending, early = (flight(n, "a", age_ms=10_000, length=n, written=2000.0) for n in (3100, 3300))
+    assert [expected_s(each, 100.0) for each in (ending, early)] == [1.0, 3.0]
+    (order,) = move(snapshot(crowd, instance("b"), flights=(ending, early)), "idle", 2.0, ())
+    assert (order.group, order.written) == (3300, 3000.0)
+
+
+def test_a_group_that_moved_does_not_pass_for_the_one_with_most_to_write() -> None:
+    a = instance("a", held=8, capacity=8, slots=30, running=30, cost=COST)
+    b = instance("b", held=1, slots=30, running=4, cost=COST)
+    moved, begun = flight(1, "a", length=9000, written=6000.0), flight(2, "a", length=8000)
+    assert moves(snapshot(a, b, flights=(moved, begun)), "throughput", gap=2.9) == [(2, "b")]
+
+
 def test_few_groups_move_at_once() -> None:
     crowd = instance("a", held=40, capacity=40, running=8, waiting=152)
     flights = tuple(flight(group, "a") for group in range(40))
@@ -152,6 +171,88 @@ def test_what_is_about_to_begin_does_not_wait_for_a_slot_and_what_finds_the_cach
     assert moves(snapshot(beginning, instance("b"), flights=FOUR)) == []
     full = instance("a", held=4, running=4, waiting=4, kv_used=0.97)
     assert moves(snapshot(full, instance("b"), flights=FOUR)) == [(3, "b")]
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param({"waiting": 2, "running": 4, "slots": 0}, id="its own wait, for whatever"),
+        pytest.param({"waiting": 2, "running": 4, "kv_used": 0.97}, id="its own wait for cache"),
+        pytest.param({"running": 4, "kv_used": 0.97}, id="its cache is full"),
+        pytest.param({"running": 4, "kv_tokens": 4_000, "kv_capacity": 7_500}, id="its cache will be"),
+        pytest.param({"running": 4, "waiting": 4, "kv_tokens": 4_000, "kv_capacity": 12_000}, id="of those that begin"),
+        pytest.param(
+            {"running": 4, "kv_tokens": 4_000, "kv_capacity": 12_000, "coming": 1}, id="of those on their way"
+        ),
+    ],
+)
+def test_nothing_goes_to_wait_elsewhere(known: dict[str, Any]) -> None:
+    """What moves brings some thousand tokens for each of its four samples."""
+    crowd = replace(CROWD, kv_tokens=8_000)
+    target = instance("b", **{"held": 1, "slots": 100, "capacity": 9, "kv_capacity": 100_000} | known)
+    free = replace(target, waiting=0, coming=0, slots=100, kv_used=0.5, kv_capacity=13_000)
+    assert moves(snapshot(crowd, target, flights=FOUR), "throughput") == []
+    assert moves(snapshot(crowd, free, flights=FOUR), "throughput") == [(3, "b"), (2, "b")]
+
+
+def test_the_cache_must_hold_a_group_at_its_end_unless_the_instance_is_idle() -> None:
+    long = tuple(flight(group, "a", length=3_000.0) for group in range(4))
+    busy = instance("b", held=1, slots=100, running=1, kv_tokens=1, kv_capacity=12_000)
+    assert moves(snapshot(CROWD, busy, flights=long), "throughput") == []
+    assert moves(snapshot(CROWD, replace(busy, kv_capacity=13_000), flights=long), "throughput") == [(3, "b")]
+    idle = instance("b", slots=100, kv_capacity=10_000)
+    assert moves(snapshot(CROWD, idle, flights=long)) == [(3, "b")], "one, whatever it needs"
+
+
+def test_samples_that_wait_for_others_of_their_own_group_stay() -> None:
+    """It would be the same where it goes, and there too it would be told to go."""
+    wide = instance("a", held=1, running=2, waiting=2, slots=0, kv_used=0.97)
+    assert moves(snapshot(wide, instance("b", slots=0), flights=FOUR[:1])) == []
+    assert moves(snapshot(replace(wide, held=2), instance("b", slots=0), flights=FOUR[:2])) == [(1, "b")]
+
+
+INSTANCES = st.builds(
+    instance,
+    st.just("a"),
+    held=st.just(4),
+    capacity=st.sampled_from([4, 9]),
+    running=st.integers(0, 20),
+    waiting=st.integers(0, 20),
+    slots=st.sampled_from([0, 8, 16, 256]),
+    kv_used=st.sampled_from([0.0, 0.5, 0.94, 0.99]),
+    kv_tokens=st.integers(0, 10_000),
+    kv_capacity=st.sampled_from([0, 10_000]),
+    tokens_per_s=st.sampled_from([0.0, 100.0, 1000.0]),
+    cost=st.none() | COSTS,
+)
+GAPS = st.sampled_from([1.0, 1.01, 2.0])
+
+
+def groups_of(worker: str, first: int) -> tuple[Flight, ...]:
+    return tuple(flight(group, worker, length=2000.0 * (group % 3)) for group in range(first, first + 4))
+
+
+@settings(deadline=None)
+@given(INSTANCES, GAPS)
+def test_equal_instances_move_nothing(one: Instance, gap: float) -> None:
+    other = replace(one, worker=WorkerId("b"))
+    assert moves(snapshot(one, other, flights=groups_of("a", 0) + groups_of("b", 4)), "throughput", gap) == []
+
+
+@settings(deadline=None)
+@given(INSTANCES, INSTANCES, GAPS)
+def test_no_two_instances_exchange_groups(one: Instance, other: Instance, gap: float) -> None:
+    seen = snapshot(one, replace(other, worker=WorkerId("b")), flights=groups_of("a", 0) + groups_of("b", 4))
+    assert len({to for _, to in moves(seen, "throughput", gap)}) <= 1
+
+
+def test_no_gap_is_so_small_that_equal_instances_exchange_groups() -> None:
+    flat = Cost(k1=0.0, k2=0.01, k3=0.0, k4=0.0)
+    one, other = (instance(name, held=4, capacity=9, running=5, slots=0, cost=flat) for name in "ab")
+    seen = snapshot(one, other, flights=groups_of("a", 0) + groups_of("b", 4))
+    assert moves(seen, "throughput", gap=1.0) == []
+    faster = replace(other, cost=replace(flat, k2=0.0095))
+    assert {to for _, to in moves(snapshot(one, faster, flights=seen.flights), "throughput", gap=1.0)} == {"b"}
 
 
 def test_nobody_gets_more_samples_than_it_has_slots_for() -> None:

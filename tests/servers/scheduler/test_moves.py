@@ -9,8 +9,11 @@ import pytest
 from staleflow.configs.schema import Config, Coordination
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import LeaseId, Version, WorkerId
+from staleflow.protocols.coordination.decide import Strategies
 from staleflow.protocols.coordination.migration import MIN_AGE_MS
+from staleflow.protocols.coordination.view import Flight, Order, Snapshot
 from staleflow.protocols.wire.messages import Assign, Detach, RegisterYield, Yield
+from staleflow.servers.scheduler import cycle
 from staleflow.servers.scheduler.moves import PATIENCE_MS
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
@@ -65,6 +68,35 @@ def test_a_group_moves_in_one_step_to_who_has_nothing_to_do_and_finds_what_was_w
     crowd.a.report()
     crowd.b.report()
     assert table.interpreter.machine.leases_of(WorkerId("b")) == ((arrived.group, arrived.lease),)
+
+
+def test_what_was_written_when_a_group_moved_is_known_until_it_is_begun_anew(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two samples that run gets half a token a second, for somewhat more than five seconds."""
+    seen: dict[LeaseId, Flight] = {}
+
+    def look(snapshot: Snapshot, _: Strategies) -> list[Order]:
+        seen.update((flight.lease, flight) for flight in snapshot.flights)
+        return []
+
+    crowd = Crowd(table)
+    crowd.a.report(tokens_per_s=1.0)
+    arrived = crowd.moved()
+    with monkeypatch.context() as patch:
+        patch.setattr(cycle, "decide", look)
+        table.after(600)
+        crowd.b.report(running=2)
+    (stayed,) = (seen[lease] for lease in crowd.a.held)
+    assert 0.5 * 5 <= seen[arrived.lease].written <= 0.5 * 6
+    assert stayed.written == 0.0
+    table.ask("b", Detach(worker=WorkerId("b"), why="test"))
+    crowd.a.report()
+    again = crowd.a.assign(arrived.group)
+    monkeypatch.setattr(cycle, "decide", look)
+    table.after(600)
+    crowd.a.report(running=3)
+    assert seen[again.lease].written == 0.0
 
 
 def test_the_lease_that_was_given_up_pushes_nothing_any_more(table: Table) -> None:
