@@ -1,20 +1,37 @@
-"""Keys of ``trainer.algorithm`` that must agree: a key that means nothing with the rest is left at its default.
+"""Keys of ``trainer.algorithm`` that must agree: a key that means nothing with the rest is left at its default; and
+what the algorithm decides elsewhere.
 
 Shipped names are told from import paths by their lack of a colon.
 """
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.schema import Algorithm
+from staleflow.configs.schema import Algorithm, Config
 
 ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "reinforce_pp", "rloo")
 LOSSES: Final = ("aipo", "cispo", "gspo", "m2po", "opsm", "ppo_clip")
 PER_TOKEN: Final = ("gae", "reinforce_pp")
 """Advantages that come token by token: divergence can be a part of their reward."""
+
+
+IN_GROUP: Final = ("dr_grpo", "grpo", "rloo")
+"""Advantages against the group itself: those of equal rewards are 0."""
+
+FilterName = Literal["none", "zero_spread"]
+
+
+def filter_of(config: Config) -> FilterName:
+    """``rollout.filter``; where it is empty, the one that takes nothing away from the advantage.
+
+    Against a batch or a critic a group of equal rewards has an advantage; a user's function may give it one.
+    """
+    if config.rollout.filter:
+        return config.rollout.filter
+    return "zero_spread" if config.trainer.algorithm.advantage in IN_GROUP else "none"
 
 
 def import_paths(algorithm: Algorithm) -> dict[str, str]:

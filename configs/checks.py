@@ -137,7 +137,7 @@ def _groups(config: Config) -> None:
         allowed = f"a group of {samples} samples must fit: at least {samples}"
         raise ConfigError("rollout.max_inflight", rollout.max_inflight, allowed)
     check_spares(config, samples)
-    if rollout.filter == "zero_spread" and rollout.group_size == 1:
+    if algorithm.filter_of(config) == "zero_spread" and rollout.group_size == 1:
         allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
         raise ConfigError("rollout.group_size", rollout.group_size, allowed)
     if rollout.on_update == "recompute" and rollout.engine == "simulated":

@@ -87,7 +87,8 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
         text = cast(dict[str, Any], inner).get(key) if isinstance(inner, dict) else None
         if not isinstance(text, str) or not text:
             continue
-        text = str(_under(base, text)) if (section, key) in _PATHS else _spec_under(base, text)
+        what = ".".join((*above, key))
+        text = str(_under(base, text, what)) if (section, key) in _PATHS else _spec_under(base, text, what)
         table = dotted.apply(table, [((*above, key), text)])
     return _absolute_stages(table, base)
 
@@ -98,21 +99,24 @@ def _absolute_stages(table: dict[str, Any], base: Path) -> dict[str, Any]:
     if not isinstance(given, list):
         return table
     found = list[Any]()
-    for one in cast(Iterable[Any], given):
+    for place, one in enumerate(cast(Iterable[Any], given)):
         if isinstance(one, dict) and isinstance(run := cast(dict[str, Any], one).get("run"), str):
-            one = {**cast(dict[str, Any], one), "run": _spec_under(base, run)}
+            one = {**cast(dict[str, Any], one), "run": _spec_under(base, run, f"stage[{place}].run")}
         found.append(one)
     return {**table, "stage": found}
 
 
-def _spec_under(base: Path, spec: str) -> str:
+def _spec_under(base: Path, spec: str, key: str) -> str:
     """An import path; where it names a file, from the file system's root."""
     place, _, attribute = spec.rpartition(":")
-    return f"{_under(base, place)}:{attribute}" if is_file(place) else spec
+    return f"{_under(base, place, key)}:{attribute}" if is_file(place) else spec
 
 
-def _under(base: Path, text: str) -> Path:
-    return Path(os.path.normpath(base / Path(text).expanduser()))
+def _under(base: Path, text: str, key: str) -> Path:
+    try:
+        return Path(os.path.normpath(base / Path(text).expanduser()))
+    except RuntimeError as error:
+        raise ConfigError(key, text, "nobody of that name has a home directory here") from error
 
 
 def config_sha(config: Config) -> str:

@@ -223,15 +223,15 @@ class Rollout(Section, frozen=True, kw_only=True):
     max_inflight: Groups = 64
     """Samples that one instance decodes at once."""
     max_new_tokens: Positive = 64
-    """Longest completion in tokens; one that reaches it is cut off and trained as it is."""
+    """Longest completion in tokens; one that reaches it is cut off, and trained unless ``trainer.mask_truncated``."""
     temperature: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
-    """Of the sampling; log-probabilities are those of the distribution that was sampled from. With ``rollout.engine``
-    ``vllm`` at least 0.01."""
+    """Of the sampling; log-probabilities are those of the distribution sampled from. With vLLM at least 0.01."""
     on_update: Literal["keep", "recompute", "drain"] = "keep"
     """In-flight samples when a new version comes. ``keep``: go on with the new weights (a new segment) over the KV
     cache of the old ones. ``recompute``: the same, read in anew by the new weights first. ``drain``: end first."""
-    filter: Literal["none", "zero_spread"] = "zero_spread"
-    """Groups released after the reward: those whose samples all have the same reward teach nothing."""
+    filter: Literal["", "none", "zero_spread"] = ""
+    """Groups released after the reward. ``zero_spread``: those whose samples all have the same reward, which teach
+    nothing if the advantage is against the group. Empty: these with ``grpo``, ``dr_grpo`` and ``rloo``, else none."""
     threads: Processes = 1
     """Torch threads of an instance."""
     redundancy: Redundancy = field(default_factory=Redundancy)
@@ -364,8 +364,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     its longest groups. The same step, but for the cut into passes, which is by groups in their order then. For
     algorithms that need no more than a group at once."""
     stream_groups: Groups = 1
-    """``streaming``: groups trained at once, one at least for each rank. Fewer start earlier; more fill the passes of
-    ``micro_tokens`` better."""
+    """``streaming``: groups trained at once, one at least a rank. Fewer start earlier; more fill passes better."""
+    mask_truncated: bool = False
+    """Leave trajectories that were cut off, by their length or by the service, out of the loss (DAPO's overlong
+    filtering). Their rewards still count in their group's mean."""
     micro_tokens: Positive = 16_384
     """Padded tokens of one forward and backward pass; the gradients of a step's passes add up."""
     lr: PositiveFloat = 1e-6
@@ -383,8 +385,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     grad_clip: PositiveFloat = 1.0
     """Largest L2 norm of the gradient."""
     checkpoint_every: Positive = 20
-    """Steps between checkpoints; consumed payload is kept that long. One comes early when a trajectory server's map is
-    half full."""
+    """Steps between checkpoints; consumed payload is kept that long. Sooner when a trajectory server is half full."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept; older ones are deleted once a newer one is whole."""
     eval_every: NonNegative = 0
@@ -472,8 +473,7 @@ class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
     name: Text = "run"
-    """Of run directories (``runs/NAME-TIMESTAMP``) and of everything that shows the run: letters, digits, ``.``, ``_``,
-    ``-``."""
+    """Of run directories (``runs/NAME-TIMESTAMP``) and all that shows the run: letters, digits, ``.``, ``_``, ``-``."""
     preset: Preset = ""
     """Rule of a system that people know, for every key that neither the file nor an override sets. Named by an
     override it comes before the file. ``configs/presets`` has them."""

@@ -25,7 +25,7 @@ from staleflow.protocols.wire.stages import (
 
 RESERVED: Final = (
     *(REWARD, REFERENCE, CRITIC, short_name(ENVIRONMENT).strip("/"), "stage"),
-    *("rollout", "trainer", "scheduler", "trajectories", "parameters", "model", "relay", "monitor", "admin"),
+    *("rollout", "trainer", "scheduler", "trajectories", "parameters", "model", "relay", "monitor", "admin", "engine"),
 )
 """Names of other processes, and of columns that do not come from a stage of the user's."""
 

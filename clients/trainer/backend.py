@@ -33,7 +33,12 @@ class NoBatch(Exception):
 
 
 class OutOfMemory(Exception):
-    """A step does not fit this device; the text says which, and what to change."""
+    """A step does not fit this device; the text says which, and what to change. Weights and optimizer are as before."""
+
+    def __init__(self, text: str, *, can_save: bool = False) -> None:
+        super().__init__(text)
+        self.can_save = can_save
+        """No other rank waits for this one in the middle of a pass: ``save`` comes through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,10 @@ class TrainBatch:
         end = self.sequence_lengths[:, None]
         return (place >= end - self.completion_lengths[:, None]) & (place < end)
 
+    def mask_cut(self) -> None:
+        """Take trajectories that did not come to their own end out of ``loss_mask``."""
+        self.loss_mask[self.cut] = False
+
     def off_policy(self) -> tuple[float, int]:
         """Mean and maximum of (step - version) over the trained tokens; 0 without any."""
         age = int(self.step) - self.token_versions[self.loss_mask]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, batch_values
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, TrainerState
@@ -94,6 +95,8 @@ class TrainingLoop:
             log.info("asked to end at version %d", self._state.version)
             self._save()
         except OutOfMemory as error:
+            if error.can_save:
+                self._save_in_little_memory()
             self._client.finished(str(error))
             raise GaveUp(str(error)) from error
         except (GaveUp, NoBatch) as error:
@@ -203,6 +206,15 @@ class TrainingLoop:
             self._checkpoints.tidy(self._state)
         log.info("checkpoint %s", path)
         return time.monotonic() - started
+
+    def _save_in_little_memory(self) -> None:
+        """A checkpoint, if what is left of the memory is enough for it: the run must be told why it ends either way."""
+        try:
+            self._save()
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            log.error("version %d: no memory for a checkpoint either", self._state.version)
 
     def _evaluate_initial(self) -> None:
         """What the held-out prompts say of the model before the first step: the line of step -1."""

@@ -33,6 +33,10 @@ PEAKS: dict[str, tuple[float, float]] = {
 first match counts."""
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a model's configuration for how many experts a layer has that a token is routed between."""
+
+
 def peak_flops(device: str, dtype: str) -> float | None:
     """FLOP/s of a device by its name; None when it is not known."""
     for name, (bfloat16, float32) in PEAKS.items():
@@ -48,6 +52,20 @@ def step_flops(parameters: int, layers: int, width: int, lengths: np.ndarray) ->
     return float(6.0 * parameters * tokens.sum() + 6.0 * layers * width * (tokens**2).sum())
 
 
+def active_parameters(model: Any, config: Any) -> int | None:
+    """Parameters that one token goes through: of the experts that it is routed between only the share that it uses.
+
+    None where the model's ``config`` does not say how many these are, or which parameters are experts cannot be told.
+    """
+    routed: int = sum(p.numel() for name, p in model.named_parameters() if "experts" in name.split("."))
+    total: int = sum(p.numel() for p in model.parameters())
+    experts: int = next((count for key in _EXPERTS if (count := getattr(config, key, None))), 0)
+    used: int | None = getattr(config, "num_experts_per_tok", None)
+    if not routed and not experts:
+        return total
+    return total - routed + routed * used // experts if routed and experts and used else None
+
+
 class Speed:
     """Of one model on one kind of device. Take it before a backend shards the model."""
 
@@ -55,7 +73,8 @@ class Speed:
         config = model.config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
         looked_up = 0 if tied else model.get_input_embeddings().weight.numel()  # rows picked, nothing multiplied
-        self._parameters = sum(p.numel() for p in model.parameters()) - looked_up
+        active = active_parameters(model, config)
+        self._parameters = None if active is None else active - looked_up
         self._layers = config.num_hidden_layers
         heads = config.num_attention_heads
         self._width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -64,8 +83,8 @@ class Speed:
         self._peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype) if cuda else None
 
     def values(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
-        """``perf/mfu`` of a step over all ranks; nothing where the peak is not known."""
-        if self._peak is None:
+        """``perf/mfu`` of a step over all ranks; nothing where the peak or what a token goes through is not known."""
+        if self._peak is None or self._parameters is None:
             return {}
         flops = step_flops(self._parameters, self._layers, self._width, batch.sequence_lengths)
         total = float(self._ranks.sum(torch.tensor([flops], dtype=torch.float64))[0])

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import numpy as np
@@ -133,11 +134,13 @@ class TorchTrainer:
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
         """Add the gradient of whole groups of the batch; ``last``: they complete it. ``OutOfMemory`` as ``train``."""
         self._initial, began = False, time.monotonic()
+        if self._config.trainer.mask_truncated:
+            part.mask_cut()
         try:
             self._add(part, stopping, last=last)
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
-                raise OutOfMemory(self._too_large(part, part.step, error)) from error
+                raise self._too_large(part, error) from error
             raise
         self._seconds += time.monotonic() - began
 
@@ -166,7 +169,9 @@ class TorchTrainer:
             if out_of_memory(error):
                 rows, reason = self._config.rollout.max_inflight, first_line(error)
                 what = f"version {version}: out of memory while it answers the held-out prompts"
-                raise OutOfMemory(f"{what}. Lower rollout.max_inflight ({rows}) ({reason})") from error
+                text = f"{what}. {new_run(f'rollout.max_inflight below {rows}')} ({reason})"
+                # a whole model answers on rank 0 alone, while the others wait for orders
+                raise OutOfMemory(text, can_save=self.learner.whole) from error
             raise
 
     def close(self) -> None:
@@ -269,13 +274,28 @@ class TorchTrainer:
         shortest = np.argsort(batch.sequence_lengths, kind="stable")[:1]
         return self._logprobs(batch, shortest, last=False).sum() * 0.0
 
-    def _too_large(self, batch: TrainBatch, step: Step, error: Exception) -> str:
+    def _too_large(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
         micro, reason = self._config.trainer.micro_tokens, first_line(error)
         where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
-        return (
-            f"step {step}: out of memory{where}; batch {batch.batch} of {len(batch.rewards)} trajectories is kept. "
-            f"Lower trainer.micro_tokens ({micro}) or set trainer.gradient_checkpointing ({reason})"
+        change = new_run(f"trainer.micro_tokens below {micro} or trainer.gradient_checkpointing")
+        text = (
+            f"step {batch.step}: out of memory{where}; batch {batch.batch} of {len(batch.rewards)} trajectories is "
+            f"kept. {change} ({reason})"
         )
+        # of several ranks the others may be in a collective of this pass, where they hear no order to save
+        alone = isinstance(self._ranks, OneRank)
+        if alone:
+            clear_frames(error.__traceback__)  # they hold the activations
+            self.learner.clear()
+        return OutOfMemory(text, can_save=alone)
+
+
+def new_run(keys: str) -> str:
+    """What helps where a run cannot go on with what its configuration says of ``keys``."""
+    return (
+        f"A run's configuration is fixed: begin a new one with {keys}, and model.path at the newest checkpoint if "
+        "there is one; its optimizer starts afresh"
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ where nobody would wait longer):
 - no group of this run ever came as far as this stage, or this environment, should bring it: many failed, for a minute.
 """
 
+from staleflow.configs.algorithm import filter_of
 from staleflow.configs.schema import Config
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
@@ -86,7 +87,7 @@ class Deadlock:
         ways = ["raise prompts.epochs (0 goes round for ever)"]
         if step:
             ways.append(f"lower trainer.steps from {last} to {step}")
-        if self._config.rollout.filter != "none":
+        if filter_of(self._config) != "none":
             ways.append('set rollout.filter to "none"')
         return "What helps: " + ", or ".join(ways)
 
@@ -110,7 +111,7 @@ class Deadlock:
         setbacks = self._setbacks
         enough = max(FEW_BATCHES * self._config.trainer.batch_size, 16)
         if setbacks.filtered.count >= enough:
-            name, count = self._config.rollout.filter, setbacks.filtered.count
+            name, count = filter_of(self._config), setbacks.filtered.count
             return (
                 f'the filter "{name}" kept none of the last {count} groups: the samples of each had the same reward; '
                 f"easier or harder prompts, a larger rollout.group_size, a higher rollout.temperature, or "

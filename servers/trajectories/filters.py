@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from staleflow.configs.algorithm import FilterName
 from staleflow.protocols.wire.stages import REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array
 
@@ -16,9 +17,10 @@ def none(columns: Mapping[str, Array]) -> bool:
 
 
 def zero_spread(columns: Mapping[str, Array]) -> bool:
-    """Keeps groups whose samples differ in reward: equal rewards give no advantage, and so nothing to learn."""
+    """Keeps groups whose samples differ in reward: against the group equal rewards give no advantage, and so nothing to
+    learn. Against a batch or a critic they do."""
     rewards: list[float] = columns[REWARD_COLUMN].tolist()
     return max(rewards) > min(rewards)
 
 
-FILTERS: Final[dict[str, Filter]] = {"none": none, "zero_spread": zero_spread}
+FILTERS: Final[dict[FilterName, Filter]] = {"none": none, "zero_spread": zero_spread}

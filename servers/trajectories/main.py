@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from staleflow.configs.algorithm import filter_of
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
@@ -124,7 +125,7 @@ def make_service(
 ) -> TrajectoryService:
     """The parts of a shard, put together."""
     registrar = Registrar(scheduler)
-    held = Shard(store, registrar, shard=shard, stages=graph(config), keep=FILTERS[config.rollout.filter])
+    held = Shard(store, registrar, shard=shard, stages=graph(config), keep=FILTERS[filter_of(config)])
     calls = StageCalls(
         held,
         tasks,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from staleflow.configs.algorithm import filter_of
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import Node, batch_of, graph, seconds_a_group, workers_of
 from staleflow.protocols.wire.stages import REWARD, is_per_token, short_name
@@ -25,7 +26,7 @@ def text(config: Config) -> str:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     judged = "after the reward zero_spread releases groups of equal rewards"
-    return "\n".join((" → ".join(order), "", *lines, *(("", judged) if config.rollout.filter != "none" else ())))
+    return "\n".join((" → ".join(order), "", *lines, *(("", judged) if filter_of(config) != "none" else ())))
 
 
 def _row(config: Config, node: Node) -> tuple[str, ...]:

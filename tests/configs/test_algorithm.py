@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from staleflow.configs.algorithm import ADVANTAGES, LOSSES, check_algorithm
+from staleflow.configs.algorithm import ADVANTAGES, LOSSES, check_algorithm, filter_of
 from staleflow.configs.checks import import_paths
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
@@ -93,3 +93,24 @@ def test_a_users_functions_are_found_beside_the_file_and_tried_before_anything_s
         present(load(write(text), [f"trainer.algorithm.loss={tmp_path}/mine.py:other"]))
     with pytest.raises(ConfigError, match=r"it is called with 5 values, but too many positional arguments"):
         present(load(write(text), [f"trainer.algorithm.loss={tmp_path}/mine.py:short"]))
+
+
+IN_GROUP = {"grpo": "zero_spread", "dr_grpo": "zero_spread", "rloo": "zero_spread"}
+
+
+@pytest.mark.parametrize("advantage", [*ADVANTAGES, "mine.py:advantage"])
+def test_equal_rewards_are_filtered_by_default_where_the_advantage_is_against_the_group(
+    write: Write, advantage: str
+) -> None:
+    path = write(MINIMAL.replace('filter = "none"\n', ""))
+    keys = overrides(f"advantage={advantage}")
+    assert filter_of(load(path, keys)) == IN_GROUP.get(advantage, "none")
+    for chosen in ("none", "zero_spread"):
+        assert filter_of(load(path, [*keys, f"rollout.filter={chosen}"])) == chosen
+
+
+def test_a_group_of_one_needs_an_advantage_that_is_not_against_the_group(write: Write) -> None:
+    path, one = write(MINIMAL.replace('filter = "none"\n', "")), "rollout.group_size=1"
+    with pytest.raises(ConfigError, match=r'rollout\.group_size is 1; rollout\.filter "zero_spread" releases every'):
+        load(path, [one])
+    assert load(path, [one, *overrides("advantage=gae")]).rollout.group_size == 1

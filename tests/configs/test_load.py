@@ -149,6 +149,21 @@ def test_paths_in_a_file_belong_to_its_folder_and_those_in_an_override_to_the_wo
     assert config.model.path == "/models/m"
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("prompts.path=~nosuch/x.jsonl", "prompts.path", "~nosuch/x.jsonl"),
+        ("model.path=~nosuch/m", "model.path", "~nosuch/m"),
+        ("reward.run=~nosuch/r.py:f", "reward.run", "~nosuch/r.py"),
+        ("stage=[{name='a',run='~nosuch/a.py:f',makes=['x']}]", "stage[0].run", "~nosuch/a.py"),
+    ],
+)
+def test_the_home_of_nobody_is_named(write: Write, override: str, key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(write(MINIMAL), [override])
+    assert str(error.value) == f'{key} is "{value}"; nobody of that name has a home directory here'
+
+
 def test_a_run_directory_gives_back_what_it_was_given(write: Write, tmp_path: Path) -> None:
     config = load(write(), ["prompts.options.limit=5", 'prompts.columns."a b"="q\\"\\n"'])
     write_resolved(config, tmp_path / "run")

@@ -9,13 +9,16 @@ import torch
 
 from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
 from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of, scale, weights
+from staleflow.clients.trainer.algorithms.choice import GROUP_ADVANTAGES
 from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.kl import kl_loss
 from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
 from staleflow.clients.trainer.algorithms.mismatch import MismatchSums
 from staleflow.clients.trainer.algorithms.second_moment import largest_kept
 from staleflow.clients.trainer.objective import LOCAL
+from staleflow.configs.algorithm import filter_of
 from tests.clients.trainer import literal
+from tests.clients.trainer.making import config
 
 CPU = torch.device("cpu")
 ROW = torch.tensor([4, 4, 4, 0, 0, 2])
@@ -155,6 +158,18 @@ def test_the_estimators_agree_with_the_divergence_of_two_distributions(kind: str
     assert torch.allclose(found, wanted, atol=2e-3 if kind == "k3" else 1e-12)
 
 
+def test_k3_pulls_the_farthest_tokens_back_with_a_bounded_force() -> None:
+    """Below 10 nats under the reference its gradient stays what it is there, and its value is the tangent."""
+    distance = torch.tensor([-1000.0, -21.0, -10.1, -10.0, -9.9, 0.0, 50.0], dtype=torch.float64, requires_grad=True)
+    value = kl_loss("k3", distance, torch.zeros(7, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(value.sum(), distance)
+    slope = 1.0 - math.exp(10.0)
+    assert gradient.tolist() == pytest.approx([slope] * 4 + [1.0 - math.exp(9.9), 0.0, 1.0])
+    there = math.exp(10.0) - 1.0 - 10.0
+    near = [there - 990.0 * slope, there - 11.0 * slope, there - 0.1 * slope, there, math.exp(9.9) - 1.0 - 9.9]
+    assert value.tolist() == pytest.approx([*near, 0.0, 49.0])
+
+
 def test_a_loss_of_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match="k4 is no estimator: one of k1, k2, k3"):
         kl_loss("k4", torch.zeros(1), torch.zeros(1))
@@ -261,3 +276,15 @@ def test_weights_of_nothing_are_one_and_a_broken_one_is_finite() -> None:
     nothing = {"mismatch_kl": 0, "is_weight/mean": 1, "is_weight/max": 1, "is_weight/ess": 1, "is_weight/truncated": 0}
     assert measured(torch.zeros(0), torch.zeros(0)) == nothing
     assert math.isfinite(measured(torch.tensor([0.0]), torch.tensor([-1000.0]))["is_weight/max"])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])
+def test_what_is_filtered_by_default_has_no_advantage_and_what_is_kept_has_one(name: str) -> None:
+    """Two groups, all right and all wrong."""
+    rewards, group_ids = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    if name in GROUP_ADVANTAGES:
+        found = GROUP_ADVANTAGES[name](rewards, group_ids)
+    else:
+        found = advantages.normalised(rewards, torch.ones(4, dtype=torch.bool), LOCAL)
+    filtered = filter_of(config(algorithm={"advantage": name})) == "zero_spread"
+    assert found.eq(0).all() if filtered else found.ne(0).all()

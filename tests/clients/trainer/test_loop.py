@@ -242,18 +242,48 @@ def test_the_third_bad_step_in_a_row_is_not_consumed_and_stops_the_run_with_its_
     assert again.published == []
 
 
-def test_a_step_that_does_not_fit_the_device_stops_the_run_with_its_batch_kept(tmp_path: Path) -> None:
-    class Small(Counting):
-        def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-            if step == 3:
-                raise OutOfMemory("step 3: out of memory; batch 4 of 2 trajectories is kept")
-            return super().train(batch, step, stopping)
+class Small(Counting):
+    """Has no room for step 3; ``can_save``: nor does another rank wait for it there."""
 
+    def __init__(self, *, can_save: bool, disk: Exception | None = None) -> None:
+        super().__init__()
+        self._can_save = can_save
+        self._disk = disk
+
+    def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        if step == 3:
+            raise OutOfMemory("step 3: out of memory; batch 4 of 2 trajectories is kept", can_save=self._can_save)
+        return super().train(batch, step, stopping)
+
+    def save(self, directory: Path) -> None:
+        if self.count == 3 and self._disk is not None:
+            raise self._disk
+        super().save(directory)
+
+
+NO_ROOM = ("finished", "step 3: out of memory; batch 4 of 2 trajectories is kept")
+
+
+@pytest.mark.parametrize(("can_save", "kept"), [(True, 3), (False, 2)])
+def test_a_step_that_does_not_fit_the_device_stops_the_run_with_its_batch_and_the_steps_before_it_kept(
+    tmp_path: Path, *, can_save: bool, kept: int
+) -> None:
     client = Told()
     with pytest.raises(GaveUp, match="step 3: out of memory; batch 4"):
-        loop(tmp_path, client, Small()).run()
+        loop(tmp_path, client, Small(can_save=can_save)).run()
     assert client.published[-1] == (3, [3.0])
-    assert client.told[-1] == ("finished", "step 3: out of memory; batch 4 of 2 trajectories is kept")
+    assert client.told[-2:] == [("checkpointed", 0, kept), NO_ROOM]
+    assert (tmp_path / str(kept) / "count").read_text() == str(kept)
+    assert (tmp_path / "3").exists() == can_save
+
+
+def test_the_run_is_told_why_it_ends_where_there_is_no_memory_for_a_checkpoint_either(tmp_path: Path) -> None:
+    client = Told()
+    with pytest.raises(GaveUp, match="step 3: out of memory; batch 4"):
+        loop(tmp_path, client, Small(can_save=True, disk=MemoryError())).run()
+    assert client.told[-2:] == [("checkpointed", 0, 2), NO_ROOM]
+    with pytest.raises(RuntimeError, match="the weights are a ruin"):
+        loop(tmp_path, Told(), Small(can_save=True, disk=RuntimeError("the weights are a ruin"))).run()
 
 
 def test_a_batch_that_can_never_come_ends_the_run_with_the_reason_and_keeps_what_was_learned(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """The torch backend on a model of two layers: steps, their literal gradient, resuming, and what must not be trained."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from staleflow.clients.trainer import torch_files
-from staleflow.clients.trainer.backend import OutOfMemory, Stopped
+from staleflow.clients.trainer.backend import Stopped
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.pieces import joined
 from staleflow.clients.trainer.ranks import ManyRanks
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
@@ -23,7 +25,7 @@ from staleflow.configs.ranks import Place
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, Step, Version
 from staleflow.protocols.wire.trajectory import GroupPayload
-from tests.clients.trainer.making import batch, config, header, payload
+from tests.clients.trainer.making import batch, config, header, members, payload
 from tests.docs.test_blocks import defined
 
 
@@ -217,6 +219,39 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(model_direct
     assert same(copied(trainer), before)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_trajectories_that_were_cut_off_are_left_out_of_the_loss_and_of_what_it_is_divided_by(
+    model_directory: Path, parts: int
+) -> None:
+    """The step is that of the same rewards with those tokens masked, whole or in pieces; without the key it is not."""
+    cut = np.arange(12) % 3 == 0
+    whole, masked = dataclasses.replace(batch(0), cut=cut), batch(0)
+    masked.loss_mask[cut] = False
+    every, left = whole.trained_tokens, masked.trained_tokens
+    assert 0 < left < every
+    trainer, expected, plain = (
+        TorchTrainer(config(mask_truncated=key, batch_size=3), model_directory) for key in (True, False, False)
+    )
+    wanted = expected.train(masked, Step(0), going_on).values
+    assert plain.train(dataclasses.replace(batch(0), cut=cut), Step(0), going_on).values["trainer/tokens"] == every
+    if parts == 1:
+        found = trainer.train(whole, Step(0), going_on).values
+    else:
+        pieces = [
+            dataclasses.replace(assemble(header(0), [one]), cut=cut[4 * place : 4 * place + 4])
+            for place, one in enumerate(members(0))
+        ]
+        trainer.begin()
+        for place, piece in enumerate(pieces):
+            trainer.add(piece, going_on, last=place == 2)
+        found = trainer.finish(joined(pieces, header(0)), Step(0)).values
+    assert found["trainer/tokens"] == wanted["trainer/tokens"] == left
+    assert found["length/truncated"] == pytest.approx(4 / 12)
+    assert (found["loss"], found["grad_norm"]) == pytest.approx((wanted["loss"], wanted["grad_norm"]), rel=1e-4)
+    assert parts > 1 or same(copied(trainer), copied(expected))
+    assert not same(copied(plain), copied(expected))
+
+
 def test_being_asked_to_end_between_micro_batches_undoes_the_step(model_directory: Path) -> None:
     trainer, clean = TorchTrainer(config(micro_tokens=20), model_directory), TorchTrainer(config(), model_directory)
     looks = iter([False, False, True])
@@ -315,23 +350,6 @@ def test_evaluation_draws_the_same_numbers_each_time_and_disturbs_nothing(
     assert trained(trainer, 0) == trained(clean, 0)
     with pytest.raises(Stopped):
         trainer.evaluate(Version(0), lambda: True)
-
-
-def test_running_out_of_memory_names_step_batch_and_what_to_change(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = TorchTrainer(config(), model_directory)
-
-    def too_much(**_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(trainer.learner, "forward", too_much)
-    with pytest.raises(OutOfMemory) as error:
-        trainer.train(batch(3), Step(3), going_on)
-    assert str(error.value) == (
-        "step 3: out of memory; batch 4 of 12 trajectories is kept. Lower trainer.micro_tokens (16384) or set "
-        "trainer.gradient_checkpointing (CUDA out of memory. Tried to allocate 2.00 GiB)"
-    )
 
 
 @pytest.mark.parametrize(

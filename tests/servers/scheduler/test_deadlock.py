@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from staleflow.configs.schema import Config, Prompts
+from staleflow.configs.schema import Algorithm, Config, Prompts
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import NextBatch, Refusal, Reply
@@ -61,6 +61,20 @@ def test_prompts_that_are_used_up_end_the_run_and_say_what_to_change(tmp_path: P
     )
     assert told(table) == why
     assert table.why == why
+    table.close()
+
+
+def test_a_filter_that_the_advantage_does_without_is_no_way_out(tmp_path: Path) -> None:
+    settings = finite()
+    settings = msgspec.structs.replace(
+        settings, trainer=msgspec.structs.replace(settings.trainer, algorithm=Algorithm(advantage="reinforce_pp"))
+    )
+    table = Table(tmp_path / "run", settings, rows=3)
+    seat = Seat(table, "a")
+    train(seat, 1)
+    seat.report()
+    seat.finish(seat.holds()[0])
+    assert told(table).endswith("raise prompts.epochs (0 goes round for ever), or lower trainer.steps from 100 to 1")
     table.close()
 
 

@@ -24,7 +24,7 @@ ALGORITHM = {"algorithm": {"kl_coef": 0.1, "advantage": "gae"}}
 @pytest.fixture
 async def run(make_run: Callable[..., Run]) -> Run:
     """Three stages: reward, reference, critic."""
-    run = make_run(**NOWHERE, trainer=ALGORITHM)
+    run = make_run(**NOWHERE, trainer=ALGORITHM, rollout={"filter": "zero_spread"})
     run.scheduler()
     run.trajectories()
     run.parameters()

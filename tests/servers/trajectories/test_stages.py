@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -194,8 +194,14 @@ async def test_equal_rewards_are_filtered_and_the_payload_goes(run: Run) -> None
     assert await eventually(all_gone)
 
 
-async def test_without_a_filter_equal_rewards_are_occupied(make_run: Callable[..., Run]) -> None:
-    run = make_run(rollout={"filter": "none"})
+@pytest.mark.parametrize(
+    "section", [{"rollout": {"filter": "none"}}, {"trainer": {"algorithm": {"advantage": "reinforce_pp"}}}]
+)
+async def test_without_a_filter_equal_rewards_are_occupied(
+    make_run: Callable[..., Run], section: dict[str, dict[str, Any]]
+) -> None:
+    """None was chosen, or the advantage is against the batch and needs none."""
+    run = make_run(**section)
     run.scheduler()
     run.trajectories()
     run.parameters()

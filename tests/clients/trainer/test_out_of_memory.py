@@ -1,0 +1,86 @@
+# pyright: basic, reportMissingImports=false
+"""A step that does not fit: what is said, and what can still be saved."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleflow.clients.trainer.backend import OutOfMemory
+from staleflow.clients.trainer.ranks import ManyRanks
+from staleflow.clients.trainer.torch_trainer import TorchTrainer
+from staleflow.configs.ranks import Place
+from staleflow.protocols.consistency.ids import Step
+from tests.clients.trainer.making import batch, config
+from tests.clients.trainer.test_torch_trainer import going_on, trained
+
+
+def test_running_out_of_memory_names_step_batch_and_what_to_change(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = TorchTrainer(config(), model_directory)
+
+    def too_much(**_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(trainer.learner, "forward", too_much)
+    with pytest.raises(OutOfMemory) as error:
+        trainer.train(batch(3), Step(3), going_on)
+    assert str(error.value) == (
+        "step 3: out of memory; batch 4 of 12 trajectories is kept. A run's configuration is fixed: begin a new one "
+        "with trainer.micro_tokens below 16384 or trainer.gradient_checkpointing, and model.path at the newest "
+        "checkpoint if there is one; its optimizer starts afresh (CUDA out of memory. Tried to allocate 2.00 GiB)"
+    )
+
+
+def test_what_is_saved_when_memory_ran_out_in_a_step_is_the_version_before_it(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second pass of step 1 does not fit: the first one's gradient is no part of the checkpoint. It is let go, and
+    so is what the second one held."""
+    settings = config(micro_tokens=20)
+    trainer, clean = TorchTrainer(settings, model_directory), TorchTrainer(settings, model_directory)
+    for one in (trainer, clean):
+        trained(one, 0)
+    forward, held = trainer.learner.forward, list[weakref.ref[torch.Tensor]]()
+
+    def fails_then(**inputs: Any) -> Any:
+        activations = torch.zeros(9)
+        held.append(weakref.ref(activations))
+        if len(held) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(**inputs)
+
+    monkeypatch.setattr(trainer.learner, "forward", fails_then)
+    with pytest.raises(OutOfMemory) as error:
+        trainer.train(batch(1), Step(1), going_on)
+    assert error.value.can_save
+    assert len(held) == 2
+    assert held[1]() is None
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    for one, name in ((trainer, "after"), (clean, "clean")):
+        (tmp_path / name).mkdir()
+        one.save(tmp_path / name)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "clean").iterdir()}
+    assert "model.safetensors" in files
+    assert {path.name: path.read_bytes() for path in (tmp_path / "after").iterdir()} == files
+
+
+def test_where_ranks_wait_for_each_other_nothing_is_saved_when_memory_ran_out_in_a_pass(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(**_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ranks = ManyRanks(Place())
+    try:
+        trainer = TorchTrainer(config(backend="ddp"), model_directory, None, ranks)
+        monkeypatch.setattr(trainer.learner, "forward", too_much)
+        with pytest.raises(OutOfMemory) as error:
+            trainer.train(batch(3), Step(3), going_on)
+        assert not error.value.can_save
+    finally:
+        ranks.close()
