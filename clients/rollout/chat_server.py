@@ -148,9 +148,8 @@ class _Connection:
         try:
             await asyncio.wait((answer, reading), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                if not (data := reading.result()):
+                if not reading.result():
                     raise _Gone
-                self._http.receive_data(data)  # the beginning of a next request
                 await asyncio.wait((answer,))
             if answer.cancelled():
                 raise ChatRefused("the episode is over", "episode_over")
@@ -161,10 +160,10 @@ class _Connection:
             await asyncio.gather(answer, return_exceptions=True)
 
     async def _stop_reading(self, reading: "asyncio.Future[bytes]") -> None:
-        consumed = reading.done()
+        """What was read is the beginning of a next request."""
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        if not consumed and not reading.cancelled() and reading.exception() is None:
+        if not reading.cancelled() and reading.exception() is None:
             self._http.receive_data(reading.result())
 
     async def reply(self, status: int, body: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from staleflow.clients.rollout.engine import EngineError
 from staleflow.clients.rollout.tokens import Encode, check_vocabulary, encoder, open_tokenizer, stop_ids
 from staleflow.clients.rollout.vllm_package import advice, open_package, prepare
 from staleflow.clients.rollout.vllm_plugin import BACKEND, register
@@ -24,7 +25,10 @@ CPU_BLOCK = 32
 
 
 async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
-    """Engine and tokenizer of a run's model directory. ``ConfigError`` when this machine or this model cannot do it."""
+    """Engine and tokenizer of a run's model directory.
+
+    ``ConfigError`` when this machine or this model cannot do it; ``EngineError`` when it failed, and may not again.
+    """
     cpu = not torch.cuda.is_available()
     prepare(config.rollout.threads, cpu=cpu)
     open_package()
@@ -48,8 +52,7 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
         await engine.start()
     except Exception as error:  # the engine core tells its own reason in the worker's output
         await engine.close()
-        allowed = f"vLLM cannot write with this model on this machine: {advice(error)}"
-        raise ConfigError("rollout.engine", "vllm", allowed) from error
+        raise failure(error, checked=True) from error
     return engine, encode
 
 
@@ -106,18 +109,32 @@ def check_heads(model: Any, directory: Path, sizes: Sequence[int]) -> None:
 def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) -> tuple[Any, Any]:
     """vLLM's asynchronous engine, its core started with the directory's own weights, and its counters."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from staleflow.clients.rollout.vllm_counters import Counters
 
-    counters = Counters()
+    counters, checked = Counters(), False
     try:
         args = AsyncEngineArgs(**arguments(config, directory, context, cpu=cpu))
-        llm = AsyncLLM.from_engine_args(args, stat_loggers=[counters.of])
+        found = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        checked = True
+        llm = AsyncLLM.from_vllm_config(found, stat_loggers=[counters.of], disable_log_stats=args.disable_log_stats)
     except Exception as error:  # vLLM raises whatever its parts do; the engine core's own reason is in the log above
-        allowed = f"vLLM does not start with this model on this machine: {advice(error)}"
-        raise ConfigError("rollout.engine", "vllm", allowed) from error
+        raise failure(error, checked=checked) from error
     return llm, counters
+
+
+def failure(error: Exception, *, checked: bool) -> ConfigError | EngineError:
+    """What a worker ends with when vLLM raises: ``ConfigError`` where its checks refuse the arguments.
+
+    What comes once they are ``checked`` may pass, whatever its type: a port in use, memory that another process has not
+    given back yet. The worker is started again, and given up on if that goes on.
+    """
+    text = f"vLLM does not start with this model on this machine: {advice(error)}"
+    if not checked and isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        return ConfigError("rollout.engine", "vllm", text)
+    return EngineError(text)
 
 
 def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> dict[str, Any]:

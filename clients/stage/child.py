@@ -4,14 +4,17 @@ What any process of user code needs is here too; ``group_child`` serves stages w
 ``rollout.environment_child`` environments.
 
 User code may print, hang, raise, leak or crash here; nothing of that reaches the worker but an answer or the end of
-the pipe. The process ends when its parent does: a thread of its own waits for the end of the pipe.
+the pipe. The process ends when its parent does, with all that it started: a session of its own, which the kernel kills.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import inspect
 import numbers
 import os
 import queue
+import signal
 import sys
 import sysconfig
 import threading
@@ -86,7 +89,11 @@ def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any
 
 
 def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the pipes for ourselves: what user code prints goes to stderr, what it reads is empty."""
+    """Keep the pipes for ourselves: what user code prints goes to stderr, what it reads is empty.
+
+    The parent's lifeline, the last word of the command line, is held from here on.
+    """
+    end_with(int(sys.argv.pop()))
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb", buffering=0)
     with open(os.devnull, "rb") as nothing:
@@ -95,12 +102,26 @@ def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     return incoming, outgoing
 
 
+def end_with(lifeline: int) -> None:
+    """Have the kernel kill this process group when nobody has the other end of a pipe any more.
+
+    No code of ours runs for it: user code may hold the interpreter for hours in one call of a library.
+    """
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.read(lifeline, 1)
+        os._exit(1)  # the parent has ended before
+
+
 def _read_calls(incoming: BinaryIO, hand_over: Callable[[Any], Any]) -> None:
     while (data := pipe.read(incoming)) is not None:
         call = pipe.to_child.decode(data)
         if not isinstance(call, pipe.Load):
             hand_over(call)
-    os._exit(0)  # the parent is gone, and a call that hangs must not keep us
+    os.killpg(os.getpid(), signal.SIGKILL)  # the parent is gone, and a call that hangs must not keep us
 
 
 def serve_in_turn(serve: Callable[[Any], pipe.Answer], incoming: BinaryIO, outgoing: BinaryIO, *, noun: str) -> None:

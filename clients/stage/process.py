@@ -2,7 +2,7 @@
 
 Nothing that user code does reaches the worker but an answer or the end of the pipe: a call that raises is answered with
 the reason, one that hangs costs the process, and so does one that will not be cancelled. The process is of lower rank
-than its worker: the kernel ends it first when memory runs out, and it dies with its worker.
+than its worker: the kernel ends it first when memory runs out, and it dies with its worker, with all that it started.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 
 import msgspec
 
@@ -50,8 +51,9 @@ class Killed(Exception):
 class UserProcess:
     """A started process. Belongs to one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, program: Program) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, lifeline: FileIO, program: Program) -> None:
         self._process = process
+        self._lifeline = lifeline
         self._program = program
         self._timeout_s = program.load.timeout_s
         self._pending: dict[int, asyncio.Future[pipe.Answer]] = {}
@@ -64,13 +66,22 @@ class UserProcess:
     @classmethod
     async def start(cls, program: Program) -> "UserProcess":
         """A process that has loaded the user's code; ``ConfigError`` names what is wrong with that."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", program.module),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        child = cls(process, program)
+        its_end, ours = os.pipe()
+        lifeline = FileIO(ours, "wb")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", program.module, str(its_end)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(its_end,),
+                start_new_session=True,
+            )
+        except BaseException:
+            lifeline.close()
+            raise
+        finally:
+            os.close(its_end)
+        child = cls(process, lifeline, program)
         try:
             async with asyncio.timeout(IMPORT_TIMEOUT_S):
                 await child._send(program.load)
@@ -146,6 +157,7 @@ class UserProcess:
             await self._reading
 
     def _end_process(self) -> None:
+        self._lifeline.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

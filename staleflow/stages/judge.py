@@ -1,7 +1,7 @@
 """A judge: another model, behind an OpenAI-compatible endpoint, says how good each completion is.
 
 ``run = "staleflow.stages.judge:judge"``, ``makes = ["score"]``. Asks once for every sample, side by side, with time
-limits and retries of the ``openai`` package (extra ``judge``); what stays without a number fails the group's call,
+limits and retries of the ``openai`` package (extra ``judge``); a reply without a plain score fails the group's call,
 which the stage tries again ``retries`` times.
 """
 
@@ -29,7 +29,8 @@ Question:
 Answer:
 {completion}
 """
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_SCORE = re.compile(r"(-?\d*\.?\d+)(?:\W*(?:/|out of)\W*(\d*\.?\d+))?", re.IGNORECASE)
+"""A number, and what it is out of where that is said."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ async def judge(
     retries: int = 3,
     at_once: int = 16,
 ) -> dict[str, Any]:
-    """``score``, a value a sample: the judge's number over ``best``, from 0 to 1.
+    """``score``, a value a sample, from 0 to 1: the judge's number over ``best``, or the fraction that it says.
 
     ``key_variable`` names the environment variable with the key. ``question`` may have {prompt}, {completion}, {best}
     and the columns of the prompt's row. ``timeout_s`` and ``retries`` are a call's; overload (429) and errors of the
@@ -90,8 +91,14 @@ async def judge(
 
 
 def score_of(reply: str, best: float) -> float:
-    """The last number of a reply over ``best``, from 0 to 1. ``ValueError`` for a reply without one."""
-    numbers = _NUMBER.findall(reply)
-    if not numbers:
-        raise ValueError(f"the judge said {reply!r:.80}, which has no number")
-    return min(max(float(numbers[-1]) / best, 0.0), 1.0)
+    """The score in the last line with a number: that over ``best``, or the fraction of an "8/10" or "8 out of 10".
+
+    ``ValueError`` for a reply without one, for several in that line, and for one below 0 or above its scale.
+    """
+    lines = [line for line in reply.splitlines() if _SCORE.search(line)]
+    scores = list(_SCORE.finditer(lines[-1])) if lines else []
+    if len(scores) == 1:
+        number, most = float(scores[0][1]), float(scores[0][2] or best)
+        if most and 0.0 <= number <= most:
+            return number / most
+    raise ValueError(f"the judge said {reply[-80:]!r}, which is not one score from 0 to {best:g}")

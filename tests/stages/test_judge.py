@@ -129,7 +129,7 @@ async def test_an_overloaded_endpoint_is_asked_again() -> None:
     assert len(endpoint.asked) == 6
 
 
-async def test_an_endpoint_that_hangs_or_says_no_number_fails_the_group_with_the_reason() -> None:
+async def test_an_endpoint_that_hangs_or_says_no_score_fails_the_group_with_the_reason() -> None:
     async with serving(lambda body: None) as (endpoint, url):
         (made,) = await judged(url, 1, timeout_s=0.2, retries=1, question="{prompt}")
     assert isinstance(made, Failed)
@@ -138,11 +138,34 @@ async def test_an_endpoint_that_hangs_or_says_no_number_fails_the_group_with_the
     async with serving(lambda body: (200, "I would rather not say.")) as (_, url):
         (made,) = await judged(url, 1)
     assert isinstance(made, Failed)
-    assert "the judge said 'I would rather not say.', which has no number" in made.why
+    assert "the judge said 'I would rather not say.', which is not one score from 0 to 10" in made.why
 
 
-def test_a_score_is_the_last_number_of_a_reply_within_bounds() -> None:
-    replies = ("7", "Rating: 8.5", "3 out of 4", "-2", "12")
-    assert [score_of(reply, 10.0) for reply in replies] == [0.7, 0.85, 0.4, 0.0, 1.0]
-    with pytest.raises(ValueError, match="has no number"):
-        score_of("good", 10.0)
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("7", 0.7),
+        ("Rating: 8.5", 0.85),
+        (".5", 0.05),
+        ("0", 0.0),
+        ("8/10", 0.8),
+        ("**8** / 10.", 0.8),
+        ("7 out of 10", 0.7),
+        ("7 (Out of 10)", 0.7),
+        ("3 out of 4", 0.75),
+        ("85/100", 0.85),
+        ("Step 2 forgets 3 cases.\n\nScore: 4/10\n", 0.4),
+    ],
+)
+def test_a_score_is_the_number_of_its_line_over_the_scale_or_the_fraction_that_it_says(
+    reply: str, score: float
+) -> None:
+    assert score_of(reply, 10.0) == score
+
+
+@pytest.mark.parametrize(
+    "reply", ["good", "", "8 on a scale from 0 to 10", "8/10 or 9/10", "4,5", "12", "85%", "-2", "12/10", "8/0", "0/0"]
+)
+def test_a_reply_that_is_not_one_score_is_refused(reply: str) -> None:
+    with pytest.raises(ValueError, match="which is not one score from 0 to 10"):
+        score_of(reply, 10.0)

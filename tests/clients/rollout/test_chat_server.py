@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from staleflow.clients.rollout.chat_calls import ChatRefused
-from staleflow.clients.rollout.chat_server import ChatServer
+from staleflow.clients.rollout.chat_server import CHUNK, ChatServer
 from tests.clients.rollout.waiting import until
 
 
@@ -97,6 +97,21 @@ async def test_a_connection_carries_one_call_after_the_other() -> None:
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             answered = await reader.readuntil(b"}}")
             assert b"HTTP/1.1 200" in answered
+            assert f'"number": {number}'.encode() in answered
+        writer.close()
+
+
+async def test_two_calls_in_one_write_are_both_answered() -> None:
+    """The first is as long as what is read at once: the second lies ready when the first is answered."""
+    async with serving() as server:
+        key = server.open(echo)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0]))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        room = CHUNK - len(f"{head}Content-Length: 12345\r\n\r\n")
+        first = f'{head}Content-Length: {room}\r\n\r\n{{"number": 0}}'.ljust(CHUNK)
+        writer.write(f'{first}{head}Content-Length: 13\r\n\r\n{{"number": 1}}'.encode())
+        for number in range(2):
+            answered = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
             assert f'"number": {number}'.encode() in answered
         writer.close()
 

@@ -2,7 +2,9 @@
 """What is checked before vLLM is started, without vLLM."""
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,18 @@ pytest.importorskip("transformers")
 
 import torch
 
-from staleflow.clients.rollout.engine import LoadError
+from staleflow.clients.rollout import vllm_model
+from staleflow.clients.rollout.engine import EngineError, LoadError
 from staleflow.clients.rollout.tokens import check_vocabulary, open_tokenizer, stop_ids
-from staleflow.clients.rollout.vllm_model import arguments, check_devices, check_heads, context_of, skeleton
+from staleflow.clients.rollout.vllm_model import (
+    arguments,
+    check_devices,
+    check_heads,
+    context_of,
+    open_vllm,
+    skeleton,
+    start_engine,
+)
 from staleflow.clients.rollout.vllm_package import PARENT, advice, prepare
 from staleflow.clients.rollout.weights import check_weights, one_name_each
 from staleflow.configs.errors import ConfigError
@@ -127,3 +138,81 @@ def test_a_broken_torchvision_is_named_with_what_to_do() -> None:
     assert said.startswith("RuntimeError: operator torchvision::nms does not exist; torchvision torchaudio torchcodec")
     assert said.endswith("-m pip uninstall torchvision torchaudio torchcodec")
     assert advice(OSError("no")) == "OSError: no"
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, arguments: Exception | None = None, engine: Exception) -> None:
+    """A vLLM whose checks of its arguments, or whose engine, raise this."""
+
+    def create_engine_config(usage: str) -> str:
+        if arguments is not None:
+            raise arguments
+        return "checked"
+
+    def from_vllm_config(found: str, **_: Any) -> None:
+        assert found == "checked"
+        raise engine
+
+    made = SimpleNamespace(create_engine_config=create_engine_config, disable_log_stats=True)
+    modules: dict[str, dict[str, Any]] = {
+        "vllm.engine.arg_utils": {"AsyncEngineArgs": lambda **_: made},
+        "vllm.usage.usage_lib": {"UsageContext": SimpleNamespace(ENGINE_CONTEXT="context")},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_vllm_config=from_vllm_config)},
+        "staleflow.clients.rollout.vllm_counters": {"Counters": lambda: SimpleNamespace(of=None)},
+    }
+    for name, content in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+
+
+def test_only_arguments_that_vllm_refuses_are_the_operators_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = ValueError("Total number of attention heads (2) must be divisible by tensor parallel size (3).")
+    pretend(monkeypatch, arguments=heads, engine=OSError())
+    with pytest.raises(ConfigError, match=r"rollout\.engine .*does not start .*: ValueError: Total number of"):
+        start_engine(config(), Path("model"), 64, cpu=False)
+    pretend(monkeypatch, arguments=OSError(98, "Address already in use"), engine=OSError())
+    with pytest.raises(EngineError, match=r"vLLM does not start .*: OSError: .*Address already in use"):
+        start_engine(config(), Path("model"), 64, cpu=False)
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [
+        ValueError("Free memory on device (3.2/79.1 GiB) is less than desired GPU memory utilization"),
+        AssertionError("Error in memory profiling."),
+        RuntimeError("Engine core initialization failed. See root cause above."),
+    ],
+)
+def test_an_engine_that_does_not_start_may_be_started_again(
+    monkeypatch: pytest.MonkeyPatch, passing: Exception
+) -> None:
+    pretend(monkeypatch, engine=passing)
+    with pytest.raises(EngineError) as raised:
+        start_engine(config(), Path("model"), 64, cpu=False)
+    assert str(passing) in str(raised.value)
+
+
+async def test_an_engine_whose_first_request_fails_is_closed_and_may_be_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    closed = list[bool]()
+
+    class Engine:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        async def start(self) -> None:
+            raise ValueError("CUDA out of memory")
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    for name, stand_in in {
+        "prepare": lambda *_, **__: None,
+        "open_package": lambda: None,
+        "register": lambda: None,
+        "head_sizes": lambda: [32],
+        "start_engine": lambda *_, **__: (None, None),
+    }.items():
+        monkeypatch.setattr(vllm_model, name, stand_in)
+    monkeypatch.setitem(sys.modules, "staleflow.clients.rollout.vllm_engine", SimpleNamespace(VllmEngine=Engine))
+    with pytest.raises(EngineError, match=r"vLLM does not start .*: ValueError: CUDA out of memory"):
+        await open_vllm(config(), save(build(), tmp_path))
+    assert closed == [True]

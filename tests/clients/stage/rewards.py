@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,11 +40,28 @@ def hangs(prompt: str, completion: str) -> float:
     return 1.0
 
 
+def hangs_for_good(prompt: str, completion: str, *, marker: str) -> float:
+    Path(marker).touch()
+    time.sleep(3600)
+    return 1.0
+
+
 def hangs_once(prompt: str, completion: str, *, marker: str) -> float:
     if not Path(marker).exists():
         Path(marker).touch()
         time.sleep(3600)
     return 7.0
+
+
+def hangs_in_c(prompt: str, completion: str, *, marker: str) -> float:
+    Path(marker).touch()
+    return float(re.match("(a+)+$", "a" * 32 + "b") is None)  # keeps the interpreter to itself, for minutes
+
+
+def starts_a_process(prompt: str, completion: str, *, marker: str) -> float:
+    with subprocess.Popen(["sleep", "3600"]):
+        Path(marker).touch()
+    return 1.0
 
 
 def raises(prompt: str, completion: str) -> float:

@@ -173,27 +173,33 @@ async def test_closing_ends_the_child() -> None:
     assert not alive(int(pid))
 
 
-def test_the_child_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    """A hanging call does not keep it; that it ends shows at a pipe that only the child still holds."""
-    script = tmp_path / "parent.py"
+@pytest.mark.parametrize("name", ["hangs_for_good", "hangs_in_c", "starts_a_process"])
+def test_the_child_ends_with_a_parent_that_is_killed_and_so_does_what_it_started(name: str, tmp_path: Path) -> None:
+    """A hanging call does not keep it; that all end shows at a pipe that only they still hold."""
+    script, marker = tmp_path / "parent.py", tmp_path / "marker"
     script.write_text(PARENT)
     reading, writing = os.pipe()
-    command = [sys.executable, str(script), f"{REWARDS}:hangs"]
+    command = [sys.executable, str(script), f"{REWARDS}:{name}", str(marker)]
     parent = subprocess.run(command, pass_fds=[writing], stderr=writing, timeout=60, check=False)
     os.close(writing)
     assert parent.returncode == -signal.SIGKILL
+    assert marker.exists()
     with os.fdopen(reading, "rb") as stderr:
-        assert stderr.read() == b""  # comes only when the child has closed its copy, by ending
+        assert stderr.read() == b""  # comes only when each of them has closed its copy, by ending
 
 
 PARENT = """
 import asyncio, os, signal, sys
+from pathlib import Path
 from staleflow.clients.stage.runner import RewardRunner, Sample
 
 async def main():
     runner = RewardRunner(sys.argv[1], timeout_s=60, retries=0)
     await runner.start()
-    scoring = asyncio.ensure_future(runner.score([Sample(prompt="", completion="hang")]))
+    sample = Sample(prompt="", completion="", columns={"marker": sys.argv[2]})
+    scoring = asyncio.ensure_future(runner.score([sample]))
+    while not Path(sys.argv[2]).exists():
+        await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
