@@ -75,7 +75,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "rejects_total": Family("counter", "requests refused, by code", ("code",)),
     "tokens_generated_total": Family("counter", "tokens generated, those thrown away included"),
     "tokens_pushed_total": Family("counter", "tokens of pushed groups"),
-    "tokens_trained_total": Family("counter", "tokens of trained batches"),
+    "tokens_trained_total": Family("counter", "tokens trained, without the masked ones"),
     "tokens_masked_total": Family("counter", "tokens of trained batches that were too old and masked"),
     "samples_pushed_total": Family("counter", "trajectories pushed"),
     "samples_trained_total": Family("counter", "trajectories trained"),

@@ -172,7 +172,8 @@ def length_bias(totals: Totals) -> float:
     counts = totals.counts
     if not counts.samples_trained or not counts.samples_pushed or not counts.tokens_pushed:
         return 1.0
-    return (counts.tokens_trained / counts.samples_trained) / (counts.tokens_pushed / counts.samples_pushed)
+    whole = counts.tokens_trained + counts.tokens_masked
+    return (whole / counts.samples_trained) / (counts.tokens_pushed / counts.samples_pushed)
 
 
 def in_flight(machine: Machine, limits: Limits) -> Line:

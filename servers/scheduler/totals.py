@@ -28,6 +28,7 @@ class Counts(msgspec.Struct, kw_only=True):
     rejects: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     steps: int = 0
     tokens_trained: int = 0
+    """Without the masked ones."""
     tokens_masked: int = 0
     tokens_pushed: int = 0
     tokens_generated: int = 0
@@ -84,7 +85,7 @@ class Totals:
         for member in sealed.members:
             age = effect.step - member.version
             counts.staleness[age] = counts.staleness.get(age, 0) + 1
-        counts.tokens_trained += sealed.tokens
+        counts.tokens_trained += sealed.tokens - sealed.masked_tokens
         counts.tokens_masked += sealed.masked_tokens
         counts.samples_trained += samples
 

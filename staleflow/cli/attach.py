@@ -70,6 +70,7 @@ def command(
     """
     from staleflow.configs.load import addresses
     from staleflow.configs.presence import check_packages
+    from staleflow.runtime.errors import RunOver
     from staleflow.supervisor import lifeline
     from staleflow.supervisor.joining import joined
 
@@ -84,7 +85,11 @@ def command(
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
     elif connect is not None:
-        config, run_dir = joined(connect, role, config_file, overrides)
+        try:
+            config, run_dir = joined(connect, role, config_file, overrides)
+        except RunOver as over:
+            click.echo(f"staleflow: {over}", err=True)
+            return 0
         scheduler = connect
     else:
         raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")

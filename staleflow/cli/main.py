@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,9 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of another encoding than UTF-8: a letter that it lacks is a ?
+            stream.reconfigure(errors="replace")
     code = _run(argv)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,5 +1,6 @@
 """``staleflow simulate``: what a configuration would do, by the shipped scheduler on a virtual clock."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import click
 from staleflow.cli import options
 from staleflow.cli.progress import working
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.extras import install
 
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
@@ -50,7 +52,7 @@ def command(
     from staleflow.configs.load import load
     from staleflow.sim.asking import Stalled
 
-    _fit(trace, beside, peers)
+    _fit(trace, beside, peers, stem)
     config = load(file, overrides if seed is None else (*overrides, f"seed={seed}"))
     try:
         results = _compared(config, peers, steps, as_json) if beside else [_simulated(config, steps, trace)]
@@ -70,12 +72,14 @@ def command(
     return 0 if not any(result.violations for result in own) else 1
 
 
-def _fit(trace: Path | None, beside: bool, peers: str | None) -> None:
-    """``ConfigError`` for options that mean nothing together."""
+def _fit(trace: Path | None, beside: bool, peers: str | None, stem: Path | None) -> None:
+    """``ConfigError`` for options that mean nothing together, and for a picture that nobody could draw in the end."""
     if beside and trace is not None:
         raise ConfigError("--trace", str(trace), "it keeps the trace of one run: leave it out, or --compare")
     if peers is not None and not beside:
         raise ConfigError("--peers", peers, "it needs --compare")
+    if stem is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot", str(stem), f"it needs matplotlib: {install('plot')}")
 
 
 def _simulated(config: "Config", steps: int | None, trace: Path | None) -> "Result":

@@ -77,7 +77,7 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
     history = History()
     history.see(snapshot)
     console = Console(highlight=False)
-    it = board(run_dir.name if run_dir else str(values.get("run", "")), snapshot, history)
+    it = board(run_dir.resolve().name if run_dir else str(values.get("run", "")), snapshot, history)
     height = 11 + min(max(len(it.ages), len(it.window), 3) + 4, 9) + max(len(it.roles), 3)
     height += why_rows(it, console.width, height) - WHY_ROWS
     console.print(dashboard(it, Look(tab="processes"), console.width, height))

@@ -53,6 +53,8 @@ def command(
         raise click.UsageError("--replay reads a trace: give RUN_DIR, not --connect")
     if speed is not None and not replay:
         raise click.UsageError("--speed is of a replay: add --replay")
+    if speed is not None and only_once:
+        raise click.UsageError("--speed is of a replay that moves: --once shows its end")
     run_dir = options.run_meant(run_dir) if connect is None else None
     signal.signal(signal.SIGTERM, _leave)
     if replay and run_dir is not None:

@@ -118,13 +118,15 @@ def plot(run_dir: Path, out: tuple[Path, ...], start: float, seconds: float | No
             raise ConfigError("--out", str(path), f"it must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     trace = _file(run_dir)
     with working("reading the trace"):
-        shown = lanes(read_events(trace), stage_lines(run_dir))
+        shown = lanes(read_events(trace), stage_lines(trace.parent))
     if not shown:
         raise ConfigError("trace", str(run_dir), "nobody has done anything in it yet")
-    end = max(span.end_s for lane in shown for span in lane.spans) if seconds is None else start + seconds
+    last = max(span.end_s for lane in shown for span in lane.spans)
+    if out and start >= last:
+        raise ConfigError("--start", start, f"nothing happened after second {last:.1f}")
     if out:
         with working("drawing"):
-            _draw(out, trace, shown, (start, end))
+            _draw(out, trace, shown, (start, last if seconds is None else start + seconds))
     together = overlaps(shown)
     if as_json:
         click.echo(json.dumps([{"stages": [one, other], "seconds": both} for one, other, both in together]))
@@ -142,8 +144,6 @@ def _draw(out: tuple[Path, ...], trace: Path, shown: "list[Lane]", window_s: tup
     from staleflow.report.reading import Reader
     from staleflow.runtime.trace import read_events
 
-    if window_s[1] <= window_s[0]:
-        raise ConfigError("--start", window_s[0], f"nothing happened after second {window_s[1]:.1f}")
     facts = Reader().read(read_events(trace))
     for path in out:
         if path.suffix == ".html":

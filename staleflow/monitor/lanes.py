@@ -1,7 +1,7 @@
 """Who was at work when, from what a run leaves behind: the trace, and the stages' times of each trajectory server.
 
-Times in seconds since the first line of the trace, by the scheduler's clock; those of the stages are by their shards'
-clocks, the same on one host.
+Times in seconds since the first line of the trace, by the scheduler's clock, without those in which there was no
+scheduler; those of the stages are by their shards' clocks, the same on one host.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,28 +46,59 @@ class Lane(NamedTuple):
     spans: list[Span]
 
 
+class _Piece(NamedTuple):
+    """One incarnation, by the monotonic clock of its boot."""
+
+    begin_s: float
+    end_s: float
+    """Of its last line."""
+    zero_s: float
+    """What is second 0 of the axis by this clock."""
+
+
+class Axis:
+    """Seconds since the first line. From the last line of an incarnation to the next ``open`` none pass, be it a second
+    or a night, within one boot or across two."""
+
+    def __init__(self) -> None:
+        self._pieces: list[_Piece] = []
+
+    def see(self, event: Mapping[str, Any]) -> float:
+        """When the next line happened."""
+        mono_s: float = event["m"] / 1e9
+        last = self._pieces[-1] if self._pieces else _Piece(mono_s, mono_s, mono_s)
+        if not self._pieces or event["ev"] == "open" or mono_s < last.end_s:
+            self._pieces.append(_Piece(mono_s, mono_s, mono_s - (last.end_s - last.zero_s)))
+        else:
+            self._pieces[-1] = last._replace(end_s=mono_s)
+        return mono_s - self._pieces[-1].zero_s
+
+    def at(self, mono_s: float) -> float:
+        """Where any moment is; one between two incarnations is at the end of the first."""
+        if not self._pieces:
+            return mono_s
+        begun = [piece for piece in self._pieces if piece.begin_s <= mono_s] or self._pieces[:1]
+        inside = (piece for piece in begun if mono_s <= piece.end_s)
+        piece = next(inside, None) or max(begun, key=lambda piece: piece.end_s)
+        return (mono_s if piece is self._pieces[-1] else min(mono_s, piece.end_s)) - piece.zero_s
+
+
 def timed(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """Each event with its time, in seconds since the first; where the scheduler went on after a reboot, without it."""
-    zero: float | None = None
-    last_s = 0.0
+    """Each event with its time."""
+    axis = Axis()
     for event in events:
-        now_s = event["m"] / 1e9
-        zero = now_s if zero is None else zero
-        if now_s - zero < last_s:
-            zero = now_s - last_s
-        last_s = now_s - zero
-        yield last_s, event
+        yield axis.see(event), event
 
 
 def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) -> list[Lane]:
     """Engines, stages, trainer; in each, workers in the order in which they came."""
     found: dict[tuple[str, str], list[Span]] = {}
     begun: dict[tuple[str, int], tuple[str, float]] = {}
-    zero: float | None = None
+    axis = Axis()
     trained: list[tuple[str, Span]] = []
     free_s = 0.0  # its next batch is delivered while the trainer is still at work on one
-    for now_s, event in timed(events):
-        zero = event["m"] / 1e9 if zero is None else zero
+    for event in events:
+        now_s = axis.see(event)
         match event["ev"]:
             case "reserve":
                 worker = short_name(event["worker"])
@@ -83,7 +114,7 @@ def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) ->
             case _:
                 pass
     for line in stages:
-        begin_s, end_s = line["begin_s"] - (zero or 0.0), line["end_s"] - (zero or 0.0)
+        begin_s, end_s = axis.at(line["begin_s"]), axis.at(line["end_s"])
         if end_s >= 0:
             found.setdefault((line["stage"], short_name(line["worker"])), []).append(Span(begin_s, end_s))
     for worker, span in trained:

@@ -43,6 +43,11 @@ class Look:
     """To go there in a replay, from where it is; whoever replays takes it back to 0."""
 
 
+def is_number(text: str) -> bool:
+    """Of the digits 0 to 9 alone: ``int`` does not read others (²)."""
+    return text.isascii() and text.isdecimal()
+
+
 def press(look: Look, key: str, it: Board) -> Look:
     """``key``: a character, or one of enter, escape, backspace, tab, backtab, up, down, left, right, pageup, pagedown,
     home, end, interrupt. ``it`` is what the screen shows."""
@@ -56,7 +61,7 @@ def press(look: Look, key: str, it: Board) -> Look:
         return replace(look, story=None, row=0)
     if key in _MOVES:
         return replace(look, row=max(look.row + _MOVES[key], 0))
-    if key.isdigit() and 0 < int(key) <= len(TABS):
+    if is_number(key) and 0 < int(key) <= len(TABS):
         return replace(look, tab=TABS[int(key) - 1], row=0, story=None)
     if look.speed is not None and key in _REPLAY:
         return _REPLAY[key](look)
@@ -74,7 +79,7 @@ def _type(look: Look, key: str) -> Look:
         return replace(look, typing="", typed="")
     typed = look.typed[:-1] if key == "backspace" else look.typed + key if len(key) == 1 else look.typed
     if look.typing == "group":
-        typed = "".join(character for character in typed if character.isdigit())[:18]
+        typed = "".join(character for character in typed if is_number(character))[:18]
         return replace(look, typed=typed)
     return replace(look, typed=typed[:LONGEST], needle=typed[:LONGEST], row=0)
 

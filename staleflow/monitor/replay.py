@@ -62,6 +62,8 @@ class Retold:
         self._groups: dict[int, Group] = {}
         self._batches: dict[int, list[Group]] = {}
         """By step: sealed ones, and consumed ones that a rollback may bring back."""
+        self._masked: dict[int, int] = {}
+        """Tokens of the sealed ones that are too old to train."""
         self._workers: dict[str, str] = {}
         self._engines: dict[str, Engine] = {}
         self._totals: Counter[str] = Counter()
@@ -229,7 +231,7 @@ class Retold:
             self._window.leave(group)
             group.claim, group.state = NO_CLAIM, State.SEALED
             self._violations += trajectory and group.version < step - self._window.max_staleness
-        self._batches[step] = members
+        self._batches[step], self._masked[step] = members, line["masked_tokens"]
         self._window.step = Step(step + 1)
 
     def _on_unseal(self, _: Line) -> None:
@@ -244,6 +246,7 @@ class Retold:
             group.state = State.CONSUMED
             self._staleness[line["step"] - group.version] += 1
             self._totals["tokens_trained"] += group.tokens
+        self._totals["tokens_trained"] -= self._masked.pop(line["step"], 0)
         self._consumed += len(self._batches.get(line["step"], ()))
 
     def _on_publish(self, line: Line) -> None:

@@ -31,9 +31,11 @@ class Chapter:
 
 
 def events_about(path: Path, group: int) -> list[dict[str, Any]]:
-    """Lines of the trace about ``group``, and of the batches that it was sealed in, in order.
+    """Lines of the trace about ``group``, and of the batches that it was sealed in, in order; a rollback is one about
+    the batches that it takes back.
 
-    ``ConfigError`` when the file cannot be read, or a line that seems to be about the group is not an event.
+    ``ConfigError`` when the file cannot be read, or a line that seems to be about the group is not an event. A last
+    line without its end is being written: it is left out.
     """
     try:
         with path.open("rb") as file:
@@ -47,15 +49,23 @@ def events_about(path: Path, group: int) -> list[dict[str, Any]]:
 def _about(lines: Iterable[bytes], group: int) -> Iterator[dict[str, Any]]:
     marks = [b'"group":%d%b' % (group, end) for end in (b",", b"}")]
     marks.append(b'"demoted":%d,' % group)
-    batches: dict[int, None] = {}
+    batches: dict[int, int] = {}  # and their steps
     for raw in lines:
         of_batch = any(b'"batch":%d,' % batch in raw for batch in batches)
-        if not of_batch and not any(mark in raw for mark in marks):
+        back = bool(batches) and b'"ev":"rollback"' in raw
+        if not of_batch and not back and not any(mark in raw for mark in marks):
             continue
-        line = decoded(raw)
+        try:
+            line = decoded(raw)
+        except msgspec.DecodeError:
+            if raw.endswith(b"\n"):
+                raise
+            return
         members = [member["group"] for member in line["members"]] if line["ev"] == "seal" else []
         if group in members:
-            batches[line["batch"]] = None
+            batches[line["batch"]] = line["step"]
+        elif line["ev"] == "rollback" and line["to_version"] <= max(batches.values(), default=-1):
+            batches = {batch: step for batch, step in batches.items() if step < line["to_version"]}
         elif not of_batch and group not in (line.get("group"), line.get("demoted")):
             continue
         yield line
@@ -84,17 +94,34 @@ def headline(events: Iterable[Line], group: int) -> str:
     if not events:
         return f"group {group}: the trace never mentions it"
     leases = sum(line["ev"] == "reserve" for line in events)
-    consumed = [line for line in events if line["ev"] == "consume"]
+    trained = _trained(events)
     last = next((line for line in reversed(events) if line["ev"] not in ("deliver", "reject")), events[-1])
     whole_s = (events[-1]["t"] - events[0]["t"]) / 1e9
-    if consumed:
-        end = f"trained by step {consumed[-1]['step']}"
+    if trained is not None:
+        end = f"trained by step {trained}"
     elif last["ev"] in ("release", "drop"):
         end = f"{'given up' if last['ev'] == 'release' else 'dropped'}: {last['why']}"
     else:
         state = {"reserve": "being generated", "push": "in its stages", "occupy": "may train", "seal": "sealed"}
+        state["rollback"] = state["occupy"]
         end = state.get(str(last["ev"]), str(last["ev"]))
     return f"group {group}: {end}, {plural(leases, 'lease')}, {span(whole_s)}"
+
+
+def _trained(events: Iterable[Line]) -> int | None:
+    """The step that trained the group, unless that was taken back, or it was lost later on."""
+    trained: int | None = None
+    for line in events:
+        match line["ev"]:
+            case "consume":
+                trained = line["step"]
+            case "rollback" if trained is not None and line["to_version"] > trained:
+                pass
+            case "rollback" | "release" | "drop":
+                trained = None
+            case _:
+                pass
+    return trained
 
 
 def _reserve(line: Line, _: int) -> tuple[str, str]:
@@ -147,6 +174,10 @@ def _unseal(line: Line, _: int) -> tuple[str, str]:
     return f"batch {line['batch']} is none any more: {line['why']}", "bad"
 
 
+def _rollback(line: Line, _: int) -> tuple[str, str]:
+    return f"rolled back to version {line['to_version']}: its batch is none any more", "bad"
+
+
 def _deliver(line: Line, _: int) -> tuple[str, str]:
     again = f", attempt {line['attempt']}" if line["attempt"] > 1 else ""
     return f"batch {line['batch']} goes to rank {line['rank']} of the trainer{again}", ""
@@ -180,6 +211,7 @@ _WORDS: dict[str, Callable[[Line, int], tuple[str, str]]] = {
     "promote": _promote,
     "claim": _claim,
     "unseal": _unseal,
+    "rollback": _rollback,
     "deliver": _deliver,
     "consume": _consume,
     "reject": _reject,

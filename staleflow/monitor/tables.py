@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from staleflow.monitor.look import ENDS_RUN, HELP, LEAVES, Look
+from staleflow.monitor.look import ENDS_RUN, HELP, LEAVES, Look, is_number
 from staleflow.monitor.model import Board
 from staleflow.monitor.panels import TONES
 from staleflow.monitor.roles import SILENT_S, RoleRow
@@ -129,7 +129,7 @@ _SORTS: dict[str, Callable[[InstanceRow], tuple[float, str]]] = {
 def _natural(name: str) -> str:
     """So that rollout-2 comes before rollout-10."""
     stem, _, number = name.rpartition("-")
-    return f"{stem}-{int(number):09}" if number.isdigit() else name
+    return f"{stem}-{int(number):09}" if is_number(number) else name
 
 
 def groups(it: Board, look: Look, width: int) -> Listed:

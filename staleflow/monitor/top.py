@@ -104,9 +104,9 @@ class Top:
             rest_s = rest * (time.process_time() - began)
             for key in self._pressed(keyboard, max(FRAME_S, rest_s)):
                 self._look = press(self._look, key, self._board)
-            now = time.monotonic()
+            now, jumps = time.monotonic(), bool(self._look.jump_s)
             self._move_on(now - drawn)
-            drawn = now
+            drawn = time.monotonic() if jumps else now  # back is the whole trace again, and no time of the run
 
     def _pressed(self, keyboard: Keyboard, within_s: float) -> list[str]:
         if self._look.story is not None and self._stories.of(self._look.story) is None:
@@ -117,7 +117,7 @@ class Top:
         """The replay goes on by what has passed; a screen that is held still shows the same board again."""
         look = self._look
         if isinstance(self._source, Replay):
-            by_s = look.jump_s + (0.0 if look.paused else passed_s * (look.speed or 1.0))
+            by_s = look.jump_s or (0.0 if look.paused else passed_s * (look.speed or 1.0))
             self._look = replace(look, jump_s=0.0)
             if by_s < 0:
                 self._history = History()

@@ -1,6 +1,7 @@
 """What a trace tells of a run, taken down as plain records: steps, waits, versions, waste, and what went wrong.
 
-Times are seconds since the first line, by the scheduler's clock. Filled by ``staleflow.report.reading`` in one pass.
+Times are seconds since the first line, by the scheduler's clock, without those in which there was none. Filled by
+``staleflow.report.reading`` in one pass.
 """
 
 from collections import Counter

@@ -49,7 +49,7 @@ class Lanes:
 
 def lane_rows(shown: Sequence[Lane], window_s: tuple[float, float]) -> Lanes:
     """Height is what a worker had at once, against the most that any of its kind had."""
-    drawn = _chosen(shown)
+    drawn = chosen(shown)
     kinds = list(dict.fromkeys(lane.kind for lane in drawn))
     pieces = max(min(FINEST, MOST_PIECES // max(len(drawn), 1)), 200)
     edges = np.linspace(window_s[0], max(window_s[1], window_s[0] + 1e-6), pieces + 1)
@@ -83,12 +83,12 @@ def _ticks(window_s: tuple[float, float]) -> list[list[Tick]]:
     return found
 
 
-def _chosen(shown: Sequence[Lane]) -> list[Lane]:
+def chosen(shown: Sequence[Lane]) -> list[Lane]:
     """The trainer and every stage are shown, however many engines there are."""
     others = [lane for lane in shown if lane.kind != "engine"]
     engines = [lane for lane in shown if lane.kind == "engine"]
-    chosen = engines[: max(MOST_LANES - len(others), MOST_LANES // 2)]
-    return [*chosen, *others[: MOST_LANES - len(chosen)]]
+    first = engines[: max(MOST_LANES - len(others), MOST_LANES // 2)]
+    return [*first, *others[: MOST_LANES - len(first)]]
 
 
 def _colour(kind: str, kinds: Sequence[str]) -> str:

@@ -53,7 +53,7 @@ def report(run_dir: Path) -> str:
     facts = Reader().read(read_events(trace))
     shown = lanes(read_events(trace), stage_lines(run_dir))
     curves = Curves(metric_lines(run_dir / "metrics.jsonl"))
-    return _render("report.html", _context(run_dir, config, facts, shown, curves, audit(trace)))
+    return _render("report.html", _context(run_dir, config, facts, shown, curves, audit(trace, growing=True)))
 
 
 def timeline(trace: Path, shown: list[Lane], facts: Facts, window_s: tuple[float, float]) -> str:

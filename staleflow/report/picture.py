@@ -9,8 +9,8 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.extras import install
 from staleflow.monitor.lanes import Lane
 from staleflow.report.facts import Facts, StepFact
+from staleflow.report.lane_paths import chosen
 
-MOST_LANES = 64
 COLOURS = ("tab:orange", "tab:green", "tab:purple", "tab:red", "tab:olive", "tab:cyan", "tab:pink", "tab:brown")
 OPTIONS: Any = {"svg.fonttype": "none", "svg.hashsalt": "staleflow", "font.size": 9, "axes.titlesize": 10}
 
@@ -27,7 +27,7 @@ def picture(shown: Sequence[Lane], facts: Facts, path: Path, *, window_s: tuple[
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn = list(shown)[:MOST_LANES]
+    drawn = chosen(shown)
     steps = [step for step in facts.steps if window_s[0] <= step.consumed_s <= window_s[1]]
     tall = 1.0 + 0.28 * len(drawn)
     with matplotlib.rc_context(OPTIONS):
@@ -45,7 +45,8 @@ def picture(shown: Sequence[Lane], facts: Facts, path: Path, *, window_s: tuple[
         if steps:
             _ages(axes[1][0], steps, facts.max_staleness)
             _waits(axes[2][0], steps)
-        axes[0][0].set_title(f"{facts.run}: who was at work when (darker: more at once)", loc="left")
+        left_out = f"; {len(shown) - len(drawn)} more are not shown" if len(drawn) < len(shown) else ""
+        axes[0][0].set_title(f"{facts.run}: who was at work when (darker: more at once){left_out}", loc="left")
         axes[-1][0].set(xlim=window_s, xlabel="seconds")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)

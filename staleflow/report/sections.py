@@ -190,9 +190,13 @@ def waits_words(facts: Facts) -> str:
     """How long the trainer waited altogether."""
     if not facts.steps:
         return ""
-    working = facts.steps[-1].consumed_s - min(version.published_s for version in facts.versions)
-    share = percent(facts.waited_s, working)
+    share = percent(facts.waited_s, _working_s(facts))
     return f"For {duration(facts.waited_s)}, {share} of the time, the trainer had no complete batch to work on."
+
+
+def _working_s(facts: Facts) -> float:
+    """From the first weights to the last step. Of a trace that lacks the former, from its first line."""
+    return facts.steps[-1].consumed_s - min((version.published_s for version in facts.versions), default=0.0)
 
 
 def wait_rows(facts: Facts) -> list[dict[str, str]]:
@@ -289,7 +293,7 @@ def tiles(facts: Facts, curves: Curves, config: Config, generated: int) -> list[
         if facts.bound == Bound.TOKEN.value:
             most = f"at most {max(facts.ages)}, masked over {facts.max_staleness}"
         found.append(Tile(label="age, versions", value=f"{mean:.2f}", note=most))
-        working = facts.steps[-1].consumed_s - facts.versions[0].published_s
+        working = _working_s(facts)
         found.append(
             Tile(
                 label="tokens/s trained",

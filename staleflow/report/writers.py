@@ -17,6 +17,7 @@ from staleflow.report.settings import settings
 from staleflow.runtime.metric_names import PLACES
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot, View
+from staleflow.supervisor.watch import NewLines
 
 LOGIN_S = 10.0
 """W&B may ask for a key for so long; the screen is the run's."""
@@ -37,7 +38,10 @@ class Writer(Protocol):
 def with_writers(view: View, config: Config, run_dir: Path) -> View:
     """``view`` itself when the configuration names no writer."""
     makers = [(name, MAKERS[name]) for name in config.metrics.writers]
-    return Written(view, {name: _bound(maker, config, run_dir) for name, maker in makers}) if makers else view
+    if not makers:
+        return view
+    written = len(NewLines(run_dir / "metrics.jsonl").take())
+    return Written(view, {name: _bound(maker, config, run_dir) for name, maker in makers}, written)
 
 
 def _bound(maker: "Maker", config: Config, run_dir: Path) -> Callable[[], Writer]:
@@ -47,8 +51,10 @@ def _bound(maker: "Maker", config: Config, run_dir: Path) -> Callable[[], Writer
 class Written:
     """A view with writers behind it."""
 
-    def __init__(self, view: View, makers: Mapping[str, Callable[[], Writer]]) -> None:
+    def __init__(self, view: View, makers: Mapping[str, Callable[[], Writer]], written: int = 0) -> None:
+        """``written``: as many lines are of sessions before, whose writers had them."""
         self._view = view
+        self._written = written
         self._queues: list[queue.SimpleQueue[Mapping[str, Any] | None]] = []
         self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -64,9 +70,10 @@ class Written:
         self._view.start()
 
     def show(self, snapshot: Snapshot) -> None:
-        for line in snapshot.lines:
+        for line in snapshot.lines[self._written :]:
             for lines in self._queues:
                 lines.put(line)
+        self._written = max(self._written - len(snapshot.lines), 0)
         self._tell()
         self._view.show(snapshot)
 
@@ -144,9 +151,10 @@ class WandB:
     def __init__(self, config: Config, run_dir: Path) -> None:
         import wandb
 
+        name = run_dir.resolve().name
         self._to = wandb.init(
-            name=run_dir.name,
-            id=run_dir.name,
+            name=name,
+            id=name,
             resume="allow",
             dir=str(run_dir),
             config=settings(config),

@@ -171,13 +171,14 @@ class Auditor:
             report.violations.append(Violation(rule, seq, why))
 
 
-def audit(path: Path) -> AuditReport:
-    """Check a whole file. ``OSError`` if it cannot be read."""
+def audit(path: Path, *, growing: bool = False) -> AuditReport:
+    """Check a whole file. ``OSError`` if it cannot be read. ``growing``: unless the trace is closed, a last line
+    without its end is being written, and left out."""
     auditor = Auditor()
     for line, whole in _lines(path):
         if whole:
             auditor.feed(line)
-        else:
+        elif not growing or auditor.report().closed:
             auditor.feed(line + b"\0")  # a torn line is not an event, even if what is left of it looks like one
     return auditor.report()
 

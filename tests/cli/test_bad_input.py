@@ -263,6 +263,7 @@ def test_top_of_nothing(cli: Cli, short_dir: Path) -> None:
     refused(cli("top", "none", "--replay"), 'trace is "none"; no such file')
     refused(cli("top", "--connect", "ipc:///nobody", "--replay"), "--replay reads a trace: give RUN_DIR")
     refused(cli("top", "none", "--speed", "10"), "--speed is of a replay: add --replay")
+    refused(cli("top", "none", "--replay", "--once", "--speed", "10"), "--speed is of a replay that moves")
     refused(cli("top", "none", "--replay", "--speed", "0"), "0.0 is not in the range 0.1<=x<=1000.0")
     write_resolved(load(SIMULATED), short_dir / "r")
     refused(cli("top", "r"), "nobody listens there: the run has ended, or was never started", ["r"])

@@ -1,7 +1,14 @@
 """``staleflow plan --graph``: the stages of a configuration, as a person reads them and as a diagram."""
 
+import io
+import sys
 from pathlib import Path
 
+import pytest
+
+from staleflow.cli.graph import text
+from staleflow.cli.main import main
+from staleflow.configs.load import load
 from tests.cli.conftest import Cli
 
 STAGES = Path(__file__).parent.parent.parent / "configs" / "stages.toml"
@@ -15,6 +22,19 @@ def test_the_graph_says_what_works_at_the_same_time_and_what_flows(cli: Cli) -> 
     assert [line.split("  ")[0] for line in lines[2:]] == ["length", "repeats", "reward", "credit"]
     assert "after length, repeats  makes reward/reward" in lines[4]
     assert "makes repeats/share, repeats/seen (a token)  2 workers, 4 groups at once, at most 20 s each" in lines[3]
+
+
+def test_a_letter_that_the_output_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    assert main(["plan", str(STAGES), "--graph", "rollout.filter=none"]) == 0
+    assert written.getvalue().splitlines()[0] == b"push ? length + repeats ? reward ? credit ? train"
+
+
+@pytest.mark.parametrize(("advantage", "said"), [("grpo", True), ("reinforce_pp", False)])
+def test_the_filter_is_named_where_the_advantage_asks_for_it(advantage: str, *, said: bool) -> None:
+    told = text(load(STAGES, [f"trainer.algorithm.advantage={advantage}"]))
+    assert told.endswith("after the reward zero_spread releases groups of equal rewards") == said
 
 
 def test_the_diagram_has_an_arrow_for_each_stage_that_another_waits_for(cli: Cli) -> None:

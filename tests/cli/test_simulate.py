@@ -1,10 +1,13 @@
 """``staleflow simulate``: one table or JSON, the same for the same seed, and a trace that can be kept."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from staleflow.cli.main import main
+from staleflow.configs.schema import Config
 from tests.cli.conftest import SIMULATED, Cli
 
 ONE = ("simulate", SIMULATED, "--steps", 6)
@@ -18,6 +21,21 @@ def test_the_table_says_how_fast_how_stale_and_at_what_price(cli: Cli) -> None:
     for measure in ("steps a minute", "of the trainer's limit", "violations of the audit", "tokens masked"):
         assert sum(measure in line for line in lines) == 1
     assert max(map(len, lines)) <= 80
+
+
+def test_a_picture_that_nobody_can_draw_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[object] = []
+
+    def simulate(config: Config, **_: object) -> None:
+        ran.append(config)
+
+    monkeypatch.setattr("staleflow.sim.simulate.simulate", simulate)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*map(str, ONE), "--plot", str(tmp_path / "tail")]) == 2
+    assert f'--plot is "{tmp_path / "tail"}"; it needs matplotlib: ' in capsys.readouterr().err
+    assert ran == []
 
 
 def test_a_seed_is_a_run(cli: Cli) -> None:

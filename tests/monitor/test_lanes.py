@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from staleflow.monitor.lanes import Lane, Span, lanes, overlaps, stage_lines
 
 SECOND = 10**9
@@ -57,6 +59,19 @@ def test_a_batch_that_is_delivered_ahead_is_worked_on_after_the_one_before() -> 
 def test_a_worker_that_was_started_again_goes_on_in_its_lane() -> None:
     again = [*EVENTS, event("reserve", 9, lease=3, worker="rollout-0.zz"), event("push", 10, lease=3)]
     assert lanes(again, [])[0] == Lane("engine", "rollout-0", [Span(1, 3), Span(9, 10)])
+
+
+@pytest.mark.parametrize("night_s", [8 * 3600, -90], ids=["the same boot", "another boot"])
+def test_the_night_between_two_incarnations_is_no_time_at_all(night_s: float) -> None:
+    morning = [
+        event("open", 8 + night_s),
+        event("reserve", 9 + night_s, lease=3, worker="rollout-0.zz"),
+        event("push", 10 + night_s, lease=3),
+    ]
+    last = [stage("judge", "judge-0", 7, 9), stage("judge", "judge-0", 9 + night_s, 12 + night_s)]
+    drawn = {lane.worker: lane.spans for lane in lanes([*EVENTS, *morning], last)}
+    assert drawn["rollout-0"] == [Span(1, 3), Span(9, 10)]
+    assert drawn["judge-0"] == [Span(7, 8), Span(9, 12)], "what ended in the night ended with the evening"
 
 
 def test_what_two_stages_did_at_the_same_time_is_counted_once() -> None:

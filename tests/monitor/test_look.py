@@ -28,6 +28,12 @@ def test_numbers_and_tab_choose_a_list() -> None:
     assert pressed(Look(), "backtab", "tab").tab == TABS[0]
 
 
+@pytest.mark.parametrize("key", ["²", "³", "¹", "٣", "①"])
+def test_a_digit_that_is_not_one_of_ten_chooses_nothing(key: str) -> None:
+    assert pressed(Look(row=3), key) == Look(row=3)
+    assert pressed(Look(), "g", key, "1", key, "7", "enter") == Look(story=17)
+
+
 def test_the_engines_are_sorted_by_each_column_largest_first() -> None:
     look, seen = Look(tab="events"), list[tuple[str, bool]]()
     for _ in SORTS:

@@ -146,6 +146,7 @@ def test_the_trace_tells_what_the_scheduler_said(tmp_path: Path, config: Config,
         assert told["staleness"]["in_flight"] == said["staleness"]["in_flight"]
         assert said["why"].startswith(told["why"].partition(", about")[0])
         assert told["violations"] == 0
+        assert told["totals"].get("tokens_trained", 0) == said["totals"]["tokens_trained"]
     assert played.table.interpreter.machine.version > 0
     played.table.close()
 
@@ -209,6 +210,14 @@ def test_a_replay_goes_on_and_back_in_the_runs_own_time(tmp_path: Path) -> None:
     assert (back.elapsed_s, back.status["version"], back.lines) == (30.0, 0, ())
     replay.to_the_end()
     assert len(replay.snapshot().lines) == 1, "and what comes after it comes again"
+
+
+def test_a_masked_token_is_not_trained(tmp_path: Path) -> None:
+    trace = written(tmp_path)
+    trace.write_text(trace.read_text().replace('"masked_tokens":0', '"masked_tokens":120'))
+    replay = Replay(trace)
+    replay.to_the_end()
+    assert replay.snapshot().status["totals"]["tokens_trained"] == 380
 
 
 def test_a_trace_without_a_line_is_over_at_once(tmp_path: Path) -> None:

@@ -134,6 +134,12 @@ def test_the_engines_are_sorted_and_filtered() -> None:
     assert "no row has 'nobody': Esc shows all" in "\n".join(drawn(it, Look(needle="nobody")))
 
 
+def test_an_engine_may_have_any_name() -> None:
+    engines = [STATUS["instances"][0] | {"worker": name, "name": name} for name in ("gpu-10", "gpu-²", "gpu-2")]
+    text = "\n".join(drawn(seen(snapshot(instances=engines))))
+    assert text.index("gpu-2 ") < text.index("gpu-10 ") < text.index("gpu-² ")
+
+
 def test_the_chosen_row_of_a_thousand_engines_is_on_the_screen() -> None:
     engines = [STATUS["instances"][0] | {"worker": f"rollout-{n}.aa", "name": f"rollout-{n}"} for n in range(1024)]
     it = seen(snapshot(instances=engines))

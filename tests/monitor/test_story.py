@@ -1,5 +1,6 @@
 """What became of one group, as a person would tell it; and single events of the others."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,26 @@ def test_the_story_of_a_group_goes_from_its_lease_to_its_training(tmp_path: Path
         Chapter(after_s=22.0, event="deliver", words="batch 1 goes to rank 0 of the trainer"),
         Chapter(after_s=94.0, event="consume", words="trained: step 0 is done, version 1 exists", tone="good"),
     )
+
+
+def test_what_a_rollback_took_back_is_not_called_trained(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    common = json.loads(path.read_text().splitlines()[0]) | {"t": int(1101e9), "m": int(101e9)}
+    back = common | {"ev": "rollback", "lineage": 1, "from_lineage": 0, "to_version": 1, "trainer_term": 2}
+    drop = common | {"ev": "drop", "group": 7, "lease": 1, "tokens": 500, "why": "rollback"}
+
+    def after(*lines: dict[str, Any]) -> list[dict[str, Any]]:
+        text = written(tmp_path).read_text() + "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        path.write_text(text)
+        return events_about(path, 7)
+
+    assert after(back) == after()
+    assert "trained by step 0" in headline(after(back), 7), "version 1 is what step 0 made"
+    events = after(back | {"to_version": 0})
+    assert headline(events, 7).startswith("group 7: may train, ")
+    assert story(events, 7)[-1].words == "rolled back to version 0: its batch is none any more"
+    assert headline(after(back | {"to_version": 0}, drop), 7).startswith("group 7: dropped: rollback, ")
+    assert headline(after(drop), 7).startswith("group 7: dropped: rollback, ")
 
 
 def test_a_group_that_is_part_of_another_number_is_not_told(tmp_path: Path) -> None:
@@ -68,9 +89,17 @@ def test_what_was_lost_moved_or_refused_is_said() -> None:
 def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it cannot be read"):
         events_about(tmp_path / "none", 7)
-    (tmp_path / "torn").write_text('{"group":7,"ev"')
+    (tmp_path / "torn").write_text('{"group":7,"ev"\n')
     with pytest.raises(ConfigError, match="not JSON"):
         events_about(tmp_path / "torn", 7)
+
+
+def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    before = events_about(path, 7)
+    with path.open("a") as file:
+        file.write('{"group":7,"ev"')
+    assert events_about(path, 7) == before
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from staleflow.monitor.keyboard import Keyboard
+from staleflow.monitor.look import Look
 from staleflow.monitor.sources import Live, Replay
-from staleflow.monitor.top import GONE_S, Stories, lines, once
+from staleflow.monitor.top import GONE_S, Stories, Top, lines, once
 from staleflow.runtime.errors import Unavailable
 from tests.monitor.test_replay import written
 from tests.monitor.test_sources import Watch
@@ -40,6 +43,39 @@ def test_one_picture_of_a_replay_is_its_end(tmp_path: Path) -> None:
     once(Replay(written(tmp_path)), Console(file=out, width=150), as_json=False)
     assert "replay, the end 1:40" in out.getvalue()
     assert len(out.getvalue().splitlines()) == 50
+
+
+class Slow(Replay):
+    """Reading the trace again takes two minutes."""
+
+    now_s = 0.0
+
+    def advance(self, seconds: float) -> None:
+        super().advance(seconds)
+        self.now_s += 120.0 if seconds < 0 else 0.0
+
+
+class Typed(Keyboard):
+    """A key every second; where the replay is then."""
+
+    def __init__(self, replay: Slow, *keys: str) -> None:
+        super().__init__(io.StringIO())
+        self._replay, self._keys, self.places = replay, list(keys), list[float]()
+
+    def read(self, timeout_s: float) -> list[str]:
+        self.places.append(self._replay.at_s)
+        self._replay.now_s += 1.0
+        return [self._keys.pop(0)]
+
+
+def test_the_time_that_a_way_back_takes_is_none_of_the_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Slow(written(tmp_path))
+    monkeypatch.setattr(
+        "staleflow.monitor.top.time", SimpleNamespace(monotonic=lambda: replay.now_s, process_time=lambda: 0.0)
+    )
+    keyboard = Typed(replay, "x", "x", "left", "x", "right", "x", "q")
+    Top(replay, Console(file=io.StringIO(), width=80, height=24), Look(speed=20.0)).run(keyboard)
+    assert keyboard.places == [0.0, 20.0, 40.0, 30.0, 50.0, 60.0, 80.0]
 
 
 def test_lines_end_when_the_scheduler_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_who_came_and_went_is_told_and_who_left_at_the_end_is_not() -> None:
         Happening(at_s=14, bad=True, text="rollout-0 died: a new process has its name"),
         Happening(at_s=14.5, bad=False, text="rollout-0 left: asked to end"),
         Happening(at_s=15, bad=False, text="rollout-0 came back"),
-        Happening(at_s=16, bad=True, text="the scheduler came back, with 4 groups and version 2"),
+        Happening(at_s=15, bad=True, text="the scheduler came back, with 4 groups and version 2"),
     ]
 
 

@@ -1,5 +1,7 @@
 """What the page says in words."""
 
+import pytest
+
 from staleflow.configs.errors import MISSING
 from staleflow.configs.schema import Config, Prompts, Reward, Stage, Trainer
 from staleflow.report import sections
@@ -9,7 +11,7 @@ from staleflow.report.reading import Reader
 from staleflow.report.settings import changes
 from staleflow.runtime.audit import AuditReport, Violation
 from staleflow.runtime.audit_books import Rule
-from tests.report.traces import PLAIN
+from tests.report.traces import PLAIN, SECOND, opened
 
 
 def facts(**changed: object) -> Facts:
@@ -43,6 +45,23 @@ def test_waits_are_told_longest_first_with_what_came_last() -> None:
     assert sections.waits_words(facts()) == "For 7.0 s, 70 % of the time, the trainer had no complete batch to work on."
     assert [row["waited"] for row in sections.wait_rows(facts())] == ["4.00 s", "3.00 s"]
     assert sections.wait_rows(facts())[1]["text"] == "group 2 of version 0 from rollout-0, 3.00 s on its way"
+
+
+@pytest.mark.parametrize("night_s", [8 * 3600, 10**6, -100], ids=["a night", "another boot", "a younger boot"])
+def test_the_time_between_two_incarnations_is_in_no_rate(night_s: int) -> None:
+    later = [one | {"m": one["m"] + night_s * SECOND} for one in [opened(7, 2, version=1), *PLAIN[12:]]]
+    found = Reader().read([*PLAIN[:12], *later])
+    assert sections.waits_words(found) == sections.waits_words(facts())
+    config = Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
+    tiles = {tile.label: tile.value for tile in sections.tiles(found, Curves([]), config, 0)}
+    assert (tiles["tokens/s trained"], tiles["trainer waited"], tiles["time"]) == ("2", "70 %", "0:12")
+
+
+def test_a_trace_without_the_first_weights_is_counted_from_its_first_line() -> None:
+    lacking = facts(versions=[])
+    assert sections.waits_words(lacking).startswith("For 7.0 s, 64 % of the time")
+    config = Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
+    assert "64 %" in [tile.value for tile in sections.tiles(lacking, Curves([]), config, 0)]
 
 
 def test_every_token_that_was_not_trained_has_its_row() -> None:

@@ -84,6 +84,23 @@ def events(file: Path) -> list[Any]:
     return found
 
 
+def test_what_the_sessions_before_have_written_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[int] = []
+    writer = SimpleNamespace(where="", write=lambda step, *_: said.append(step), close=lambda: None)
+    monkeypatch.setitem(writers.MAKERS, "tensorboard", lambda *_: writer)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step":0,"loss":1}\n{"step":1,"loss":1}\n{"step":2,"lo')
+    view = with_writers(Seen(), config("tensorboard"), tmp_path)
+    lines = tuple({"step": step, "loss": 1} for step in range(5))
+    view.start()
+    for shown in (lines[:1], (), lines[1:3], lines[3:]):
+        view.show(Snapshot(phase="training", elapsed_s=1.0, lines=shown))
+    view.stop()
+    assert said == [2, 3, 4]
+
+
 def test_wandb_has_them_with_the_configuration_and_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +129,21 @@ def test_wandb_has_them_with_the_configuration_and_is_found_again(
         {"step": 1, "reward/mean": 0.75, "off_policy/max": 2.0},
         "finish",
     ]
+
+
+def test_wandb_calls_a_run_by_its_name_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=lambda: None, log=lambda _: None, url="u")
+
+    def init(name: str, id: str, **_: Any) -> Any:
+        names.extend((name, id))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    (run_dir := tmp_path / "it-1").mkdir()
+    monkeypatch.chdir(run_dir)
+    shown(Path(), "wandb")
+    assert names == ["it-1", "it-1"]
 
 
 def test_a_writer_that_fails_is_told_of_once_and_the_others_go_on(

@@ -3,9 +3,20 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from staleflow.protocols.consistency import events
-from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.effects import Consumed, Member, Sealed
+from staleflow.protocols.consistency.ids import (
+    BatchId,
+    GroupId,
+    LeaseId,
+    Lineage,
+    Step,
+    TrainerTerm,
+    Version,
+    WorkerId,
+)
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.runtime.clock import WALL, Clock
@@ -70,6 +81,17 @@ def test_length_bias_is_mean_trained_over_mean_sampled() -> None:
     assert length_bias(totals) == 1.0
     totals.counts.tokens_trained, totals.counts.samples_trained = 40, 8
     assert length_bias(totals) == 0.5
+
+
+def test_a_masked_token_is_of_the_length_and_is_not_trained() -> None:
+    totals, batch = Totals(), BatchId(1)
+    where: dict[str, Any] = {"lineage": Lineage(0), "step": Step(3), "trainer_term": TrainerTerm(1)}
+    member = Member(GroupId(7), LeaseId(1), Lineage(0), Version(1), "ab", 0, 500)
+    sealed = Sealed(batch=batch, members=(member,), tokens=500, masked_tokens=120, digest="cd", **where)
+    totals.consumed(Consumed(batch=batch, **where), sealed, samples=5)
+    assert (totals.counts.tokens_trained, totals.counts.tokens_masked) == (380, 120)
+    totals.counts.tokens_pushed, totals.counts.samples_pushed = 1000, 10
+    assert length_bias(totals) == 1.0
 
 
 def test_what_is_not_finite_is_neither_written_nor_told(tmp_path: Path) -> None:
