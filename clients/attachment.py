@@ -2,39 +2,40 @@
 
 import asyncio
 import logging
-import os
 
 import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.runtime import supervised
 from staleflow.runtime.address import reachable
 from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
+from staleflow.runtime.errors import Refused, RunOver
 from staleflow.runtime.retry import Backoff
 
 log = logging.getLogger(__name__)
-
-SUPERVISED = "STALEFLOW_SUPERVISED"
-"""Environment: set in the processes that a supervisor starts, and in those that these start."""
 
 
 async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> Attached:
     """The run's answer, once every trajectory server (and the parameter server, if wanted) is attached to it too.
 
-    Waits for servers that are still to come. ``ConfigError`` when the run does not take this worker.
+    Waits for servers that are still to come. ``RunOver`` after the end, ``ConfigError`` when the run does not take this
+    worker.
     """
-    request = msgspec.structs.replace(request, supervised=SUPERVISED in os.environ)
+    request = msgspec.structs.replace(request, supervised=supervised.is_supervised())
     backoff, attempt = Backoff(0.1, 1.0), 0
     while True:
         try:
             answer = await scheduler.ask(request, Attached, timeout_s=None)
         except Refused as refused:
+            if refused.is_over:
+                raise RunOver from refused
             if refused.code in (Code.DENIED, Code.CONFLICT, Code.FENCED):
                 raise ConfigError(f"{request.role} worker", request.name, refused.detail) from refused
             raise
         if answer.shards and all(answer.shards) and (answer.parameters or not parameters):
+            supervised.tell_attached()
             return msgspec.structs.replace(
                 answer,
                 shards=[reachable(shard, scheduler.address) for shard in answer.shards],

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.runtime import supervised
 from staleflow.runtime.client import Client
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Call, Endpoint
-from staleflow.runtime.errors import Refused
+from staleflow.runtime.errors import Refused, RunOver
 from staleflow.runtime.transport import SOCKETS, Transport
 
 GRACE_S = 3.0
@@ -98,7 +99,10 @@ async def _work(
     try:
         attached = await scheduler.ask(hello, Attached, timeout_s=None)
     except Refused as no:
+        if no.is_over:
+            raise RunOver from no
         raise ConfigError("scheduler", scheduler.address, f"it refuses {hello.name}: {no.detail or no.code}") from no
+    supervised.tell_attached()
     if on_attached is not None:
         on_attached(attached)
     await service.work()
@@ -106,11 +110,11 @@ async def _work(
 
 @asynccontextmanager
 async def _config_errors() -> AsyncGenerator[None]:
-    """A ``ConfigError`` of any task leaves as itself and not as a group."""
+    """A ``ConfigError`` or ``RunOver`` of any task leaves as itself and not as a group."""
     try:
         yield
     except BaseExceptionGroup as group:
-        found: BaseException | None = group.subgroup(ConfigError)
+        found: BaseException | None = group.subgroup((ConfigError, RunOver))
         while isinstance(found, BaseExceptionGroup):
             found = found.exceptions[0]
         if found is None:

@@ -19,6 +19,7 @@ from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.runtime import trace_events
 from staleflow.runtime.endpoint import Call
+from staleflow.runtime.errors import RUN_IS_OVER
 from staleflow.runtime.store import FULL_SHARE
 from staleflow.runtime.transport import stranger
 from staleflow.servers.scheduler.answers import RETRY_MS, Answers
@@ -203,8 +204,10 @@ class Service:
             call.refuse(Code.BUSY, f"the scheduler's {self._interpreter.full} is full", RETRY_MS)
         elif self.phase.closed and kind in _IDLE_TALK:
             call.reply(Done())
+        elif self.phase.closed and kind is messages.Attach and not self.phase.finished:
+            call.refuse(Code.BUSY, "the scheduler ends", RETRY_MS)  # its successor takes them
         elif self.phase.closed and kind not in _QUESTIONS:
-            call.refuse(Code.DENIED, "the run is over")
+            call.refuse(Code.DENIED, RUN_IS_OVER)
         else:
             handler(call, body)
         if not self._since_ns:

@@ -22,11 +22,11 @@ from staleflow.configs.launch import Relays
 from staleflow.configs.schema import Config
 from staleflow.launch.network import host_of, interface_of, own_address, tcp
 from staleflow.launch.placement import PARTS, Place, rollout_roles, trainer_roles
-from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.errors import Refused, RunOver, Unavailable
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.children import Child
-from staleflow.supervisor.drain import drain
-from staleflow.supervisor.joining import joined
+from staleflow.supervisor.drain import MACHINE_S, drain
+from staleflow.supervisor.joining import has_ended, joined
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Role
 from staleflow.supervisor.stopping import StopSignals
@@ -67,7 +67,7 @@ class Machine:
                         return code
                 return 0
             finally:
-                drain(self._children, self._tell, stop.second)
+                drain(self._children, self._tell, say, stop.second)
                 self._tell()
                 self._lifeline.close()
 
@@ -88,7 +88,7 @@ class Machine:
         if code == 2:
             say(f"{child.name} refuses to start")
             return 2
-        if code == 0 and (self._run_has_ended() or not child.plan_restart()):
+        if code == 0 and (has_ended(self._connect, self._word, timeout_s=ENDED_S) or not child.plan_restart()):
             self._ended.append(child)
             return None
         if code != 0:
@@ -97,13 +97,6 @@ class Machine:
                 say(f"{child.name} died again and again")
                 return 1
         return None
-
-    def _run_has_ended(self) -> bool:
-        try:
-            joined(self._connect, self._word, timeout_s=ENDED_S)
-        except (Unavailable, Refused):
-            return True
-        return False
 
     def _tell(self) -> None:
         for tail in self._tails:
@@ -150,7 +143,7 @@ def until_joined(connect: str, word: str) -> tuple[Config, Path]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """As the module says."""
-    lifeline.hold()
+    lifeline.hold(MACHINE_S)
     parser = argparse.ArgumentParser(prog="python -m staleflow.launch.machine", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--connect", required=True, metavar="ADDRESS", help="of the scheduler")
@@ -175,6 +168,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if interface := interface_of(own_address(host_of(given.connect))):
             os.environ.setdefault(GLOO, interface)
         return Machine(roles_of(config, folder, given.connect, place, given.meet), folder, given.connect, word).run()
+    except RunOver as over:
+        say(f"staleflow: {over}")
+        return 0
     except ConfigError as error:
         say(f"staleflow: {error}")
         return 2

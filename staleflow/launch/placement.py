@@ -21,7 +21,7 @@ from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 from staleflow.supervisor import roles
-from staleflow.supervisor.roles import Kind, Role
+from staleflow.supervisor.roles import Kind, Role, Works
 
 Part = Literal["rollout", "trainer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -242,7 +242,8 @@ def torchrun_words(config: Config, machines: int, meet: str, here: str, *, hosts
 
 def _attach(name: str, folder: Path, connect: str, verb: str, *more: str, threads: int = 1) -> Role:
     command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(folder), "--connect", connect)
-    return Role(name=name, kind=Kind.WORKER, command=(*command, "--name", name, *more), threads=threads)
+    words = (*command, "--name", name, *more)
+    return Role(name=name, kind=Kind.WORKER, command=words, threads=threads, works=Works.ATTACHED)
 
 
 def _stage_of(role: Role) -> str:

@@ -28,12 +28,18 @@ from staleflow.launch.placement import MEET, Place, machine_cpus, machine_words,
 from staleflow.runtime.address import reachable
 from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
 from staleflow.supervisor import lifeline
+from staleflow.supervisor.children import GAVE_UP, Restarts
+from staleflow.supervisor.drain import MACHINE_S
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import StopSignals
 
 RAY = install("ray")
 LOOK_S = 0.5
+ABSENT = -1000
+"""Instead of an exit code: there was no machine."""
+MOVES = 3
+"""Exit code of what takes a machine's place for a moment, so that it starts again and meets the others elsewhere."""
 PLACED_S = 30.0
 """Between two words about a placement that Ray cannot make yet."""
 
@@ -124,8 +130,8 @@ class Actor:
         )
 
     def code(self) -> int | None:
-        """Its exit code; None while it runs. -1: nothing was started by this actor, which is a new one."""
-        return -1 if self._process is None else self._process.poll()
+        """Its exit code; None while it runs. ``ABSENT``: nothing was started by this actor, which is a new one."""
+        return ABSENT if self._process is None else self._process.poll()
 
     def stop(self) -> None:
         """The machine drains; waits until it has ended."""
@@ -150,6 +156,10 @@ class Driver:
         here = tcp(str(ray.util.get_node_ip_address()), 0)
         self._connect = reachable(fleet.scheduler, here)
         self._actors: list[Any] = []
+        self._restarts = [Restarts() for _ in fleet.places]
+        self._started_at = [0.0 for _ in fleet.places]
+        self._restart_at = dict[int, float]()
+        """By number of the machine, of those that wait to be started again."""
 
     def placed(self, stop: StopSignals) -> bool:
         """Places the machines on a node each; False if somebody stops it meanwhile."""
@@ -190,7 +200,9 @@ class Driver:
             for at, actor in enumerate(self._actors):
                 code = self._ray.get(actor.code.remote())
                 if code is not None and code not in (0, 2):
-                    self._start(at, code)
+                    if not self._start_again(at, code):
+                        say(f"{self._fleet.places[at].name} ended again and again, last with {code}")
+                        return 2
                     code = None
                 codes.append(code)
         except RayActorError as error:
@@ -201,12 +213,27 @@ class Driver:
             return 2
         return 0 if all(code == 0 for code in codes) else None
 
+    def _start_again(self, at: int, code: int) -> bool:
+        """When its time has come. False: it ended too often. A machine that was not there, or has to move, comes at
+        once."""
+        now = time.monotonic()
+        if code not in (ABSENT, MOVES) and at not in self._restart_at:
+            worked_s = 0.0 if code == GAVE_UP else now - self._started_at[at]
+            if (delay_s := self._restarts[at].after(worked_s)) is None:
+                return False
+            self._restart_at[at] = now + delay_s
+        if now >= self._restart_at.get(at, now):
+            self._start(at, code)
+            self._started_at[at] = now
+            self._restart_at.pop(at, None)
+        return True
+
     def _start(self, at: int, code: int) -> None:
-        """``code``: how the machine ended before; below 0: it was not there."""
+        """``code``: how the machine ended before."""
         place, actor = self._fleet.places[at], self._actors[at]
         self._ray.get(actor.start.remote(machine_words(place, self._connect, self._meet)))
         where = f"{self._ray.get(actor.host.remote())}, node {self._ray.get(actor.node.remote())}"
-        say(f"{place.name} started at {where}" + (f"; it had ended with {code}" if code >= 0 else ""))
+        say(f"{place.name} started at {where}" + (f"; it had ended with {code}" if code != ABSENT else ""))
 
     def _meet_again(self) -> None:
         """Ranks of several machines meet at the first one; when that has moved, all of them start anew."""
@@ -217,7 +244,7 @@ class Driver:
         meet = f"{self._ray.get(self._actors[first].host.remote())}:{self._fleet.port + MEET}"
         if self._meet not in ("", meet):
             trainers = [actor for part, actor in zip(parts, self._actors, strict=True) if part == "trainer"]
-            self._ray.get([actor.start.remote(("-c", "raise SystemExit(1)")) for actor in trainers])
+            self._ray.get([actor.start.remote(("-c", f"raise SystemExit({MOVES})")) for actor in trainers])
         self._meet = meet
 
     def stop(self) -> None:
@@ -225,7 +252,7 @@ class Driver:
         from ray.exceptions import RayError
 
         try:
-            self._ray.get([actor.leave.remote() for actor in self._actors], timeout=lifeline.GRACE_S + 2.0)
+            self._ray.get([actor.leave.remote() for actor in self._actors], timeout=MACHINE_S - 5.0)
         except RayError as error:
             say(f"not every machine has said that it ended: {' '.join(str(error).split())[:200]}")
 

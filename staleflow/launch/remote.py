@@ -7,6 +7,7 @@ alone, which goes when the machine ends, however that happens: whoever else has 
 is still draining after a lost link, has another one.
 """
 
+import os
 import shlex
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.launch.ssh import Reach
+from staleflow.launch.ssh import BEAT_S, Reach
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.stopping import StopSignals
 
@@ -50,7 +51,12 @@ def _once(reach: Reach, stop: StopSignals) -> int:
     with suppress(BrokenPipeError):  # it has ended: its exit code says how
         remote.stdin.write(keys)
         remote.stdin.flush()
+    beat_at = time.monotonic() + BEAT_S
     while remote.poll() is None:
+        if time.monotonic() >= beat_at and not remote.stdin.closed:
+            beat_at = time.monotonic() + BEAT_S
+            with suppress(BrokenPipeError):
+                os.write(remote.stdin.fileno(), b".")
         if stop.wait(LOOK_S) and not remote.stdin.closed:
             remote.stdin.close()  # the machine drains
         if stop.second.is_set():

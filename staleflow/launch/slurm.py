@@ -15,10 +15,15 @@ from pathlib import Path
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.launch.placement import MEET, PARTS, Part, head_cpus, machine_cpus, machine_words, place_of
+from staleflow.supervisor.drain import MACHINE_S
 
 SCRIPT = "job.sbatch"
-DRAIN_S = 60
-"""Before a time limit the run is asked to end: what is acknowledged is kept, and the trainer writes a checkpoint."""
+DRAIN_S = 120
+"""Before a time limit the run is asked to end: the trainer writes a checkpoint, and what is acknowledged is kept."""
+LEAVE_S = int(MACHINE_S)
+"""For a machine that is asked to end: its trainer saves."""
+LAST_S = 600
+"""For machines after a run that ended well: they end by themselves, the trainer's when it has saved."""
 
 _SPLITS = re.compile("hetjob|packjob", re.IGNORECASE)
 
@@ -33,16 +38,29 @@ run={run}
 {setup}{keys}head=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
 export scheduler=tcp://$head:{port}
 {meet}
-# Servers, and stages without a model. They end when the run does, and when a signal asks for it.
+# Whether these processes are gone within so many seconds.
+gone() {{ for ((left = $1; left; left--)); do kill -0 "${{@:2}}" 2>/dev/null || return 0; sleep 1; done; return 1; }}
+# A signal ends the run: the trainer first, which saves, and the servers once it is gone.
+stop() {{
+    trap '' TERM INT
+    scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_2"
+    gone {leave} "$trainer"
+    kill -TERM "$servers"
+}} 2>/dev/null
+trap stop TERM INT
+
+# Servers, and stages without a model.
 {python} -m staleflow.launch.head "$run" {gpus} &
 servers=$!
-trap 'kill -TERM "$servers" 2>/dev/null' TERM INT
 
 # One task a node; each starts the processes of its node, and ends with the run. Where nothing is left, the run ends.
 {steps}
 
 while wait "$servers"; code=$?; [ "$code" -gt 128 ] && kill -0 "$servers" 2>/dev/null; do :; done
-wait
+# Machines of a run that ended well end by themselves. The others are asked, and the end of this script ends them all.
+[ "$code" = 0 ] && gone {last} "$rollout" "$trainer"
+scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1" "$SLURM_JOB_ID_HET_GROUP_2" 2>/dev/null
+gone {leave} "$rollout" "$trainer"
 exit "$code"
 """
 
@@ -87,6 +105,8 @@ def script(config: Config, run_dir: Path, keys: str) -> str:
             port=launch.port,
             meet=meet,
             steps="\n".join(steps),
+            leave=LEAVE_S,
+            last=LAST_S,
             python=python,
             gpus=launch.gpus_per_node,
         )
@@ -132,7 +152,7 @@ def _step(config: Config, run_dir: Path, part: Part, count: int, group: int, pyt
     task = shlex.quote(f"exec {python} {' '.join(words)}")  # nothing in the words needs quotes
     logs = f"--output={shlex.quote(_pattern(run_dir / 'logs'))}/{part}-machine-%t.out"
     srun = f"srun --het-group={group} --kill-on-bad-exit=0 --cpu-bind=none {logs}"
-    return f"({srun} \\\n    bash -c {task} || kill -TERM $$) &"
+    return f"({srun} \\\n    bash -c {task} || kill -TERM $$) &\n{part}=$!"
 
 
 def submit(path: Path) -> str:

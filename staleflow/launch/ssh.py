@@ -1,8 +1,8 @@
 """Machines reached by ssh: each is one child of the supervisor on the machine that launches.
 
-A connection's standard input is the machine's lifeline: when it closes, by SIGTERM here, by the end of this machine or
-of the link, the processes there drain and end. A machine that cannot be reached is tried again and again: others go on
-meanwhile, its leases expire, and it joins when it is back.
+A connection's standard input is the machine's lifeline: when it closes, or is silent for ``SILENT_S``, by SIGTERM here,
+by the end of this machine or of the link, the processes there drain and end. A machine that cannot be reached is tried
+again and again: others go on meanwhile, its leases expire, and it joins when it is back.
 """
 
 import shlex
@@ -17,7 +17,12 @@ from staleflow.configs.schema import Config
 from staleflow.launch.keys import files_for
 from staleflow.launch.placement import MEET, Place, machine_words, places
 from staleflow.supervisor.lifeline import VARIABLE
-from staleflow.supervisor.roles import Kind, Role
+from staleflow.supervisor.roles import Kind, Role, Works
+
+BEAT_S = 4.0
+"""Between two bytes on a connection's standard input."""
+SILENT_S = 20.0
+"""Without any the link is lost, or this machine is, and nobody there may ever be told otherwise."""
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +66,7 @@ def machines(config: Config, launch: Launch, run_dir: Path, connect: str) -> lis
         )
         kind = Kind.TRAINER if place.part == "trainer" else Kind.WORKER
         words = (sys.executable, "-m", "staleflow.launch.remote", msgspec.json.encode(reach).decode())
-        found.append(Role(name=place.name, kind=kind, command=words))
+        found.append(Role(name=place.name, kind=kind, command=words, works=Works.MACHINE))
     return found
 
 
@@ -73,4 +78,4 @@ def command_of(place: Place, launch: Launch, connect: str, *, keys: bool) -> str
     key = 'STALEFLOW_KEY="$keys" ' if keys else ""
     here = shlex.quote(str(Path.cwd()))
     words = machine_words(place, connect, meet=f"{launch.hosts[0]}:{launch.port + MEET}")
-    return f"cd {here} 2>/dev/null || cd; {setup}{key}{VARIABLE}=0 exec {python} {shlex.join(words)}"
+    return f"cd {here} 2>/dev/null || cd; {setup}{key}{VARIABLE}=0:{SILENT_S:g} exec {python} {shlex.join(words)}"

@@ -17,6 +17,7 @@ import uvloop
 
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.drained import end_context
+from staleflow.runtime.errors import RunOver
 from staleflow.runtime.host import reuse_memory
 from staleflow.runtime.logs import logging_to
 from staleflow.runtime.store import StoreCorrupt
@@ -58,6 +59,9 @@ def run(main: Callable[[Stop], Awaitable[None]], name: str, run_dir: Path) -> in
                     runner.run(_supervised(main))
             except ConfigError:
                 raise
+            except RunOver as over:
+                log.info("%s leaves: %s", name, over)
+                return 0
             except Exception as error:
                 if (damage := _damage(error)) is not None:
                     raise ConfigError("run directory", str(run_dir), str(damage)) from error

@@ -15,6 +15,17 @@ from staleflow.protocols.consistency.effects import Code
 __all__ = ["ConfigError", "Refused", "Unavailable"]
 
 
+RUN_IS_OVER = "the run is over"
+"""Detail of a scheduler's ``DENIED`` once its run has finished."""
+
+
+class RunOver(Exception):
+    """The run had finished before this process joined it. Nothing is left to do, and nothing is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__(RUN_IS_OVER)
+
+
 class Refused(Exception):
     """A server answered no; ``code`` says why, ``detail`` says it to a person."""
 
@@ -22,6 +33,11 @@ class Refused(Exception):
         super().__init__(f"{code.value}: {detail}" if detail else code.value)
         self.code = code
         self.detail = detail
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has finished, and nothing else is the matter."""
+        return self.code is Code.DENIED and self.detail == RUN_IS_OVER
 
 
 class Unavailable(Exception):

@@ -8,16 +8,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from staleflow.clients.attachment import SUPERVISED
+from staleflow.runtime import supervised
 from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
 from staleflow.supervisor import bars
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
-from staleflow.supervisor.roles import Kind, Role
+from staleflow.supervisor.roles import Kind, Role, Works
 from staleflow.supervisor.view import ProcessState
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+GAVE_UP = 1
+"""Exit code of a machine that could not go on: what it looks after died again and again, however long that took."""
 
 _MANY = 1000
 """Lines: more than the bytes that are looked at hold."""
@@ -37,16 +40,16 @@ class Restarts:
     FIRST_S = 0.25
     CAP_S = 8.0
     STABLE_S = 20.0
-    """A process that lived this long starts counting anew."""
+    """A process that worked this long starts counting anew."""
     TRIES = 5
-    """Quick deaths in a row that are answered by another start."""
+    """Such deaths in a row, without it, that are answered by another start."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
-    def after(self, lived_s: float) -> float | None:
-        """Seconds until the next start; None: give up."""
-        self.in_a_row = 1 if lived_s >= self.STABLE_S else self.in_a_row + 1
+    def after(self, worked_s: float) -> float | None:
+        """Seconds until the next start; None: give up. ``worked_s``: how long it lived, without its loading."""
+        self.in_a_row = 1 if worked_s >= self.STABLE_S else self.in_a_row + 1
         if self.in_a_row > self.TRIES:
             return None
         return float(min(self.FIRST_S * 2 ** (self.in_a_row - 1), self.CAP_S))
@@ -63,6 +66,7 @@ class Child:
         self._policy = Restarts()
         self._lifeline = lifeline
         self._output = run_dir / "logs" / f"{role.name}.out"
+        self._told = (run_dir / "logs" / f".{role.name}.attached").absolute()
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._begins_at = 0
@@ -87,6 +91,7 @@ class Child:
     def start(self) -> None:
         """Starts it. Its own session: Ctrl-C in the terminal reaches the supervisor only."""
         self._output.parent.mkdir(parents=True, exist_ok=True)
+        self._told.unlink(missing_ok=True)
         with self._output.open("ab") as output:
             self._begins_at = output.tell()
             self._process = subprocess.Popen(
@@ -115,16 +120,31 @@ class Child:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             VARIABLE: str(self._lifeline.read_fd),
-            SUPERVISED: "1",
+            supervised.VARIABLE: str(self._told),
         }
 
     def plan_restart(self) -> bool:
         """After its death: when to start again. False: it died too often."""
-        delay_s = self._policy.after(time.monotonic() - self._started_at)
+        delay_s = self._policy.after(self._worked_s())
         if delay_s is None:
             return False
         self.restart_at = time.monotonic() + delay_s
         return True
+
+    @property
+    def attached_at(self) -> float | None:
+        """When its newest process joined the run, in monotonic seconds; None before, and of what does not tell."""
+        return supervised.attached_at(self._told)
+
+    def _worked_s(self) -> float:
+        match self.role.works:
+            case Works.STARTED:
+                return time.monotonic() - self._started_at
+            case Works.ATTACHED:
+                at = self.attached_at
+                return 0.0 if at is None else time.monotonic() - at
+            case Works.MACHINE:
+                return 0.0 if self.exit_code == GAVE_UP else time.monotonic() - self._started_at
 
     def restart_if_due(self) -> bool:
         """Starts it again when its time has come."""

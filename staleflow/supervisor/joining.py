@@ -7,6 +7,7 @@ from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import RESOLVED, from_json, load, read_run, write_resolved
 from staleflow.configs.schema import Config
+from staleflow.runtime.errors import Refused, RunOver, Unavailable
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import client_sockets
 
@@ -21,11 +22,15 @@ def joined(
     else ``runs/attached-RUN`` here.
 
     ``word``: rollout, stage, train or relay. ``ConfigError`` when ``file`` and ``overrides`` are of another run,
-    ``Unavailable`` when nobody answers.
+    ``RunOver`` when it has finished, ``Unavailable`` when nobody answers.
     """
-    sockets = client_sockets(None, _KEYS.get(word) or Role(word))
-    with Admin(address, transport=sockets) as admin:
-        attached = admin.run(timeout_s=timeout_s)
+    with _asking(address, word) as admin:
+        try:
+            attached = admin.run(timeout_s=timeout_s)
+        except Refused as refused:
+            if refused.is_over:
+                raise RunOver from refused
+            raise
     theirs = from_json(attached.config)
     if file is not None and load(file, overrides) != theirs:
         raise ConfigError("--config", str(file), f'run "{attached.run}" at {address} has another configuration')
@@ -36,3 +41,21 @@ def joined(
         folder = Path("runs") / f"attached-{attached.run}"
         write_resolved(theirs, folder)
     return theirs, folder
+
+
+def has_ended(address: str, word: str, *, timeout_s: float) -> bool:
+    """Whether the run has, after which there is nothing to come back to; also when nobody answers in time.
+
+    A finished run takes workers until it has closed its trace; who may ask for its status knows before."""
+    try:
+        with _asking(address, word) as admin:
+            if word == "train":
+                return bool(admin.status(timeout_s=timeout_s).get("finished"))
+            admin.run(timeout_s=timeout_s)
+    except (Unavailable, Refused):
+        return True
+    return False
+
+
+def _asking(address: str, word: str) -> Admin:
+    return Admin(address, transport=client_sockets(None, _KEYS.get(word) or Role(word)))

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from staleflow.configs.ranks import LISTEN_FD
+from staleflow.runtime import supervised
+from staleflow.supervisor.drain import SAVES_S
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 
 LOOK_S = 0.05
@@ -21,6 +23,8 @@ AFTERMATH_S = 3.0
 """Between the death of one rank and the end of those that do not notice."""
 DRAIN_S = 5.0
 """Under a supervisor, which waits little longer, ranks have this long to end when asked."""
+SAVING_S = SAVES_S - 2.0
+"""Instead, once they have joined the run."""
 
 
 def launch(command: Sequence[str], nproc: int, *, watched: bool) -> int:
@@ -87,7 +91,8 @@ def _until_ended(ranks: Sequence["subprocess.Popen[bytes]"], asked: _Asked, *, w
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline and asked.times < 2:
         if asked.times > passed_on:
             passed_on = asked.times
-            deadline = time.monotonic() + DRAIN_S if watched else deadline
+            if watched:
+                deadline = time.monotonic() + (SAVING_S if supervised.has_attached() else DRAIN_S)
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     rank.send_signal(signal.SIGTERM)

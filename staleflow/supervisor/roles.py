@@ -18,6 +18,16 @@ class Kind(StrEnum):
     SCHEDULER = "scheduler"
 
 
+class Works(StrEnum):
+    """From when on a process works, and what it did before does not speak for it."""
+
+    STARTED = "started"
+    ATTACHED = "attached"
+    """To the run: it may have loaded for minutes."""
+    MACHINE = "machine"
+    """From its start, unless it gave up what it looks after."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """One process of the run."""
@@ -32,6 +42,7 @@ class Role:
     """Of those that this run may see; empty: all of them."""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables of its own, with their values."""
+    works: Works = Works.STARTED
 
 
 BARS = (("TQDM_POSITION", "-1"),)
@@ -93,9 +104,9 @@ def _serve(name: str, kind: Kind, run_dir: Path, *arguments: str) -> Role:
 
 def _attach(name: str, kind: Kind, run_dir: Path, verb: str, threads: int) -> Role:
     command = (sys.executable, "-m", "staleflow.cli", "attach", verb, "--run-dir", str(run_dir), "--name", name)
-    return Role(name=name, kind=kind, command=command, threads=threads)
+    return Role(name=name, kind=kind, command=command, threads=threads, works=Works.ATTACHED)
 
 
 def _stage(name: str, run_dir: Path, stage: str, threads: int) -> Role:
     role = _attach(name, Kind.WORKER, run_dir, "stage", threads)
-    return Role(name=name, kind=role.kind, command=(*role.command, "--stage", stage), threads=threads)
+    return replace(role, command=(*role.command, "--stage", stage))

@@ -128,10 +128,18 @@ def fresh(name: str) -> Path:
 
 def _newest(name: str) -> Path:
     """The run directory of this name that was made last."""
-    found = [path.parent for path in RUNS.glob(f"{name}-*/{RESOLVED}") if read_run(path.parent).name == name]
+    found = [path.parent for path in RUNS.glob(f"{name}-*/{RESOLVED}") if _is_named(path.parent, name)]
     if not found:
         raise ConfigError("--resume", name, f"there is no run of this name under {RUNS}/; give --run-dir")
     return max(found, key=lambda path: (path / RESOLVED).stat().st_mtime)
+
+
+def _is_named(run_dir: Path, name: str) -> bool:
+    """One that cannot be read, torn or of another version, is none to go on with."""
+    try:
+        return read_run(run_dir).name == name
+    except ConfigError:
+        return False
 
 
 def _must_be_empty(run_dir: Path) -> None:

@@ -201,7 +201,7 @@ class Supervisor:
     def _drain(self) -> None:
         self._phase = "draining"
         self._detail = ""
-        drain(self._children, self._show, self._stop.second)
+        drain(self._children, self._show, self._view.say, self._stop.second)
 
     def _show(self) -> None:
         status = self._watch.newest

@@ -11,8 +11,10 @@ from staleflow.configs.load import load
 from staleflow.configs.schema import Config
 from staleflow.launch import machine, placement
 from staleflow.launch.placement import Place
+from staleflow.runtime.errors import RunOver
 from staleflow.supervisor import roles
-from staleflow.supervisor.roles import Role
+from staleflow.supervisor.drain import MACHINE_S
+from staleflow.supervisor.roles import Role, Works
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 REAL = (
@@ -83,6 +85,20 @@ def test_a_machine_that_is_told_its_words_has_the_relays_of_the_configuration(mo
     assert relay.command[-4:] == ("--bind", "tcp://10.0.0.7:*", "--mb-per-s", "60")
 
 
+def test_a_machine_that_comes_after_the_end_of_the_run_ends_well(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def until_joined(connect: str, word: str) -> tuple[Config, Path]:
+        raise RunOver
+
+    held = list[float]()
+    monkeypatch.setattr(machine, "until_joined", until_joined)
+    monkeypatch.setattr("staleflow.launch.machine.lifeline.hold", held.append)
+    assert machine.main(["rollout", "--connect", THERE]) == 0
+    assert held == [MACHINE_S], "its trainer may save"
+    assert capfd.readouterr().out == "staleflow: the run is over\n"
+
+
 def test_a_worker_is_told_where_the_scheduler_is() -> None:
     command = words(cluster())["rollout-3"]
     attach = (
@@ -121,6 +137,7 @@ def test_gpus_are_given_out_once_engines_by_their_width_and_judges_behind_the_ra
         ("reference-1", (5,)),
         ("trainer", (0, 1, 2, 3)),
     ]
+    assert {role.works for role in (*engines, *trainer)} == {Works.ATTACHED}
     assert [role.name for role in placement.head_stages(config, HERE, 8)] == ["reward-0"]
 
 

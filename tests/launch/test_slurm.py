@@ -1,14 +1,23 @@
 """The batch file of a run on Slurm: what Slurm reads of it, what its nodes run, and how it ends."""
 
+import os
 import re
+import signal
 import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
 from staleflow.launch import slurm
+
+Job = subprocess.Popen[bytes]
+Ended = Callable[[Job], tuple[int, list[str]]]
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 REAL = (
@@ -39,7 +48,7 @@ def test_a_job_has_a_node_of_servers_then_those_of_rollout_and_of_the_trainer() 
     everywhere = ["--no-requeue", "--partition=gpu", "--time=24:00:00"]
     whole = ["--ntasks-per-node=1", "--gpus-per-node=8", "--exclusive"]
     assert servers[-6:] == [*everywhere, "--nodes=1", "--ntasks=1", "--cpus-per-task=7"]
-    assert "--signal=B:TERM@60" in servers
+    assert "--signal=B:TERM@120" in servers
     assert rollout == [*everywhere, "--nodes=2", *whole]
     assert trainer == [*everywhere, "--nodes=2", *whole]
 
@@ -65,33 +74,97 @@ def test_keys_are_named_and_not_shown() -> None:
 
 STAND_INS = {
     "scontrol": "echo head",
-    "srun": "case $* in *trainer*) {trainer};; *) {rollout};; esac",
-    "python": 'trap "echo drained; exit 130" TERM; echo serving; for _ in $(seq {steps}); do sleep 0.1; done; exit 0',
+    "scancel": 'for part in "${{@:2}}"; do kill -TERM "$(cat "$0.$part")"; done',
+    "srun": """
+case $* in *"launch.machine trainer"*) part=trainer;; *) part=rollout;; esac
+leave() {{ echo "$part left"; exit 0; }}
+trap leave TERM
+echo $$ > "${{0%/*}}/scancel.$part"
+case $part in trainer) {trainer};; *) {rollout};; esac
+""",
+    "python": """
+trap "echo drained; exit 130" TERM
+until [ -s "${{0%/*}}/scancel.trainer" ] && [ -s "${{0%/*}}/scancel.rollout" ]; do sleep 0.1; done
+echo serving
+for _ in $(seq {steps}); do sleep 0.1; done
+exit {head}
+""",
 }
+"""Slurm's and staleflow's: a machine's step leaves when scancel tells it to."""
+STAYS = "while :; do sleep 0.1; done"
+
+
+def job(folder: Path, *, trainer: str = STAYS, rollout: str = STAYS, steps: int = 600, head: int = 0) -> Job:
+    """The batch file as it runs where Slurm has started it."""
+    for name, text in STAND_INS.items():
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{text.format(trainer=trainer, rollout=rollout, steps=steps, head=head)}\n")
+        path.chmod(0o755)
+    (folder / "job").write_text(slurm.script(load(CLUSTER, ["launch.setup=:"]), folder, ""))
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST_HET_GROUP_0": "head"}
+    environment |= {"SLURM_JOB_ID_HET_GROUP_1": "rollout", "SLURM_JOB_ID_HET_GROUP_2": "trainer"}
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(
+            ["bash", str(folder / "job")], env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Iterator[Ended]:
+    """Exit code of a job, and what its processes said; nothing of it is left."""
+    jobs = list[Job]()
+
+    def wait(running: Job) -> tuple[int, list[str]]:
+        jobs.append(running)
+        return running.wait(timeout=60), (tmp_path / "said").read_text().splitlines()
+
+    yield wait
+    for running in jobs:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "steps", "code", "said"),
+    ("trainer", "rollout", "code", "said"),
     [
-        ("exit 0", "exit 0", 3, 0, ["serving"]),
-        ("sleep 0.3; exit 2", "sleep 1", 600, 130, ["serving", "drained"]),
-        ("sleep 1", "sleep 0.3; exit 1", 600, 130, ["serving", "drained"]),
+        ("sleep 0.3; exit 2", STAYS, 130, ["serving", "drained", "rollout left"]),
+        (STAYS, "sleep 0.3; exit 1", 130, ["serving", "trainer left", "drained"]),
     ],
-    ids=["the run ends", "no trainer is left", "no engine is left"],
+    ids=["no trainer is left", "no engine is left"],
 )
-def test_it_ends_with_the_run_or_when_nothing_is_left_of_a_part(
-    tmp_path: Path, trainer: str, rollout: str, steps: int, code: int, said: list[str]
+def test_it_ends_when_nothing_is_left_of_a_part(
+    tmp_path: Path, ended: Ended, trainer: str, rollout: str, code: int, said: list[str]
 ) -> None:
-    """With stand-ins for what Slurm and staleflow do."""
-    for name, text in STAND_INS.items():
-        path = tmp_path / name
-        path.write_text(f"#!/bin/bash\n{text.format(trainer=trainer, rollout=rollout, steps=steps)}\n")
-        path.chmod(0o755)
-    (tmp_path / "job").write_text(slurm.script(load(CLUSTER, ["launch.setup=:"]), tmp_path, ""))
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST_HET_GROUP_0": "head"}
-    words = ["bash", str(tmp_path / "job")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stdout.split()) == (code, said), done.stderr
+    assert ended(job(tmp_path, trainer=trainer, rollout=rollout)) == (code, said)
+
+
+def test_machines_of_a_run_that_ended_well_are_not_asked_to_leave(tmp_path: Path, ended: Ended) -> None:
+    saves = "sleep 2; echo saved; exit 0"
+    assert ended(job(tmp_path, trainer=saves, rollout="exit 0", steps=3)) == (0, ["serving", "saved"])
+
+
+def test_machines_that_wait_for_a_head_that_failed_are_asked_to_leave(tmp_path: Path, ended: Ended) -> None:
+    code, said = ended(job(tmp_path, steps=5, head=1))
+    assert (code, sorted(said)) == (1, ["rollout left", "serving", "trainer left"])
+
+
+def test_it_ends_though_a_machine_does_not(tmp_path: Path, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "LEAVE_S", 1)
+    deaf = f"trap '' TERM; {STAYS}"
+    assert ended(job(tmp_path, trainer=deaf, rollout=deaf, steps=5, head=1)) == (1, ["serving"])
+
+
+def test_a_signal_ends_the_trainer_then_the_servers(tmp_path: Path, ended: Ended) -> None:
+    running = job(tmp_path, trainer=f"trap 'sleep 2; leave' TERM; echo ready; {STAYS}")
+    deadline = time.monotonic() + 60
+    waits = psutil.Process(running.pid)  # asleep once both steps are there: in wait
+    while len((tmp_path / "said").read_text().split()) < 2 or waits.status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    running.terminate()
+    code, said = ended(running)
+    assert (code, said[2:]) == (130, ["trainer left", "drained", "rollout left"])
 
 
 def argument(text: str) -> tuple[str, str]:

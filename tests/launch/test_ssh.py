@@ -18,7 +18,7 @@ from staleflow.configs.load import load
 from staleflow.launch import ssh
 from staleflow.launch.remote import whole
 from staleflow.launch.servers import settled
-from staleflow.launch.ssh import Reach
+from staleflow.launch.ssh import BEAT_S, SILENT_S, Reach
 from staleflow.supervisor.lifeline import VARIABLE
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
@@ -31,8 +31,12 @@ with open(sys.argv[1], "w") as file:
     print(os.getpid(), file=file)
 there = subprocess.Popen(["sh", "-c", sys.argv[-1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 said = there.stdout.fileno()
-while 0 not in select.select([0, said], [], [])[0] and (data := os.read(said, 65536)):
-    os.write(1, data)
+goes = {0: there.stdin.fileno(), said: 1}
+while True:
+    for end in select.select([*goes], [], [])[0]:
+        if not (data := os.read(end, 65536)):
+            sys.exit()
+        os.write(goes[end], data)
 """
 """As ``LOCAL``, with a process in between that is the connection and writes its number into its first argument."""
 MACHINE = """
@@ -145,7 +149,7 @@ def test_runs_of_one_name_on_one_home_have_keys_of_their_own(tmp_path: Path) -> 
     for run in ("alice", "bob"):
         (tmp_path / run).mkdir()
         (tmp_path / run / "rollout.key").write_text(f"secret of {run}")
-        stay = f'cat "$keys"/rollout.key > {tmp_path}/{run}/got; echo there; cat; cat "$keys"/rollout.key'
+        stay = f'cat "$keys"/rollout.key > {tmp_path}/{run}/got; echo there; cat >/dev/null; cat "$keys"/rollout.key'
         running.append(remote(stay, tmp_path, [tmp_path / run / "rollout.key"]))
         assert running[-1].stdout is not None
         assert running[-1].stdout.readline() == b"there\n"
@@ -184,6 +188,33 @@ def test_the_other_end_hears_it_when_this_one_goes(tmp_path: Path, how: signal.S
         time.sleep(0.02)
     assert running.stdout is not None
     running.stdout.close()
+
+
+def test_a_machine_hears_now_and_then_that_the_link_is_there(tmp_path: Path) -> None:
+    running = remote("head -c 1", tmp_path, [])
+    said, _ = running.communicate(timeout=60)
+    assert (said, running.returncode) == (b".", 0)
+    assert f"{VARIABLE}=0:{SILENT_S:g} exec" in reaches()["rollout-machine-0"].command
+    assert 3 * BEAT_S < SILENT_S
+
+
+def test_a_machine_drains_when_nothing_is_heard_any_more(tmp_path: Path) -> None:
+    """The link is lost and nobody says so: its standard input stays open."""
+    words = machine(tmp_path, sys.executable, "-c", WORKER, str(tmp_path))
+    silent = {**os.environ, VARIABLE: "0:5"}
+    running = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=silent)
+    assert running.stdin is not None
+    try:
+        while not (tmp_path / "began").exists():
+            assert running.poll() is None
+            running.stdin.write(b".")
+            running.stdin.flush()
+            time.sleep(0.1)
+        assert running.wait(timeout=60) == 0
+        assert (tmp_path / "drained").exists()
+    finally:
+        running.stdin.close()
+        end(running)
 
 
 def machine(folder: Path, *command: str) -> list[str]:

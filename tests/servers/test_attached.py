@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from staleflow.clients.attachment import attach
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus
+from staleflow.runtime import supervised
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Unavailable
@@ -80,3 +83,20 @@ async def test_a_call_that_comes_while_a_server_stops_does_not_keep_it(
         await serving
     for question in questions:
         question.cancel()
+
+
+async def test_a_process_tells_its_supervisor_when_the_run_has_taken_it(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, server, worker = make_run(), tmp_path / "server", tmp_path / "worker"
+    run.scheduler()
+    monkeypatch.setenv(supervised.VARIABLE, str(server))
+    run.trajectories()
+    assert supervised.attached_at(server) is None
+    async with asyncio.timeout(20):
+        while supervised.attached_at(server) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        monkeypatch.setenv(supervised.VARIABLE, str(worker))
+        hello = Attach(worker=WorkerId("w.1"), name="w", role="rollout")
+        await attach(run.client(run.where.scheduler, hello.worker), hello)
+    assert supervised.attached_at(worker) is not None

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from staleflow.supervisor import drain as drain_module
 from staleflow.supervisor.children import Child, Restarts, visible
 from staleflow.supervisor.drain import drain
 from staleflow.supervisor.lifeline import Lifeline
-from staleflow.supervisor.roles import Kind, Role
+from staleflow.supervisor.roles import Kind, Role, Works
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -55,6 +56,9 @@ def until(true: Callable[[], object], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+def nothing() -> None: ...
+
+
 def gone(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
@@ -64,14 +68,44 @@ def gone(pid: int) -> bool:
 
 def test_delays_grow_up_to_a_cap_and_then_nobody_tries_any_more() -> None:
     policy = Restarts()
-    assert [policy.after(lived_s=1.0) for _ in range(7)] == [0.25, 0.5, 1.0, 2.0, 4.0, None, None]
+    assert [policy.after(worked_s=1.0) for _ in range(7)] == [0.25, 0.5, 1.0, 2.0, 4.0, None, None]
 
 
-def test_a_process_that_lived_long_starts_counting_anew() -> None:
+def test_a_process_that_worked_long_starts_counting_anew() -> None:
     policy = Restarts()
     for _ in range(4):
-        policy.after(lived_s=1.0)
-    assert policy.after(lived_s=Restarts.STABLE_S) == 0.25
+        policy.after(worked_s=1.0)
+    assert policy.after(worked_s=Restarts.STABLE_S) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("works", "code", "restarts"),
+    [
+        (Works.STARTED, "raise SystemExit(1)", 9),
+        (Works.ATTACHED, "raise SystemExit(1)", Restarts.TRIES),
+        (Works.ATTACHED, "from staleflow.runtime import supervised as s; s.tell_attached(); raise SystemExit(1)", 9),
+        (Works.MACHINE, "raise SystemExit(1)", Restarts.TRIES),
+        (Works.MACHINE, "raise SystemExit(3)", 9),
+    ],
+)
+def test_only_who_has_come_to_work_counts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: Works, code: str, restarts: int
+) -> None:
+    monkeypatch.setattr(Restarts, "STABLE_S", 1e-9)  # every life is long
+    monkeypatch.setattr(Restarts, "CAP_S", 0.0)
+    lifeline = Lifeline()
+    child = Child(
+        Role(name="one", kind=Kind.WORKER, command=(sys.executable, "-c", code), works=works), tmp_path, lifeline
+    )
+    child.start()
+    while child.restarts < 9:
+        until(lambda: not child.alive)
+        if not child.plan_restart():
+            break
+        until(child.restart_if_due)
+    assert child.restarts == restarts
+    child.sweep()
+    lifeline.close()
 
 
 def test_a_child_has_its_own_session_its_threads_and_its_output(start: Callable[..., Child]) -> None:
@@ -135,7 +169,7 @@ def test_draining_asks_workers_first_and_the_scheduler_last(start: Callable[...,
     children = [start(POLITE, kind.value, kind) for kind in (Kind.SCHEDULER, Kind.SERVER, Kind.TRAINER, Kind.WORKER)]
     for child in children:
         until(partial(child.output, 1))
-    drain(children, lambda: None, threading.Event())
+    drain(children, nothing, str, threading.Event())
     scheduler, server, trainer, worker = (float(child.output(1)[0]) for child in children)
     assert max(trainer, worker) < server < scheduler
     assert [child.exit_code for child in children] == [0, 0, 0, 0]
@@ -147,9 +181,29 @@ def test_who_does_not_listen_is_killed_at_once_when_somebody_insists(start: Call
     insists = threading.Event()
     insists.set()
     began = time.monotonic()
-    drain([child], lambda: None, insists)
+    drain([child], nothing, str, insists)
     assert child.exit_code == -signal.SIGKILL
     assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_trainer_that_has_joined_has_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    monkeypatch.setitem(drain_module.LIMITS_S, Kind.TRAINER, 0.5)
+    told = "supervised.tell_attached(); " if joined else ""
+    saves = "signal.signal(15, lambda *_: (time.sleep(2), print('saved'), sys.exit(0)))"
+    imports = "import signal, sys, time; from staleflow.runtime import supervised; "
+    code = f"{imports}{told}{saves}; print('up'); time.sleep(60)"
+    role = Role(name="trainer", kind=Kind.TRAINER, command=(sys.executable, "-c", code), works=Works.ATTACHED)
+    lifeline, said = Lifeline(), list[str]()
+    child = Child(role, tmp_path, lifeline)
+    child.start()
+    until(partial(child.output, 1))
+    drain([child], nothing, said.append, threading.Event())
+    lifeline.close()
+    assert (child.exit_code, child.output(1)) == ((0, ["saved"]) if joined else (-signal.SIGKILL, ["up"]))
+    assert len(said) == joined
 
 
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:

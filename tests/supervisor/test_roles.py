@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from staleflow.configs.load import load
-from staleflow.supervisor.roles import Kind, servers, workers
+from staleflow.supervisor.roles import Kind, Works, servers, workers
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
@@ -61,3 +61,9 @@ def test_a_role_is_started_as_a_person_would_start_it() -> None:
     assert shard.command[1:] == ("-m", "staleflow.cli", "serve", "trajectories", "--shard", "0", "--run-dir", "/r")
     rollout = workers(config, Path("/r"))[0]
     assert rollout.command[1:] == ("-m", "staleflow.cli", "attach", "rollout", "--run-dir", "/r", "--name", "rollout-0")
+
+
+def test_workers_work_from_when_the_run_takes_them() -> None:
+    config = load(SIMULATED)
+    assert {role.works for role in workers(config, Path("/r"))} == {Works.ATTACHED}
+    assert {role.works for role in servers(config, Path("/r"))} == {Works.STARTED}

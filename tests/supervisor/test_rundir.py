@@ -43,6 +43,13 @@ def test_a_new_run_takes_a_new_or_an_empty_folder(tmp_path: Path) -> None:
     assert read_run(tmp_path / "new") == config()
 
 
+def test_a_neighbour_that_cannot_be_read_is_none_to_go_on_with(tmp_path: Path) -> None:
+    used = make(tmp_path / "runs" / "simulated-1")
+    (torn := make(tmp_path / "runs" / "simulated-2") / "config.json").write_text("{")
+    assert rundir.choose(config(), None, resume=True).resolve() == used
+    assert torn.read_text() == "{"
+
+
 def test_a_used_run_directory_needs_resume(tmp_path: Path) -> None:
     used = make(tmp_path / "used")
     with pytest.raises(ConfigError, match="add --resume to go on with it, or choose a new --run-dir"):

@@ -27,7 +27,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop
-from staleflow.runtime.errors import ConfigError, Refused, Unavailable
+from staleflow.runtime.errors import ConfigError, Refused, RunOver, Unavailable
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.trace import stored_head
 from staleflow.servers.parameters import main as parameters
@@ -175,7 +175,9 @@ class World:
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
             self.scene.journal.ends[kind] += 1
-            known = isinstance(error, ConfigError if server else ConfigError | Refused | Unavailable)
+            known = isinstance(
+                error, (ConfigError, RunOver) if server else (ConfigError, RunOver, Refused, Unavailable)
+            )
             if not known:
                 self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
                 self.ended = len(self.history.failures) >= MOST_FAILURES
