@@ -53,6 +53,7 @@ def _messages(worker: WorkerId) -> tuple[bytes, bytes, bytes]:
         truncated=False,
         segments=[Segment(LINEAGE, Version(100), 4_096)],
         samples=[512] * 8,
+        sequence_tokens=4_096,
     )
     occupy = RegisterOccupy(group=push.group, lease=push.lease)
     held = [LeaseId(1_000_000)] * GROUPS_A_REPORT

@@ -337,6 +337,7 @@ def _push(assign: Assign, worker: WorkerId) -> RegisterPush:
         truncated=False,
         segments=[Segment(assign.lineage, assign.version, 4_096)],
         samples=[512] * 8,
+        sequence_tokens=4_096,
     )
 
 

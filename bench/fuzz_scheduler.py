@@ -152,6 +152,7 @@ class SchedulerTarget:
             truncated=False,
             segments=[Segment(view.lineage, view.version, 6)],
             samples=[3, 3],
+            sequence_tokens=10,
         )
         occupy = messages.RegisterOccupy(group=view.group, lease=view.lease)
         release = messages.RegisterRelease(group=view.group, lease=view.lease, why=ReleaseWhy.ABORTED)

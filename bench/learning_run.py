@@ -196,6 +196,7 @@ class Loop:
             nbytes=made.token_ids.nbytes,
             truncated=False,
             segments=tuple(made.segment_summary()),
+            sequence_tokens=made.num_tokens + made.num_samples * len(made.prompt_ids),
         )
         self._apply(push)
         self._apply(Occupy(group=GroupId(group), lease=live.lease))

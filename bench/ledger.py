@@ -46,6 +46,7 @@ def push(group: int) -> Push:
         nbytes=4096,
         truncated=False,
         segments=(Segment(Lineage(0), OLDEST, 512),),
+        sequence_tokens=1024,
     )
 
 

@@ -29,14 +29,12 @@ log = logging.getLogger(__name__)
 
 FETCH_GROUPS = 512
 """Most members of one request; eight frames each stay far below the transport's limit."""
-FETCH_TOKENS = 4 << 20
-"""Most tokens of one request."""
-TOKEN_BYTES = 10
-"""Of a token and what is said of it, about."""
+FETCH_BYTES = 40 << 20
+"""Most payload of one request."""
 LANES = 2
 """Of one shard: what came is unpacked while more is on its way."""
 
-AT_ONCE_TOKENS = 100_000
+AT_ONCE_BYTES = 1 << 20
 """Fewer than these are checked at once; more in a thread, so that the loop goes on meanwhile."""
 
 
@@ -46,7 +44,7 @@ class Fetcher:
     def __init__(self, shards: Sequence[Client], *, mapped: bool = True) -> None:
         self._shards = shards
         self._maps = MappedSlabs() if mapped else None
-        self._portions = [Portion(FETCH_TOKENS * TOKEN_BYTES) for _ in shards]
+        self._portions = [Portion(FETCH_BYTES) for _ in shards]
         self._turns = [asyncio.Lock() for _ in shards]
 
     async def members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
@@ -92,7 +90,7 @@ class Fetcher:
             host="" if maps is None else boot_id(),
             checks=checks,
         )
-        portion, nbytes = self._portions[shard], sum(map(bytes_of, members))
+        portion, nbytes = self._portions[shard], sum([member.nbytes for member in members])
         async with self._turns[shard]:
             call = self._shards[shard].call(ask, timeout_s=None)
             reply, frames = await portion.carry(self._shards[shard], call, nbytes, divisible=len(members) > 1)
@@ -101,7 +99,7 @@ class Fetcher:
         if maps is None and any(item.place is not None for item in reply.groups):
             raise ProtocolError(Code.MALFORMED, f"shard {shard} answered with places; it was asked for frames")
         found = [maps.open(reply.folder, item.place) if maps and item.place else None for item in reply.groups]
-        if sum(member.tokens for member in members) < AT_ONCE_TOKENS:
+        if nbytes < AT_ONCE_BYTES:
             return list(unpacked(reply, frames, found, ask.shas))
         return await asyncio.to_thread(lambda: list(unpacked(reply, frames, found, ask.shas)))
 
@@ -109,15 +107,10 @@ class Fetcher:
 def taken(waiting: deque[MemberRef], most_bytes: int) -> list[MemberRef]:
     """The first of those that wait, within the sizes of one request; at least one."""
     part = [waiting.popleft()]
-    nbytes = bytes_of(part[0])
-    while waiting and len(part) < FETCH_GROUPS and (nbytes := nbytes + bytes_of(waiting[0])) <= most_bytes:
+    nbytes = part[0].nbytes
+    while waiting and len(part) < FETCH_GROUPS and (nbytes := nbytes + waiting[0].nbytes) <= most_bytes:
         part.append(waiting.popleft())
     return part
-
-
-def bytes_of(member: MemberRef) -> int:
-    """Of its payload, about."""
-    return TOKEN_BYTES * member.tokens
 
 
 def unpacked(

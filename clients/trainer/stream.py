@@ -92,7 +92,7 @@ class BatchStream:
         """Whole groups, about equally many tokens a rank; every rank works out the same."""
         if len(members) < self._world:
             raise ProtocolError(Code.MALFORMED, f"{len(members)} groups are too few for {self._world} ranks")
-        places = shares([member.tokens for member in members], self._world)[self._rank]
+        places = shares([member.sequence_tokens for member in members], self._world)[self._rank]
         return [members[place] for place in places]
 
     async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:

@@ -26,5 +26,5 @@ class Batch:
 
 def digest(members: Sequence[Member]) -> str:
     """Hex sha256 over one line a member, in order."""
-    lines = [f"{group} {lease} {lineage} {version} {sha}\n" for group, lease, lineage, version, sha, _, _ in members]
+    lines = [f"{group} {lease} {lineage} {version} {sha}\n" for group, lease, lineage, version, sha, *_ in members]
     return sha256("".join(lines).encode()).hexdigest()

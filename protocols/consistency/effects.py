@@ -139,8 +139,10 @@ class Member(NamedTuple):
     sha: str
     shard: int
     """Where the payload is (not in the trace)."""
-    tokens: int
-    """Tokens of all its samples (not in the trace)."""
+    nbytes: int
+    """Of the payload (not in the trace)."""
+    sequence_tokens: int
+    """Prompt and completion of all samples (not in the trace)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

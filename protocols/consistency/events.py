@@ -70,6 +70,8 @@ class Push:
     nbytes: int
     truncated: bool
     segments: tuple[Segment, ...]
+    sequence_tokens: int
+    """Prompt and completion of all samples, those of an environment among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

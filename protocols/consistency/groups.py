@@ -48,6 +48,7 @@ class Group:
         "nbytes",
         "order",
         "segments",
+        "sequence_tokens",
         "sha",
         "shard",
         "spare",
@@ -94,6 +95,9 @@ class Group:
         self.truncated = False
         self.segments: tuple[Segment, ...] = ()
         self.tokens = 0
+        """Sampled, of all versions."""
+        self.sequence_tokens = 0
+        """Prompts and environments among them."""
 
     @property
     def live(self) -> bool:
@@ -108,7 +112,9 @@ class Group:
         return sum(segment.tokens for segment in self.segments if segment.version < below)
 
     def member(self) -> Member:
-        return Member(self.id, self.lease, self.lineage, self.version, self.sha, self.shard, self.tokens)
+        return Member(
+            self.id, self.lease, self.lineage, self.version, self.sha, self.shard, self.nbytes, self.sequence_tokens
+        )
 
 
 class GroupView(NamedTuple):

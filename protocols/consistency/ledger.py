@@ -145,6 +145,7 @@ class Ledger:
         group.truncated = event.truncated
         group.segments = event.segments
         group.tokens = sum(segment.tokens for segment in event.segments)
+        group.sequence_tokens = event.sequence_tokens
         self.out.append(
             Pushed(
                 group=group.id,

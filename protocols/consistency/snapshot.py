@@ -17,7 +17,7 @@ from staleflow.protocols.consistency.ledger import PAGE_ROWS, STEP_ROWS, Ledger
 Cell = int | str | bool | None
 Row = tuple[Cell, ...]
 
-FORMAT = 2
+FORMAT = 3
 
 
 def row(ledger: Ledger, key: int) -> Row | None:
@@ -54,6 +54,7 @@ def _group_row(group: Group) -> Row:
         group.sha,
         group.nbytes,
         group.truncated,
+        group.sequence_tokens,
     )
     return head + tuple([number for segment in group.segments for number in segment])
 
@@ -175,7 +176,8 @@ def _restore_group(ledger: Ledger, key: int, cells: Sequence[Cell]) -> None:
     group.claim, group.order = _int(cells[6]), _int(cells[7])
     group.shard, group.sha, group.nbytes = _int(cells[8]), _str(cells[9]), _int(cells[10])
     group.truncated = bool(cells[11])
-    numbers = [_int(cell) for cell in cells[12:]]
+    group.sequence_tokens = _int(cells[12])
+    numbers = [_int(cell) for cell in cells[13:]]
     triples = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     group.segments = tuple([Segment(Lineage(lin), Version(ver), tokens) for lin, ver, tokens in triples])
     group.tokens = sum(segment.tokens for segment in group.segments)

@@ -152,6 +152,7 @@ def _event(op: LedgerOp) -> events.Event:
                 nbytes=op.nbytes,
                 truncated=op.truncated,
                 segments=tuple(op.segments),
+                sequence_tokens=op.sequence_tokens,
             )
         case RegisterOccupy():
             return events.Occupy(group=op.group, lease=op.lease)

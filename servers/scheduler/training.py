@@ -293,7 +293,8 @@ def _ref(member: Member) -> MemberRef:
         version=member.version,
         sha=member.sha,
         shard=member.shard,
-        tokens=member.tokens,
+        nbytes=member.nbytes,
+        sequence_tokens=member.sequence_tokens,
     )
 
 

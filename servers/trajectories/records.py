@@ -42,6 +42,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens of each sample."""
     tokens: int
     """Of all completions, an environment's among them: so long is a column of one value a token."""
+    prompt_tokens: int
+    """Of the prompt, which every sample begins with."""
     rewards: bytes = b""
     """What its environment returned, float32, one a sample: no worker makes them. Empty: it returned none."""
     slab: str = ""
@@ -103,6 +105,7 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: 
         segments=segments,
         samples=payload.sampled_lengths(),
         tokens=payload.num_tokens,
+        prompt_tokens=len(payload.prompt_ids),
         rewards=b"" if rewards is None else rewards.tobytes(),
         slab="" if place is None else place.slab,
         offset=0 if place is None else place.offset,
@@ -128,5 +131,6 @@ def register_push(key: Key, record: Record, shard: int, *, occupies: bool) -> Re
         truncated=record.truncated,
         segments=record.segments,
         samples=record.samples,
+        sequence_tokens=record.tokens + len(record.samples) * record.prompt_tokens,
         occupies=occupies,
     )

@@ -71,6 +71,7 @@ class Scene:
                     nbytes=1,
                     truncated=False,
                     segments=(segment,),
+                    sequence_tokens=segment.tokens,
                 )
             )
             self._apply(Occupy(group=GroupId(number), lease=view.lease))

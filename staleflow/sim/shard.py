@@ -96,6 +96,7 @@ class SimShard:
             truncated=any(sample.truncated for sample in samples),
             segments=segments_of(samples),
             samples=[sample.written for sample in samples],
+            sequence_tokens=sum(sample.written for sample in samples),
         )
         self._operate(op, lambda result: self._registered(assign, samples, result, settled))
 

@@ -59,8 +59,17 @@ class Shard:
     def members(self) -> list[MemberRef]:
         lease, lineage, version, shard = LeaseId(1), Lineage(0), Version(0), self._shard
         return [
-            MemberRef(group=group, lease=lease, lineage=lineage, version=version, sha=sha, shard=shard, tokens=7)
-            for group, _, sha in map(self._of, range(SLABS))
+            MemberRef(
+                group=group,
+                lease=lease,
+                lineage=lineage,
+                version=version,
+                sha=sha,
+                shard=shard,
+                nbytes=place.nbytes,
+                sequence_tokens=7,
+            )
+            for group, place, sha in map(self._of, range(SLABS))
         ]
 
     async def call(self, body: Request, *_: object, **__: object) -> tuple[Reply, list[memoryview]]:

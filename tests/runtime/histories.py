@@ -139,6 +139,7 @@ class History:
                     nbytes=9,
                     truncated=False,
                     segments=segments,
+                    sequence_tokens=9,
                 )
             )
 

@@ -265,12 +265,15 @@ class Rollout:
                         self.held[command.lease] = command
         return list(self.held.values())
 
-    async def push(self, *assigns: Assign, seed: int = 0, read: int = 0, timeout_s: float | None = 20) -> list[Result]:
+    async def push(
+        self, *assigns: Assign, seed: int = 0, read: int = 0, prompt: int = 3, timeout_s: float | None = 20
+    ) -> list[Result]:
         """Push what was leased (all of one shard)."""
         items: list[PushItem] = []
         frames: list[memoryview] = []
         for assign in assigns:
-            specs, more = specs_and_frames(payload(assign.version, seed=seed + assign.group, read=read).to_arrays())
+            made = payload(assign.version, seed=seed + assign.group, read=read, prompt=prompt)
+            specs, more = specs_and_frames(made.to_arrays())
             frames += more
             items.append(
                 PushItem(group=assign.group, lease=assign.lease, worker=self.worker, truncated=False, frames=specs)
@@ -282,13 +285,15 @@ class Rollout:
         return answer.results
 
 
-def payload(version: int, *, seed: int = 0, tokens: int = 5, samples: int = GROUP_SIZE, read: int = 0) -> GroupPayload:
+def payload(
+    version: int, *, seed: int = 0, tokens: int = 5, samples: int = GROUP_SIZE, read: int = 0, prompt: int = 3
+) -> GroupPayload:
     """Random tokens, written by ``version`` but for the first ``read`` of each sample, which are an environment's."""
     random = np.random.default_rng(seed)
     total = tokens * samples
     written = np.tile(np.arange(tokens) >= read, samples)
     return GroupPayload(
-        prompt_ids=np.arange(3, dtype=np.int32),
+        prompt_ids=np.arange(prompt, dtype=np.int32),
         lengths=np.full(samples, tokens, np.int32),
         token_ids=random.integers(0, 1000, total, dtype=np.int32),
         logprobs=np.where(written, -random.random(total, dtype=np.float32), np.float32(0)),

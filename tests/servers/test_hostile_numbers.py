@@ -73,6 +73,7 @@ def test_more_tokens_than_can_be_counted_are_refused(tmp_path: Path) -> None:
         truncated=False,
         segments=[Segment(Lineage(0), Version(0), 2**64 - 1)] * 2,
         samples=[1, 1],
+        sequence_tokens=2,
     )
     assert [result.code for result in table.operate(push)] == [Code.MALFORMED]
     seat.finish(held.group)
@@ -94,6 +95,7 @@ def test_a_push_to_a_shard_that_is_none_is_refused_and_no_trainer_asks_for_it_th
         truncated=False,
         segments=[Segment(held.lineage, held.version, 6)],
         samples=[3, 3],
+        sequence_tokens=10,
     )
     before = table.interpreter.machine.snapshot()
     refused = Result(code=Code.MALFORMED, detail=f"shard is {shard}; it must be 0 to 0")

@@ -19,6 +19,8 @@ class RegisterPush(Message, frozen=True, kw_only=True):
     segments: list[Segment]
     samples: list[Count]
     """Tokens of each sample, for length metrics."""
+    sequence_tokens: Count
+    """Prompt and completion of all samples, environments' tokens too: what a trainer's rank has to work through."""
     occupies: bool = False
     """It came with its rewards and no stage is to come: occupied in the same breath."""
 

@@ -62,7 +62,8 @@ class MemberRef(Part, frozen=True, kw_only=True):
     version: Version
     sha: str
     shard: int
-    tokens: int
+    nbytes: int
+    sequence_tokens: int
 
 
 class Batch(Message, frozen=True, kw_only=True):

@@ -87,6 +87,7 @@ class Psrl(Rule):
                 nbytes=0,
                 truncated=False,
                 segments=tuple(segments_of(group.done)),
+                sequence_tokens=0,
             )
         )
 

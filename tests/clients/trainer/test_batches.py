@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from staleflow.clients.trainer.backend import batch_values
 from staleflow.clients.trainer.batches import FetchedGroup, assemble, micro_batches
-from staleflow.clients.trainer.fetching import FETCH_GROUPS, bytes_of, taken
+from staleflow.clients.trainer.fetching import FETCH_GROUPS, taken
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import MemberRef
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
@@ -143,7 +143,7 @@ def test_every_row_is_in_exactly_one_micro_batch_that_fits(lengths: list[int], m
         assert len(cut) == 1 or len(cut) * longest <= micro_tokens
 
 
-def member(group: int, tokens: int = 10) -> MemberRef:
+def member(group: int, nbytes: int = 100) -> MemberRef:
     return MemberRef(
         group=GroupId(group),
         lease=LeaseId(group),
@@ -151,13 +151,14 @@ def member(group: int, tokens: int = 10) -> MemberRef:
         version=Version(0),
         sha="",
         shard=0,
-        tokens=tokens,
+        nbytes=nbytes,
+        sequence_tokens=10,
     )
 
 
 def test_a_request_takes_the_first_members_that_fit() -> None:
     waiting = deque(member(g) for g in range(5))
-    most = 2 * bytes_of(member(0))
+    most = 2 * member(0).nbytes
     assert [m.group for m in taken(waiting, most)] == [0, 1]
     assert [m.group for m in taken(waiting, most + 1)] == [2, 3]
     assert [m.group for m in taken(waiting, most)] == [4]

@@ -28,7 +28,8 @@ def member(group: int) -> MemberRef:
         version=Version(3),
         sha=f"{group:064d}",
         shard=0,
-        tokens=5,
+        nbytes=50,
+        sequence_tokens=5,
     )
 
 

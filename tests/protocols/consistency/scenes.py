@@ -105,6 +105,7 @@ class Scene:
             nbytes=1,
             truncated=truncated,
             segments=tuple(Segment(self.machine.lineage_of(Version(v)), Version(v), tokens) for v, tokens in parts),
+            sequence_tokens=sum(tokens for _, tokens in parts),
         )
 
     def push(self, group: int, *segments: tuple[int, int]) -> tuple[Effect, ...]:

@@ -55,6 +55,7 @@ def under_current_lease(lease: int) -> list[tuple[str, Callable[[Scene], tuple[E
         nbytes=1,
         truncated=False,
         segments=segments,
+        sequence_tokens=1,
     )
     return [
         ("push", lambda scene: scene.apply(push)),

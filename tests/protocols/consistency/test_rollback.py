@@ -229,6 +229,7 @@ def test_a_segment_outside_what_the_lease_allows_is_a_bad_version(version: int) 
         nbytes=1,
         truncated=False,
         segments=(Segment(Lineage(0), Version(version), 1),),
+        sequence_tokens=1,
     )
     assert code(scene.apply(event)) is Code.BAD_VERSION
     assert code(scene.push(40, (0, 1))) is Code.BAD_VERSION, "older than the lease"

@@ -138,5 +138,6 @@ class Asked:
             truncated=False,
             segments=[Segment(Lineage(0), Version(0), 6)],
             samples=[3, 3],
+            sequence_tokens=10,
         )
         assert self.operate("shard.1", Role.SERVER, op) == [None]

@@ -212,6 +212,7 @@ class Table:
             truncated=False,
             segments=written or [Segment(assign.lineage, assign.version, 6)],
             samples=[3, 3],
+            sequence_tokens=10,
         )
         return self.operate(op)[0].code
 

@@ -86,7 +86,7 @@ def test_length_bias_is_mean_trained_over_mean_sampled() -> None:
 def test_a_masked_token_is_of_the_length_and_is_not_trained() -> None:
     totals, batch = Totals(), BatchId(1)
     where: dict[str, Any] = {"lineage": Lineage(0), "step": Step(3), "trainer_term": TrainerTerm(1)}
-    member = Member(GroupId(7), LeaseId(1), Lineage(0), Version(1), "ab", 0, 500)
+    member = Member(GroupId(7), LeaseId(1), Lineage(0), Version(1), "ab", 0, 4096, 500)
     sealed = Sealed(batch=batch, members=(member,), tokens=500, masked_tokens=120, digest="cd", **where)
     totals.consumed(Consumed(batch=batch, **where), sealed, samples=5)
     assert (totals.counts.tokens_trained, totals.counts.tokens_masked) == (380, 120)

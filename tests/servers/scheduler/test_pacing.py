@@ -38,7 +38,7 @@ class Run:
         segment = events.Segment(Lineage(0), self.machine.version, 1)
         push = events.Push(
             group=group, lease=lease, worker=WorkerId("w"), shard=0, sha=SHA, nbytes=1, truncated=False,
-            segments=(segment,),
+            segments=(segment,), sequence_tokens=1,
         )  # fmt: skip
         self.machine.apply(push, 0)
         told = self.machine.apply(events.Occupy(group=group, lease=lease), 0)

@@ -198,6 +198,7 @@ class Shard(Someone):
             truncated=False,
             segments=[Segment(assign.lineage, assign.version, tokens)],
             samples=[tokens // 2] * 2,
+            sequence_tokens=tokens,
         )
 
     def fat_push(self, assign: Assign, worker: WorkerId, nbytes: int) -> RegisterPush:

@@ -19,7 +19,9 @@ from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.store import TABLES, Columns, Loaded, TrajectoryStore
 
-RECORD = Record(worker=WorkerId("w"), sha="", nbytes=1, truncated=False, segments=[], samples=[1], tokens=1)
+RECORD = Record(
+    worker=WorkerId("w"), sha="", nbytes=1, truncated=False, segments=[], samples=[1], tokens=1, prompt_tokens=1
+)
 
 
 class Narrow:

@@ -1,4 +1,4 @@
-"""How often payload travels: on one host never, to another one once for each process that reads it."""
+"""Fetches: payload travels never on one host, to another once for each process that reads it; who gets which groups."""
 
 import asyncio
 from collections import Counter
@@ -12,10 +12,12 @@ from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.stage.worker import Made, StageGroup
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.fetching import Fetcher
+from staleflow.clients.trainer.stream import BatchStream
+from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import Reply, Request
 from staleflow.protocols.wire.tensors import pack
 from staleflow.runtime.client import Client, worker_id
-from tests.servers.running import WEIGHTS, Run, payload
+from tests.servers.running import WEIGHTS, Run, StageWorker, payload
 
 LATER = [{"name": "later", "run": "m:f", "needs": ["reward/reward"], "makes": ["score"]}]
 GROUPS = 2
@@ -84,3 +86,30 @@ async def test_payload_travels_once_to_each_reader_of_another_host_and_to_none_o
     assert counts["TakeStage reward"] == (unpacked if host else 0)
     assert counts["TakeStage later"] == (unpacked if host else 0) + made
     assert counts["FetchGroups"] == (packed if host else 0) + 2 * made
+
+
+async def test_ranks_share_what_they_have_to_work_through_prompts_and_environments_too(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(trainer={"backend": "simulated", "batch_size": 4, "steps": 10})
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    rollout = await run.rollout()
+    stage = StageWorker(run)
+    of_group = dict[int, int]()
+    for leased, (prompt, read) in zip((await rollout.leases(4))[:4], ((1, 0), (90, 2), (2, 0), (91, 4)), strict=True):
+        assert [r.code for r in await rollout.push(leased, prompt=prompt, read=read)] == [None]
+        await stage.finish((await stage.take())[0])
+        of_group[leased.group] = 2 * (prompt + 5)
+    batch = await trainer.next_batch(0)
+    assert {member.group: member.sequence_tokens for member in batch.members} == of_group
+    parts = list[int]()
+    for rank in range(2):
+        term = trainer.joined.trainer_term
+        stream = BatchStream(trainer.scheduler, [run.shard(trainer.worker)], term, rank=rank, world=2)
+        _, groups = await stream.groups(Step(0))
+        parts.append(sum(of_group[group.group] for group in groups))
+    assert parts == [204, 204]

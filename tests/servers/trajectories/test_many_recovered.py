@@ -49,6 +49,7 @@ def pushed(lease: int) -> Pushed:
         segments=[Segment(Lineage(0), Version(0), 1)],
         samples=[1],
         tokens=1,
+        prompt_tokens=1,
     )
     return Pushed(Key(GroupId(lease), LeaseId(lease)), record, [blob])
 

@@ -155,6 +155,7 @@ def pushed(number: int, slab: str = "", offset: int = 0) -> Pushed:
         segments=[],
         samples=[1],
         tokens=1,
+        prompt_tokens=1,
         slab=slab,
         offset=offset,
     )
