@@ -32,9 +32,11 @@ class Scene:
     checkpoints: list[tuple[Lineage, Version]] = field(default_factory=list[tuple[Lineage, Version]])
     """The trainer's own, oldest first."""
     wrote: dict[tuple[int, int], TrainerTerm] = field(default_factory=dict[tuple[int, int], TrainerTerm])
-    """The term in which each (lineage, version) was made."""
+    """The term in which each (lineage, version) was made: the newest that tried, since no older one succeeds then."""
     finishing: bool = False
     """The trainer is to end the run after its next step."""
+    finished: bool = False
+    """It has."""
 
     @property
     def samples(self) -> int:

@@ -141,8 +141,16 @@ class Trainer:
                 raise
             if self._scene.finishing:
                 ahead.cancel()
-                await self._scheduler.ask(Finished(trainer_term=self._term), Done, timeout_s=None)
+                await self._finish()
                 return
+
+    async def _finish(self) -> None:
+        try:
+            await self._scheduler.ask(Finished(trainer_term=self._term), Done, timeout_s=None)
+        except Refused as no:
+            if not no.is_over:  # the answer was lost
+                raise
+        self._scene.finished = True
 
     async def _batch(self, stream: CheckedStream, step: Step) -> TrainBatch:
         """The batch, in one or as the pieces add up."""
@@ -165,7 +173,8 @@ class Trainer:
         """The batch. While it does not come, a newest version that was damaged is published again."""
         while not (await asyncio.wait((coming,), timeout=LOOK_S))[0]:
             if await damaged(self._parameters, self._from, version):
-                begin, data = self._begin(self._from, version, None)
+                term = self._scene.wrote[self._from, version]
+                begin, data = self._begin(self._from, version, None, term)
                 await self._until_whole(begin, data)
                 self._scene.counts["a damaged version was published again"] += 1
         return coming.result()
@@ -197,10 +206,11 @@ class Trainer:
         A batch that was taken back meanwhile (a member is corrupt) cannot be published: that ends the trainer, as it
         ends the shipped one, and it comes back from its checkpoint.
         """
-        self._scene.wrote[self._lineage, version] = self._term
+        wrote = self._scene.wrote
+        wrote[self._lineage, version] = max(self._term, wrote.get((self._lineage, version), self._term))
         if self._rng.random() < ROGUE_SHARE:
             await self._fence_all()
-        begin, data = self._begin(self._lineage, version, batch)
+        begin, data = self._begin(self._lineage, version, batch, self._term)
         self._scene.journal.published.setdefault((self._lineage, version), set()).add(manifest_of(data).sha)
         await self._until_whole(begin, data)
         self._from = self._lineage
@@ -216,9 +226,11 @@ class Trainer:
         except Refused as no:
             self._scene.counts[f"a term that nobody was given: {no.code}"] += 1
 
-    def _begin(self, lineage: Lineage, version: Version, batch: BatchId | None) -> tuple[BeginPublish, bytes]:
-        """The bytes of a version, which are others in each term."""
-        data = weights_of(self._scene.seed, lineage, version, self._scene.wrote[lineage, version])
+    def _begin(
+        self, lineage: Lineage, version: Version, batch: BatchId | None, made: TrainerTerm
+    ) -> tuple[BeginPublish, bytes]:
+        """The bytes of a version, which are others in each term; ``made``: that in which it was made."""
+        data = weights_of(self._scene.seed, lineage, version, made)
         begin = BeginPublish(trainer_term=self._term, lineage=lineage, version=version, batch=batch, nbytes=len(data))
         return begin, data
 

@@ -336,11 +336,10 @@ class World:
 
     def closed(self) -> bool:
         """The trainer has said that the run is over; nobody is started again then."""
-        over = any(node.role == "trainer" and node.wanted and not node.runs for node in self.nodes.values())
-        if over:
+        if self.scene.finished:
             for node in self.nodes.values():
                 node.wanted = False
-        return over
+        return self.scene.finished
 
     def calm(self) -> bool:
         """Nothing is wrong with anybody at this moment."""
