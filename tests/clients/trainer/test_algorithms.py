@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from staleflow.clients.trainer.algorithms import advantages, corrections, losses, sequence_losses
+from staleflow.clients.trainer.algorithms import advantages, corrections, likelihood, losses, sequence_losses
 from staleflow.clients.trainer.algorithms.aggregation import Aggregation, aggregation_of, scale, weights
 from staleflow.clients.trainer.algorithms.choice import GROUP_ADVANTAGES
 from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
@@ -97,6 +97,24 @@ def test_token_logprobs_are_those_of_the_sampling_distribution(temperature: floa
 def test_token_logprobs_pass_gradcheck() -> None:
     logits, ids = drawn(1, 3, 4).requires_grad_(), torch.tensor([[0, 1, 2]])
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, ids, 0.9), (logits,), eps=1e-2, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_logprobs_in_parts_and_their_gradient_are_those_of_the_whole(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likelihood, "PART_BYTES", 3 * 4 * 7)  # three of ten tokens
+    logits, ids = drawn(2, 5, 7).to(dtype), torch.tensor([[0, 1, 2, 6, 5], [4, 4, 4, 0, 3]])
+    pulls = drawn(2, 5)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found = token_logprobs(ours, ids, 0.7)
+    scores = (theirs[:, :-1].float() / 0.7).log_softmax(-1)
+    wanted = scores.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    assert torch.allclose(found[:, 1:], wanted, atol=1e-6)
+    (slopes,) = torch.autograd.grad((found * pulls).sum(), ours)
+    (literally,) = torch.autograd.grad((wanted * pulls[:, 1:]).sum(), theirs)
+    assert slopes.dtype is dtype
+    assert torch.allclose(slopes, literally, atol=1e-6 if dtype is torch.float32 else 1e-2)
 
 
 def ppo(logprobs: torch.Tensor) -> torch.Tensor:
