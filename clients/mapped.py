@@ -19,8 +19,12 @@ MOST = 256
 descriptor, of which a process has often no more than 1,024."""
 
 
+class Unmapped(Exception):
+    """This process cannot open slabs of that shard, though it is of the same host: in another container, say."""
+
+
 class Unreadable(Exception):
-    """The bytes of a place cannot be had here, or are not those of its record."""
+    """The bytes of a payload are not those of its record: they have changed, or their slab has gone."""
 
 
 class MappedSlabs:
@@ -31,7 +35,7 @@ class MappedSlabs:
         """By path, which no other slab will ever have."""
 
     def open(self, folder: str, place: Place) -> memoryview:
-        """The packed payload, not checked. ``Unreadable``."""
+        """The packed payload, not checked. ``Unmapped``, ``Unreadable``."""
         path = f"{folder}/{place.slab}"
         data = self._maps.get(path)
         if data is None:
@@ -64,5 +68,9 @@ def _mapped(path: Path) -> memoryview:
     try:
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    except (OSError, ValueError) as error:
-        raise Unreadable(str(error)) from error
+    except ValueError as error:  # it is empty
+        raise Unreadable(f"{path}: {error}") from error
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and path.parent.is_dir():  # it was there when its place was given
+            raise Unreadable(str(error)) from error
+        raise Unmapped(str(error)) from error

@@ -130,7 +130,7 @@ def _question(config: Config, first: dict[str, list[str]]) -> probe.Question:
             calls[key] = (0, list(options))
             counted = key == "prompts.source" and config.prompts.epochs > 0
             sources[key] = (options, config.prompts.columns, counted)
-    scored = ([name.partition("/")[2] for name in config.reward.needs], bool(config.environment.run))
+    scored = (config.reward.needs, bool(config.environment.run))
     return {"specs": specs, "calls": calls, "sources": sources, "rows": first, "scored": scored}
 
 

@@ -14,12 +14,13 @@ from typing import Any, cast
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
 from staleflow.configs.row_files import prompt_row
+from staleflow.configs.stages import check_row
 
 Question = dict[str, Any]
 """``specs``: key -> import path; ``calls``: key -> (positional count, keyword names) that it must take;
 ``sources``: key -> (keyword arguments, renames of its columns, whether to count its rows); ``rows``: key -> columns of
-a file's first row; ``scored``: keyword names that ``reward.run`` is given besides the columns of a row, and whether
-there may be more of them."""
+a file's first row; ``scored``: stage columns that ``reward.run`` is given besides those of a row, and whether there may
+be more."""
 
 REWARD = "reward.run"
 
@@ -93,7 +94,9 @@ def _rows(
 
 def _scores(reward: Any, spec: str, key: str, columns: list[str], needs: list[str], more: bool) -> None:
     """The reward takes what it is called with for a row of ``key``."""
-    names = [name for name in dict.fromkeys((*columns, *needs)) if name not in ("prompt", "completion")]
+    check_row(needs, columns, key)
+    arguments = (*columns, *(need.partition("/")[2] for need in needs))
+    names = [name for name in arguments if name not in ("prompt", "completion")]
     given = f"(prompt, completion{''.join(f', {name}=...' for name in names)}), as the rows of {key} are"
     _takes(reward, REWARD, spec, 2, names, given, more)
 

@@ -5,7 +5,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -140,6 +140,14 @@ def _check_arguments(needs: Sequence[str], full: Sequence[str]) -> None:
             raise ConfigError("reward.needs", need, "it has a value a token; the reward takes columns of one a sample")
         if names.count(name) > 1 or name in ("prompt", "completion"):
             raise ConfigError("reward.needs", need, f'the reward has another argument "{name}" already')
+
+
+def check_row(needs: Sequence[str], columns: Collection[str], key: str) -> None:
+    """The reward is called with the columns of a row of ``key`` too: ``ConfigError`` for a name that is there twice."""
+    for need in needs:
+        if (name := need.partition("/")[2]) in columns:
+            twice = f'the rows of {key} have a column "{name}" too, and the reward takes one value of a name'
+            raise ConfigError("reward.needs", need, f"{twice}; prompts.columns renames theirs")
 
 
 def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:

@@ -9,16 +9,19 @@ from staleflow.protocols.wire.manifest import digest
 from staleflow.protocols.wire.messages import Done, Manifest, PublishChunk, TensorEntry
 from staleflow.runtime.client import Client
 from staleflow.runtime.portions import Portion, Stuck
-from staleflow.runtime.weights import CHUNK_BYTES, credited
+from staleflow.runtime.weights import CHUNK_BYTES, Moved, credited
 
 
-async def send(client: Client, upload: int, places: Manifest, weights: NamedTensors, portion: Portion) -> list[str]:
+async def send(
+    client: Client, upload: int, places: Manifest, weights: NamedTensors, portion: Portion, arrived: Moved
+) -> list[str]:
     """All bytes of a version, one tensor in memory at a time. Returns the digest of each."""
     taken, digests = _taken(places, weights), list[str]()
     while (one := await asyncio.to_thread(next, taken, None)) is not None:
         entry, tensor, found = one
         digests.append(found)
-        await credited(_send_chunk(client, upload, *piece, portion) for piece in pieces(entry, tensor, CHUNK_BYTES))
+        cut = pieces(entry, tensor, CHUNK_BYTES)
+        await credited(_send_chunk(client, upload, *piece, portion, arrived) for piece in cut)
     return digests
 
 
@@ -40,10 +43,13 @@ def pieces(entry: TensorEntry, tensor: Tensor, nbytes: int) -> Iterator[tuple[in
     return ((entry.offset + start, tensor.data[start : start + nbytes]) for start in starts)
 
 
-async def _send_chunk(client: Client, upload: int, offset: int, data: memoryview, portion: Portion) -> None:
+async def _send_chunk(
+    client: Client, upload: int, offset: int, data: memoryview, portion: Portion, arrived: Moved
+) -> None:
     while data.nbytes:
         piece = data[: portion.nbytes]
         sending = client.ask(PublishChunk(upload=upload, offset=offset), Done, [piece], timeout_s=None)
         with suppress(Stuck):
             await portion.carry(client, sending, piece.nbytes)
+            arrived(offset, piece.nbytes)
             offset, data = offset + piece.nbytes, data[piece.nbytes :]

@@ -1,6 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """The reader's side of a direct transfer: a version from the trainer's memory into its own, verified as it arrives."""
 
+import mmap
 import secrets
 from contextlib import closing
 
@@ -18,7 +19,7 @@ from staleflow.clients.parameters.direct import (
     connect,
     here_key,
 )
-from staleflow.clients.parameters.remote import is_free
+from staleflow.clients.parameters.remote import is_free, room
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import GetManifest, Manifest
 from staleflow.runtime.weights import is_right
@@ -31,7 +32,7 @@ class DirectReader:
         check_torch()
         self._worker = worker
         self._card = card()
-        self._last = bytearray()
+        self._last: mmap.mmap | None = None
 
     def take(self, endpoint: str, asked: GetManifest, manifest: Manifest) -> memoryview | str:
         """All bytes of the version, each tensor's as its digest says; or why they do not come from the trainer."""
@@ -51,16 +52,17 @@ class DirectReader:
         self._last = buffer
         return damaged or memoryview(buffer).toreadonly()
 
-    def _memory(self, nbytes: int) -> bytearray:
+    def _memory(self, nbytes: int) -> mmap.mmap:
         """What held the last version, once nobody looks at it."""
-        return self._last if len(self._last) == nbytes and is_free(self._last) else bytearray(nbytes)
+        last = self._last
+        return last if last is not None and len(last) == nbytes and is_free(last) else room(nbytes)
 
 
-def _received(group: Group, manifest: Manifest, buffer: bytearray) -> str:
+def _received(group: Group, manifest: Manifest, buffer: mmap.mmap) -> str:
     """Fill the buffer; what is wrong with the bytes, if anything is."""
     data, coming = memoryview(buffer), iter(manifest.tensors)
     entry = next(coming, None)
-    for arrived in group.take(np.frombuffer(buffer, np.uint8)):
+    for arrived in group.take(np.frombuffer(buffer, np.uint8, manifest.nbytes)):
         while entry is not None and entry.offset + entry.nbytes <= arrived:
             if not is_right(entry, data):
                 return f"tensor {entry.name} is not what its digest says"

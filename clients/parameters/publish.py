@@ -1,6 +1,8 @@
 """The trainer's side: a version goes to the parameter server, and is durable and registered at the end."""
 
 import asyncio
+import errno
+import logging
 from typing import TYPE_CHECKING
 
 from staleflow.clients.parameters import chunks, mapped
@@ -20,13 +22,18 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.portions import Portion
 from staleflow.runtime.transport import SOCKETS, Transport
-from staleflow.runtime.weights import CHUNK_BYTES
+from staleflow.runtime.weights import CHUNK_BYTES, Moved
 
 if TYPE_CHECKING:
     from staleflow.clients.parameters.direct_source import DirectSource
 
+log = logging.getLogger(__name__)
+
 TRIES = 5
-"""Uploads of one version: a server that started again has forgotten the one under way."""
+"""Uploads of one version of which nothing arrives, or other bytes than were sent. One that is lost on its way, with a
+server that starts again, does not count: the next one gets farther."""
+FULL_S = 1.0
+"""After this the bytes are written again that the disk had no room for."""
 
 
 class Publisher:
@@ -65,17 +72,24 @@ class Publisher:
         begin = BeginPublish(
             trainer_term=trainer_term, lineage=lineage, version=version, batch=batch, nbytes=places.nbytes
         )
-        for attempt in range(1, TRIES + 1):
+        tries, direct = 0, "" if source is None else source.endpoint
+        nbytes = sum(entry.nbytes for entry in places.tensors)
+        while True:
+            arrived = Moved()
             try:
-                direct = "" if source is None else source.endpoint
-                return await _upload(self._client, begin, places, weights, self._portion, direct)
+                return await _upload(self._client, begin, places, weights, self._portion, direct, arrived)
             except ValueError:
                 self._places = None
                 raise
             except Refused as no:
-                if no.code is not Code.STALE or attempt == TRIES:
+                tries += not 0 < arrived.nbytes < nbytes
+                if no.code is not Code.STALE or tries == TRIES:
                     raise
-        raise AssertionError("the last try returns or raises")
+            except OSError as error:  # a file system may reserve room, and have none all the same
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                log.warning("no room: %s, version %d", error.strerror, version)
+                await asyncio.sleep(FULL_S)
 
     async def damaged(self, lineage: Lineage, version: Version) -> bool:
         """Whether the server has lost a version that was published, or found that its bytes are others."""
@@ -104,13 +118,19 @@ async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
 
 
 async def _upload(
-    client: Client, begin: BeginPublish, places: Manifest, weights: NamedTensors, portion: Portion, direct: str
+    client: Client,
+    begin: BeginPublish,
+    places: Manifest,
+    weights: NamedTensors,
+    portion: Portion,
+    direct: str,
+    arrived: Moved,
 ) -> Registered:
     to = await client.ask(begin, PublishTo, timeout_s=None)
     digests = await asyncio.to_thread(mapped.write_file, to, places, weights)
     in_place = digests is not None
     if digests is None:
-        digests = await chunks.send(client, to.upload, places, weights, portion)
+        digests = await chunks.send(client, to.upload, places, weights, portion, arrived)
     manifest = described(places, digests)
     commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
     return await client.ask(commit, Registered, timeout_s=None)

@@ -22,7 +22,7 @@ from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.transport import SOCKETS, Transport
-from staleflow.runtime.weights import Moved, Stalled, while_alive
+from staleflow.runtime.weights import while_alive
 
 if TYPE_CHECKING:
     from staleflow.clients.parameters.direct_reader import DirectReader
@@ -169,9 +169,10 @@ class Puller:
             try:
                 return await self._through(relay, asked, manifest)
             except (Refused, Unavailable, ProtocolError, CorruptWeights, ConfigError) as error:
-                if isinstance(error, Stalled):
-                    self._relays.shunned.add(relay.address)
                 log.warning("version %d does not come from the relay %s: %s", asked.version, relay.address, error)
+                if isinstance(error, Unavailable):
+                    self._relays.shunned.add(relay.address, error)
+                await unpin(relay, asked)
         try:
             return self._owned(await self._remote.bring(self._client, asked, manifest))
         except CorruptWeights:
@@ -183,8 +184,7 @@ class Puller:
         """The relay's file where that is on this host, else its bytes in memory."""
         file = await while_alive(relay, map_near(relay, asked, manifest))
         if file is None:
-            moved = Moved()
-            return self._owned(await while_alive(relay, self._remote.bring(relay, asked, manifest, moved), moved))
+            return self._owned(await self._remote.bring(relay, asked, manifest, watched=True))
         return PulledVersion(asked, manifest, file, unpinning(asked, relay, self._client), mapped=True)
 
     def _owned(self, brought: Brought) -> PulledVersion:

@@ -1,9 +1,10 @@
-"""Groups that change their instance: what was written goes to the group's shard and comes from there.
+"""Groups that change their instance: what was written goes to the group's shard and comes from there with its row.
 
 A group that could not leave stays, under its lease, with everything it has. One whose samples were lost on the way is
 begun anew under its new lease. Either way each lease is written by one worker.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +28,14 @@ from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.portions import Portion, Stuck
 
 log = logging.getLogger(__name__)
 
 PUT_S = 2.0
 """A shard that takes longer to take samples over is too busy: the group stays."""
+ROWS_BYTES = 64 << 20
+"""Most of one answer."""
 
 
 async def hand_over(assign: Assign, begun: Begun, shard: Client, scheduler: Client) -> bool:
@@ -54,13 +58,39 @@ async def hand_over(assign: Assign, begun: Begun, shard: Client, scheduler: Clie
     return False
 
 
-async def arrived(shard: Client, assigns: Sequence[Assign]) -> tuple[list[dict[str, Any]], dict[LeaseId, Begun]]:
-    """The prompt row of each, and by lease what other instances wrote of them. ``Refused``."""
+async def arrived(
+    shard: Client, portion: Portion, assigns: Sequence[Assign]
+) -> tuple[list[dict[str, Any]], dict[LeaseId, Begun]]:
+    """The prompt row of each, and by lease what other instances wrote of them; as many at once as the connection
+    carries in a moment. ``Refused``."""
+    rows: list[dict[str, Any]] = []
+    begun: dict[LeaseId, Begun] = {}
+    while rest := assigns[len(rows) :]:
+        try:
+            answer, frames = await _asked(shard, portion, rest)
+        except Stuck:
+            continue
+        begun |= _begun(rest, answer, frames)
+        rows += answer.rows
+    return rows, begun
+
+
+async def _asked(shard: Client, portion: Portion, assigns: Sequence[Assign]) -> tuple[Rows, list[memoryview]]:
+    """What the shard has of the first of these. ``Refused``, ``Stuck``."""
     partials = [assign.partial for assign in assigns] if any(assign.partial for assign in assigns) else []
-    ask = GetRows(groups=[assign.group for assign in assigns], partials=partials)
-    answer, frames = await shard.call(ask, timeout_s=None)
-    if not isinstance(answer, Rows) or len(answer.rows) != len(assigns):
+    ask = GetRows(groups=[assign.group for assign in assigns], partials=partials, most_bytes=portion.nbytes)
+    clock = asyncio.get_running_loop().time
+    began, call = clock(), shard.call(ask, timeout_s=None)
+    answer, frames = await portion.watch(shard, call, ask.most_bytes, divisible=len(assigns) > 1)
+    if not isinstance(answer, Rows) or not 0 < len(answer.rows) <= len(assigns):
         raise Refused(Code.MALFORMED, f"{shard.address} did not answer with the rows it was asked for")
+    whole = len(answer.rows) == len(assigns)
+    portion.took(sum(frame.nbytes for frame in frames) if whole else ask.most_bytes, clock() - began)
+    return answer, frames
+
+
+def _begun(assigns: Sequence[Assign], answer: Rows, frames: Sequence[memoryview]) -> dict[LeaseId, Begun]:
+    """By lease, what other instances wrote of the first of these."""
     begun: dict[LeaseId, Begun] = {}
     start = 0
     for assign, partial in zip(assigns, answer.partials, strict=False):
@@ -74,4 +104,4 @@ async def arrived(shard: Client, assigns: Sequence[Assign]) -> tuple[list[dict[s
             start = end
         elif assign.partial:
             log.info("group %d begins anew: what lease %d wrote is lost", assign.group, assign.partial)
-    return answer.rows, begun
+    return begun

@@ -3,11 +3,12 @@
 Consumes payloads from the groups' tasks; produces one verdict for each. While one message waits for its answer the next
 ones gather, so the engine never waits for a push, and a slow shard gets fewer, larger messages; none larger than its
 connection carries in a moment, unless one group is. Where the shard is on the same host a message only names where the
-payload has been written.
+payload has been written. A shard that had no room for a group is sent no payload before it has said that there is some.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from staleflow.clients.rollout.groups import truncated
@@ -23,11 +24,11 @@ from staleflow.runtime.portions import Portion, Stuck
 
 MOST_GROUPS = 64
 MOST_BYTES = 32 << 20
-BUSY_S = 0.2
-"""A group that the shard has no room for is offered again after this."""
+BUSY_S = 0.5
+"""A group that the shard did not take is not offered again sooner; others are."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Finished:
     assign: Assign
     named: dict[str, Array]
@@ -36,6 +37,8 @@ class Finished:
     """Where it is written; None: it is sent in frames, or has not been written yet."""
     in_frames: bool = False
     """It has to be sent in frames."""
+    due_s: float = 0.0
+    """It is not offered sooner."""
 
     @property
     def nbytes(self) -> int:
@@ -94,11 +97,14 @@ class Pusher:
 
     async def run(self) -> None:
         """Push for ever."""
+        most = MOST_GROUPS
         while True:
             await self._filled.wait()
             self._filled.clear()
             while self._queue:
-                batch = self._take()
+                if not (batch := self._take(most)):
+                    await self._until_due()
+                    continue
                 await self._write(batch)
                 sent = fitting([finished.frame_bytes for finished in batch], self._portion.nbytes)
                 batch, self._queue = batch[:sent], batch[sent:] + self._queue
@@ -108,15 +114,37 @@ class Pusher:
                     self._queue = batch + self._queue
                     continue
                 if busy:
-                    self._queue += busy
-                    await asyncio.sleep(BUSY_S)
+                    self._put_off(busy, behind=most == 1)
+                    await self._room()
+                most = 1 if busy else MOST_GROUPS  # room for one group is not yet room for all
             self.idle.set()
 
-    def _take(self) -> list[Finished]:
-        """As many as fit into one message, at least one."""
-        taken = fitting([finished.nbytes for finished in self._queue[:MOST_GROUPS]], MOST_BYTES)
-        batch, self._queue = self._queue[:taken], self._queue[taken:]
+    def _take(self, most: int) -> list[Finished]:
+        """As many as fit into one message, at least one; none when no group may be offered now."""
+        now_s = asyncio.get_running_loop().time()
+        batch = [finished for finished in self._queue if finished.due_s <= now_s][:most]
+        batch = batch[: fitting([finished.nbytes for finished in batch], MOST_BYTES)]
+        self._queue = [finished for finished in self._queue if finished not in batch]
         return batch
+
+    def _put_off(self, busy: list[Finished], *, behind: bool) -> None:
+        """``behind``: others are offered before them, which may find room."""
+        due_s = asyncio.get_running_loop().time() + BUSY_S
+        for finished in busy:
+            finished.due_s = due_s
+        self._queue = self._queue + busy if behind else busy + self._queue
+
+    async def _until_due(self) -> None:
+        """Wait until a group may be offered, or another one comes."""
+        self._filled.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(finished.due_s for finished in self._queue)):
+                await self._filled.wait()
+
+    async def _room(self) -> None:
+        """Returns once the shard has room. Meanwhile every group waits here, where ``drop`` finds it."""
+        with suppress(Refused):  # who pushes is refused, too
+            await self._shard.ask(PushGroups(items=[]), Results, timeout_s=None)
 
     async def _write(self, batch: list[Finished]) -> None:
         """Put what is to be pushed where the shard finds it, as far as there is room."""

@@ -26,6 +26,7 @@ class Counters(StatLoggerBase):
         self.prefix_hits = 0
         """Prompt tokens that came out of the prefix cache."""
         self.stepped_at = time.monotonic()
+        """When it last got on, in a step or in a load."""
         self.throughput = Throughput()
         self._config = vllm_config
 

@@ -163,7 +163,7 @@ class VllmEngine:
         return self._counters.throughput.per_s(self._counters.generated_tokens)
 
     def stuck_s(self) -> float:
-        """Since the last step's results, a load included; 0 when there is nothing to do."""
+        """Since the last step's results, or the last parcel of a load; 0 when there is nothing to do."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - max(since, self._counters.stepped_at)
 
@@ -238,10 +238,12 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.start_weight_update()
+        self._counters.stepped_at = time.monotonic()
         coming = parcels(one_name_each(self._model, tensors))
         try:
             while (parcel := await asyncio.to_thread(_next, coming)) is not None:
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=parcel.message()))
+                self._counters.stepped_at = time.monotonic()  # leases are renewed while a long load gets on
         finally:
             coming.close()
         await self._llm.finish_weight_update(weight_version=version)

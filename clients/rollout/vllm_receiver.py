@@ -106,8 +106,14 @@ def not_taken(model: torch.nn.Module, taken: set[str] | None) -> set[str]:
 
 def mapped(places: Places) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor as a map of its file. uint16 is bfloat16's bits; a private map, since torch wants one to write on."""
-    with Path(places.path).open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    try:
+        with Path(places.path).open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        raise OSError(
+            f"a process of vLLM cannot read the rollout worker's weights: {error}; both must run as one user, in one "
+            "container, and see the same files and processes"
+        ) from error
     for name, dtype, shape, offset in places.tensors:
         count = int(np.prod(shape, dtype=np.int64))
         array = np.frombuffer(content, np.dtype(dtype), count, offset).reshape(shape)

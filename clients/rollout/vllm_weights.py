@@ -2,13 +2,14 @@
 
 - Tensors that are maps of a file of this host (the parameter server's) are named by path and offset, and each worker
   maps the same file: no byte is copied but into the model itself.
-- Others (downloaded bytes) go through short-lived files in shared memory, ``SPOOL_BYTES`` at most at once.
+- Others (downloaded bytes) go through files in memory that have no name, ``SPOOL_BYTES`` at most at once: no mount
+  bounds them, and they end with this process.
+- A load is cut in parcels, so that one that gets on can be told from one that hangs.
 
 Numpy and the standard library only.
 """
 
 import os
-import tempfile
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPOOL_BYTES = 256 << 20
-SHARED_MEMORY = Path("/dev/shm")
+MAPPED_BYTES = 1 << 30
+"""Of tensors in one map, in a parcel at most, but for one that is larger."""
 MAPS = Path("/proc/self/maps")
 
 Place = tuple[str, str, list[int], int]
@@ -48,18 +50,19 @@ class FileMap:
 
 
 def parcels(tensors: Mapping[str, NDArray[Any]]) -> Generator[Parcel]:
-    """All tensors, in order. A file of ours is deleted when the next parcel is asked for."""
+    """All tensors, in order. A file of ours is gone when the next parcel is asked for."""
     maps = file_maps()
     parcel: Parcel | None = None
     spool: dict[str, NDArray[Any]] = {}
-    spooled = 0
+    named = spooled = 0
     for name, array in tensors.items():
         if (found := _place(array, maps)) is not None:
             path, offset = found
-            if parcel is None or parcel.path != path:
+            if parcel is None or parcel.path != path or named + array.nbytes > MAPPED_BYTES:
                 if parcel is not None:
                     yield parcel
-                parcel = Parcel(path)
+                parcel, named = Parcel(path), 0
+            named += array.nbytes
             parcel.tensors.append((name, array.dtype.str, list(array.shape), offset))
             continue
         if spool and spooled + array.nbytes > SPOOL_BYTES:
@@ -103,10 +106,9 @@ def _place(array: NDArray[Any], maps: list[FileMap]) -> tuple[str, int] | None:
 
 
 def _spooled(tensors: Mapping[str, NDArray[Any]]) -> Iterator[Parcel]:
-    """The tensors as a file of their own, which lives until the next parcel."""
-    place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.NamedTemporaryFile(prefix="staleflow-weights-", dir=place) as file:
-        parcel = Parcel(file.name)
+    """The tensors as a file of their own, which lives until the next parcel. Others reach it through this process."""
+    with open(os.memfd_create("staleflow-weights"), "wb") as file:
+        parcel = Parcel(f"/proc/{os.getpid()}/fd/{file.fileno()}")
         for name, array in tensors.items():
             parcel.tensors.append((name, array.dtype.str, list(array.shape), file.tell()))
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

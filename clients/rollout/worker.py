@@ -23,7 +23,7 @@ from staleflow.clients.rollout.engine import AsyncEngine, EngineError, RequestEr
 from staleflow.clients.rollout.environment import Environments
 from staleflow.clients.rollout.environment_runner import EpisodeFailed
 from staleflow.clients.rollout.groups import Begun, Held, Recipe, Samples, interrupt, leave
-from staleflow.clients.rollout.moving import arrived, hand_over
+from staleflow.clients.rollout.moving import ROWS_BYTES, arrived, hand_over
 from staleflow.clients.rollout.pulls import Pulls
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.rollout.slabs import SlabWriter
@@ -51,6 +51,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.portions import Portion
 from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class Worker:
         self._me = me
         self._scheduler = scheduler
         self._shards = shards
+        self._portions = [Portion(ROWS_BYTES) for _ in shards]
         self._engine = engine
         self._encode = encode
         self._recipe = recipe
@@ -222,7 +224,8 @@ class Worker:
     async def _start(self, shard: int, assigned: list[Held]) -> None:
         """Fetch the rows and let each group's task begin."""
         try:
-            rows, begun = await arrived(self._shards[shard], [held.assign for held in assigned])
+            assigns = [held.assign for held in assigned]
+            rows, begun = await arrived(self._shards[shard], self._portions[shard], assigns)
         except Refused as no:
             for held in assigned:
                 self._give_up(held, f"its prompt row is refused: {no}")

@@ -44,6 +44,8 @@ class RewardStage:
             return {COLUMN: returned}
         if self._runner is None:
             return Failed("its environment returned no reward, and there is no reward.run")
+        if twice := named_twice(group.row, group.payload):
+            return Failed(twice)
         try:
             texts = self._decode(completions(group.payload))
             rewards = await self._runner.score(samples(group.row, texts, numbers_of(group.payload)))
@@ -75,6 +77,17 @@ def numbers_of(payload: GroupPayload) -> list[dict[str, float]]:
     """For each sample, by name: what its environment returned, and the columns of ``reward.needs``."""
     named = {short_name(name).partition("/")[2]: column for name, column in payload.stages.items()}
     return [{name: float(column[sample]) for name, column in named.items()} for sample in range(payload.num_samples)]
+
+
+def named_twice(row: dict[str, Any], payload: GroupPayload) -> str:
+    """What keeps the numbers of a group from being arguments of the reward; empty: nothing."""
+    whose = {**dict.fromkeys(("prompt", "completion"), "the sample"), **dict.fromkeys(row, "the prompt's row")}
+    for name in payload.stages:
+        stage, _, argument = short_name(name).partition("/")
+        if argument in whose:
+            return f'"{argument}" comes from {whose[argument]} and from {stage}; the reward takes one value of a name'
+        whose[argument] = stage
+    return ""
 
 
 def samples(

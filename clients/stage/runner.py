@@ -2,7 +2,8 @@
 
 A call that raises, hangs, kills its process or returns what it must not is tried again up to ``retries`` times, then it
 has failed. A hanging call costs the child: it is killed and a new one is started. Calls that were merely under way in a
-killed child run again and are not charged for it.
+killed child run again and are not charged for it. A call that nobody waits for any more keeps its place until the child
+has done with it, so that the time of the next one begins when the child does.
 """
 
 import asyncio
@@ -57,8 +58,7 @@ class CallRunner:
         """The answer to the call that ``make`` makes of a number; ``CallFailed`` when all tries are spent."""
         answer = pipe.Answer(id=0)
         for attempt in range(self._retries + 1):
-            async with self._slots:
-                answer = await self._call(make)
+            answer = await self._call(make)
             if not answer.error:
                 return answer
             self.failed_calls += 1
@@ -69,11 +69,22 @@ class CallRunner:
 
     async def _call(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:
         while True:
-            child = await self._living()
+            await self._slots.acquire()
             try:
-                return await child.call(make)
+                calling = asyncio.create_task((await self._living()).call(make))
+            except BaseException:
+                self._slots.release()
+                raise
+            calling.add_done_callback(self._ended)
+            try:
+                return await asyncio.shield(calling)
             except Killed:
                 continue
+
+    def _ended(self, calling: "asyncio.Task[pipe.Answer]") -> None:
+        self._slots.release()
+        if not calling.cancelled():
+            calling.exception()  # who waited for it may have gone
 
     async def _living(self) -> UserProcess:
         async with self._starting:

@@ -1,8 +1,9 @@
 """A stage worker: takes groups from the trajectory servers, has its stage make their columns, hands the columns back.
 
-Consumes: ``StageWork`` of each shard, as soon as it has some, while others are still at work. Produces: one
-``StageResult`` a group, as soon as it is made: the columns of the stage or the reason why there are none. A worker that
-dies owes nothing: the shard gives its groups to another one, and the ticket fences what it may still say.
+Consumes: ``StageWork`` of each shard, as soon as it has some, while others are still at work; no more at once than the
+connection carries in a moment, unless one group is. Produces: one ``StageResult`` a group, as soon as it is made: the
+columns of the stage or the reason why there are none. A worker that dies owes nothing: the shard gives its groups to
+another one, and the ticket fences what it may still say.
 """
 
 import asyncio
@@ -14,8 +15,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.mapped import MappedSlabs, Unreadable, checked
+from staleflow.clients.mapped import MappedSlabs, Unmapped, Unreadable, checked
 from staleflow.clients.out_of_memory import out_of_memory
+from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FinishStage, Results, StageItem, StageResult, StageWork, TakeStage
@@ -23,11 +25,14 @@ from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.host import boot_id
+from staleflow.runtime.portions import Portion, Stuck
 from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
 TAKE_WAIT_MS = 2000
+TAKE_BYTES = 64 << 20
+"""Most payload of one answer."""
 AT_ONCE_S = 0.2
 
 
@@ -153,8 +158,8 @@ class StageWorker:
                 tasks.create_task(self._hand_back(shard, hand))
 
     async def _take(self, shard: Client, hand: "_Hand", tasks: asyncio.TaskGroup, maps: MappedSlabs) -> None:
-        """Fill the hand, and begin with what comes."""
-        host = boot_id()
+        """Fill the hand, and begin with what comes. Who could not read it asks again, and is given the same anew."""
+        host, checks, portion = boot_id(), True, Portion(TAKE_BYTES)
         loop = asyncio.get_running_loop()
         while True:
             room, asked = await hand.room(), loop.time()
@@ -163,17 +168,26 @@ class StageWorker:
                 worker=self._worker,
                 max_groups=room,
                 wait_ms=TAKE_WAIT_MS,
-                host=host,
+                host=host if checks else "",
                 held=hand.tickets(),
+                checks=checks,
+                most_bytes=portion.nbytes,
             )
-            work, frames = await shard.call(take, timeout_s=None)
-            if isinstance(work, StageWork) and work.items:
-                try:
-                    groups = _groups(work, frames, maps)
-                except Unreadable as error:  # who asks again gets the same groups
-                    log.info("shard %s is asked for frames from now on: %s", shard.address, error)
-                    host = ""
-                    continue
+            try:
+                work, frames = await _asked(shard, take, portion)
+                groups = _groups(work, frames, maps, checks=checks)
+            except Stuck:
+                continue
+            except Unmapped as error:
+                log.info("shard %s is asked for frames from now on: %s", shard.address, error)
+                host = ""
+                continue
+            except Unreadable as error:
+                log.info("shard %s is asked to check what it has: %s", shard.address, error)
+                checks = False
+                continue
+            if groups:
+                checks = True
                 hand.took(work.items)
                 taken = list(zip(work.items, groups, strict=True))
                 for part in [taken] if self._stage.together else [[one] for one in taken]:
@@ -240,21 +254,39 @@ class StageWorker:
         return good
 
 
-def _groups(work: StageWork, frames: Sequence[memoryview], maps: MappedSlabs) -> list[StageGroup | Failed]:
-    """Each group, or why it is none. ``Unreadable`` if one lies where this process cannot read it.
+async def _asked(shard: Client, take: TakeStage, portion: Portion) -> tuple[StageWork, list[memoryview]]:
+    """What the shard has, and learn from how long it was on its way. ``Stuck``."""
+    clock = asyncio.get_running_loop().time
+    began, call = clock(), shard.call(take, timeout_s=None)
+    work, frames = await portion.watch(shard, call, take.most_bytes, divisible=take.max_groups > 1)
+    if not isinstance(work, StageWork):
+        raise ProtocolError(Code.MALFORMED, f"{shard.address} answered TakeStage with {type(work).__name__}")
+    portion.took(sum(frame.nbytes for frame in frames), clock() - began - work.waited_ms / 1000)
+    return work, frames
+
+
+def _groups(
+    work: StageWork, frames: Sequence[memoryview], maps: MappedSlabs, *, checks: bool
+) -> list[StageGroup | Failed]:
+    """Each group; of those that the shard has checked, too, why it is none. ``Unmapped``, ``Unreadable``.
 
     What is mapped is copied: a stage that is given up on may still be at work when the slab is written anew.
     """
     start, groups = 0, list[StageGroup | Failed]()
     for item in work.items:
-        end = start + len(item.frames)
+        packed = start + len(item.frames)
+        end = packed + (item.place is None)
         try:
-            named = arrays(item.frames, frames[start:end])
             if item.place is not None:
-                named |= checked(memoryview(bytes(maps.open(work.folder, item.place))), item.sha)
+                data = memoryview(bytes(maps.open(work.folder, item.place)))
+            else:
+                data = next(iter(frames[packed:end]), memoryview(b""))
+            named = checked(data, item.sha) | arrays(item.frames, frames[start:packed])
             payload = GroupPayload.from_arrays(named)
             groups.append(StageGroup(group=item.group, row=item.row, payload=payload))
-        except ProtocolError as error:
+        except (ProtocolError, Unreadable) as error:
+            if checks:
+                raise Unreadable(str(error)) from error
             groups.append(Failed(str(error)))
         start = end
     return groups

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar, cast
 
 import uvloop
@@ -70,7 +71,7 @@ class Fenced(Exception):
 
 
 class BadVersion(Exception):
-    """The run cannot go on from these weights; the text says why."""
+    """The run does not take these weights, nor what would come of them; the text says why."""
 
 
 class TrainerClient:
@@ -168,23 +169,25 @@ class TrainerClient:
 
         Ends early after ``interrupt``. Leaving a batch uncommitted keeps it: whoever joins next is served it again.
         """
-        stream = self._stream(self._term)
-        feeding = self._thread.start(stream.feed(Step(self.version), steps))
+        stream, end = self.follow(self._term, self.version, steps)
+        started = time.monotonic()
         try:
             while self.version < steps:
-                started = time.monotonic()
                 try:
                     batch = self._next(stream.get)
-                    while not self.same(batch):
-                        batch = self._wait(stream.fetch(batch.step))
+                    if not (self._stands(stream, batch) and self.same(batch)):
+                        end()
+                        stream, end = self.follow(self._term, self.version, steps)
+                        continue
                 except Stopped:
                     return
                 self.waited_s = time.monotonic() - started
                 self._current = batch
                 yield batch
                 self._check_committed(batch)
+                started = time.monotonic()
         finally:
-            feeding.cancel()
+            end()
 
     def stream(self, steps: int, *, size: int = 1) -> Generator[Piece]:
         """The batch of every step up to ``steps``, in pieces of ``size`` whole groups, each as soon as it may be used.
@@ -200,7 +203,8 @@ class TrainerClient:
                 started = time.monotonic()
                 try:
                     piece = self._next(stream.piece)
-                    if not self.share(piece):
+                    stands = piece.batch is None or self._stands(stream, piece.batch)
+                    if not (stands and self.share(piece)):
                         feeding.cancel()
                         stream, feeding = self._feeding(self.version, steps, size)
                         continue
@@ -214,7 +218,7 @@ class TrainerClient:
         finally:
             feeding.cancel()
 
-    def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Any]:
+    def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Future[None]]:
         """Pieces from the step of that version on, and what ends their coming."""
         stream = self.pieces(self._term, size)
         return stream, self._thread.start(stream.feed_pieces(Step(version), steps))
@@ -223,6 +227,18 @@ class TrainerClient:
         """Pieces of a term that has joined: rank 0 asks for them, the others for their shares of each."""
         rank, world = self._place
         return PieceStream(self._scheduler, self._shards, term, size=size, rank=rank, world=world)
+
+    def _stands(self, stream: BatchStream, batch: TrainBatch | Batch) -> bool:
+        """Whether a batch is still the one of its step: a corrupt member takes it back, also while it lies here."""
+        asking = self._thread.start(stream.sealed(batch.step))
+        try:
+            now = self._next(lambda: _left(asking))
+        finally:
+            asking.cancel()
+        if now.batch == batch.batch:
+            return True
+        log.warning("batch %d of step %d was taken back, batch %d is fetched", batch.batch, batch.step, now.batch)
+        return False
 
     def _next(self, coming: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What comes next. Nothing may, while the newest version is damaged at the server and loaded by nobody."""
@@ -254,7 +270,7 @@ class TrainerClient:
         return BatchStream(self._scheduler, self._shards, term, rank=rank, world=world)
 
     def follow(self, term: TrainerTerm, version: Version, steps: int) -> tuple[BatchStream, Callable[[], object]]:
-        """For a rank above 0: batches of a term that rank 0 has joined, and what ends their coming."""
+        """Batches of a term that rank 0 has joined, from the step of that version on, and what ends their coming."""
         stream = self._stream(term)
         return stream, self._thread.start(stream.feed(Step(version), steps)).cancel
 
@@ -270,12 +286,19 @@ class TrainerClient:
         """Publish what the current batch made of the weights; its data is spent and the new version is returned.
 
         ``weights``: a ``state_dict``, or NumPy arrays with bfloat16 as its bits in uint16; also one that gathers them
-        while it is gone through.
+        while it is gone through. ``BadVersion``: the batch was taken back while it was trained. What it made of the
+        weights is void; a trainer must join again from a checkpoint.
         """
         batch = self._current
         if batch is None:
             raise RuntimeError("there is no batch to commit")
-        self._publish(weights, self._new_lineage, Version(batch.step + 1), batch.batch)
+        try:
+            self._publish(weights, self._new_lineage, Version(batch.step + 1), batch.batch)
+        except Refused as refused:
+            if refused.code is not Code.BAD_VERSION:
+                raise
+            lost = f"step {batch.step}: batch {batch.batch} was taken back while it was trained, the step is void"
+            raise BadVersion(f"{lost}; go on from the newest checkpoint ({refused.detail})") from refused
         self._current = None
         return self.version
 
@@ -396,6 +419,11 @@ async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
         return None
 
 
+async def _left(asking: Future[T]) -> T:
+    """Its result; to wait for it no longer leaves it be."""
+    return await asyncio.shield(asyncio.wrap_future(asking))
+
+
 def _always(_: object) -> bool:
     return True
 
@@ -422,7 +450,7 @@ class _LoopThread:
         self._thread.start()
         self.closed = False
 
-    def start(self, work: Coroutine[Any, Any, None]) -> "Any":
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run in the background; the answer can be cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 

@@ -1,8 +1,8 @@
 """The payload of a batch's members, straight from their shards, all shards at once.
 
-From a shard on this host only names of places come, and what lies there is mapped; from others the bytes come in
-frames, as they are stored. Either way they are checked here before anybody sees them. Where that fails, the shard is
-asked for bytes that it has checked itself, and so finds out what is damaged.
+From a shard on this host only names of places come, and what lies there is mapped; from others, and where the slabs
+cannot be opened, the bytes come in frames, as they are stored. Either way they are checked here before anybody sees
+them. Where that fails, the shard is asked for bytes that it has checked itself, and so finds out what is damaged.
 
 A shard is asked for as many members at once as its connection carries in a moment, one question behind the other.
 """
@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from staleflow.clients.mapped import MappedSlabs, Unreadable, checked
+from staleflow.clients.mapped import MappedSlabs, Unmapped, Unreadable, checked
 from staleflow.clients.trainer.batches import FetchedGroup
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
@@ -43,7 +43,8 @@ class Fetcher:
 
     def __init__(self, shards: Sequence[Client], *, mapped: bool = True) -> None:
         self._shards = shards
-        self._maps = MappedSlabs() if mapped else None
+        self._maps = [MappedSlabs() if mapped else None] * len(shards)
+        """One for all shards, but for those whose slabs cannot be opened."""
         self._portions = [Portion(FETCH_BYTES) for _ in shards]
         self._turns = [asyncio.Lock() for _ in shards]
 
@@ -76,7 +77,11 @@ class Fetcher:
 
     async def _fetch(self, shard: int, members: Sequence[MemberRef]) -> list[FetchedGroup]:
         try:
-            return await self._asked(shard, members, self._maps, checks=True)
+            return await self._asked(shard, members, self._maps[shard], checks=True)
+        except Unmapped as error:
+            log.info("shard %d is asked for frames from now on: %s", shard, error)
+            self._maps[shard] = None
+            return await self._fetch(shard, members)
         except Unreadable as error:
             log.info("shard %d is asked to check what it has: %s", shard, error)
         return await self._asked(shard, members, None, checks=False)

@@ -5,6 +5,9 @@ that is killed anywhere comes back at its newest checkpoint and is served the sa
 
 A step whose loss or gradient is not finite changes nothing but the version: its batch is consumed, the weights are
 published as they were. The third such step in a row is not consumed, and the run stops with its batch kept.
+
+A step whose batch was taken back meanwhile has moved the weights for nothing: they are neither published nor saved, and
+``BadVersion`` ends the trainer. The run goes on, and so does the trainer that is started next.
 """
 
 import logging
@@ -82,7 +85,8 @@ class TrainingLoop:
         self._saved: TrainerState | None = None
 
     def run(self) -> None:
-        """Train up to the last step, or until ``stop``. ``GaveUp`` after the run was told why."""
+        """Train up to the last step, or until ``stop``. ``GaveUp`` after the run was told why. After ``Fenced`` and
+        ``BadVersion`` what the backend holds is no version of the run: nothing is saved."""
         self._resume()
         self._client.on_wait = self._make_room
         try:

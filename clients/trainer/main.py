@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from staleflow.clients.stage.texts import tokenizer_decoder
 from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
-from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.followed import Followed
 from staleflow.clients.trainer.lockstep import Leader, follow
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
-    """Serve as the run's trainer; returns the exit code: 0 done or asked to end, 1 given up or fenced, 2 misconfigured.
+    """Serve as the run's trainer; returns the exit code: 0 done or asked to end, 1 the log says why, 2 misconfigured.
 
     SIGTERM ends it with a checkpoint of the last whole step. In a process that a launcher started as one of several
     ranks: as that rank.
@@ -42,7 +42,7 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
         nonlocal gave_up
         try:
             await _main(config, run_dir, name, scheduler, stop)
-        except (GaveUp, Fenced, NoBatch, OutOfMemory) as error:
+        except (GaveUp, Fenced, BadVersion, NoBatch, OutOfMemory) as error:
             log.error("%s", error)
             gave_up = True
 

@@ -67,10 +67,9 @@ class BatchStream:
 
     async def groups(self, step: Step) -> tuple[Batch, list[FetchedGroup]]:
         """The same before it is laid out."""
-        ask = NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank)
         backoff, attempt = Backoff(0.05, 1.0), 0
         while True:
-            batch = await self._batch(ask)
+            batch = await self.sealed(step)
             try:
                 return batch, await self._members(self._mine(batch.members))
             except Refused as refused:
@@ -80,7 +79,9 @@ class BatchStream:
                 log.warning("batch %d of step %d cannot be fetched, asking again: %s", batch.batch, step, refused)
                 await asyncio.sleep(backoff.delay_s(attempt))
 
-    async def _batch(self, ask: NextBatch) -> Batch:
+    async def sealed(self, step: Step) -> Batch:
+        """The batch of ``step`` as it is sealed now; waits for the seal. ``NoBatch`` if there can be none."""
+        ask = NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank)
         try:
             return await self._scheduler.ask(ask, Batch, timeout_s=None)
         except Refused as refused:

@@ -124,7 +124,8 @@ def consume(ledger: Ledger, event: Consume) -> None:
     step = ledger.window.version
     batch = ledger.batches.get(event.step)
     if batch is None or batch.sealed.batch != event.batch or batch.consumed:
-        return ledger.refuse("consume", Code.STALE, f"batch {event.batch} is not the sealed batch of step {event.step}")
+        detail = f"batch {event.batch} is not the sealed batch of step {event.step}"
+        return ledger.refuse("consume", Code.BAD_VERSION, detail)
     if event.step > step:
         return ledger.refuse("consume", Code.BAD_VERSION, f"step {event.step}; the next is {step}")
     batch.consumed = True

@@ -1,8 +1,9 @@
 """Which versions there are for whom: registered, corrupt, pinned, in use.
 
 - A version counts once the scheduler has registered it; one that it refuses is forgotten.
-- What is deleted: not pinned, not in use by the scheduler's word, not among the newest ``keep_versions``; and of those,
-  the oldest first, where a new version would not fit into the budget. The newest one always stays.
+- What is deleted: not pinned, not in use by the scheduler's word, not among the newest ``keep_versions``. Where a new
+  version would not fit into the budget or onto the disk, the oldest go, whatever ``keep_versions`` says and if they are
+  bases of deltas. The newest one always stays.
 """
 
 import asyncio
@@ -74,10 +75,16 @@ class Catalog:
             async with self._verifying:  # a second reader finds the work done
                 await asyncio.to_thread(self._versions.verify, stored)
         except CorruptVersion as error:
-            log.error("%s is corrupt and not served: %s", key, error)
-            self._corrupt[key] = f"{key} is corrupt: {error}"
             self.pins.remove(worker, key)
-            raise Refused(Code.BAD_VERSION, self._corrupt[key]) from error
+            raise self.quarantined(key, stored, error) from error
+
+    def quarantined(self, key: VersionKey, stored: Stored, error: Exception) -> Refused:
+        """Serve a version no more whose bytes are wrong, or cannot be read. Returns what to say of it."""
+        if self._versions.stored.get(key) is not stored:  # it was deleted meanwhile, or is published anew
+            return Refused(Code.BAD_VERSION, f"{key} is not here")
+        log.error("%s is corrupt and not served: %s", key, error)
+        self._corrupt[key] = f"{key} is corrupt: {error}"
+        return Refused(Code.BAD_VERSION, self._corrupt[key])
 
     # For the publisher -----------------------------------------------------------------------------------------------
 
@@ -95,27 +102,41 @@ class Catalog:
             raise Refused(Code.BUSY, f"{key} waits for the scheduler")
         raise Refused(Code.CONFLICT, f"{key} is published with other bytes: {known.about.manifest.sha}")
 
-    async def make_room(self, key: VersionKey, nbytes: int, coming: int) -> None:
-        """Delete what is only kept by count until the version fits the budget beside those ``coming``.
+    async def stage(self, key: VersionKey, nbytes: int, coming: int) -> Staged:
+        """A file to write the version into. Until it fits into the budget beside those ``coming``, and onto the disk,
+        what is only kept by count, or as a base, is deleted.
 
-        ``Refused`` busy when it does not, and denied when it never will.
+        ``Refused`` busy when it does not fit even then, and denied when it never will.
         """
         budget = self._budget_bytes
         if nbytes > budget > 0:
             raise Refused(Code.DENIED, f"{key}: it has {nbytes} bytes; parameters.budget_mb allows {budget >> 20} MiB")
-        if not budget or self._nbytes + coming + nbytes <= budget:
-            return
+        while True:
+            held = self._nbytes + coming
+            if budget and held + nbytes > budget:
+                if not await self._make_room():
+                    full = f"{held >> 20} of {budget >> 20} MiB of parameters.budget_mb are in use"
+                    raise Refused(Code.BUSY, f"{key}: it has {nbytes} bytes; {full}")
+                continue
+            try:
+                return await asyncio.to_thread(self._versions.stage, key, nbytes)
+            except NoRoom as error:
+                if not await self._make_room():
+                    log.error("no room: %s", error)
+                    raise Refused(Code.BUSY, str(error)) from error
+
+    async def _make_room(self) -> bool:
+        """Delete the oldest version that is only kept by count, or as a base; False when there is none. ``Refused``
+        when the scheduler does not say what is in use: the run is over."""
         before = sorted(self._registered)[:-1]
-        if (used := await self._used()) is None:
-            return
+        used = await self._in_use()
         for old in before:
-            if self._nbytes + coming + nbytes <= budget:
-                return
-            if old in self._registered and old not in used and not self.pins.in_use(old):
-                self._delete(old)
-        if (held := self._nbytes + coming) + nbytes > budget:
-            full = f"{held >> 20} of {budget >> 20} MiB of parameters.budget_mb are in use"
-            raise Refused(Code.BUSY, f"{key}: it has {nbytes} bytes; {full}")
+            if old not in self._registered:  # somebody else made room meanwhile
+                return True
+            if old not in used and not self.pins.in_use(old):
+                await self._delete(old)
+                return True
+        return False
 
     @property
     def _nbytes(self) -> int:
@@ -161,7 +182,7 @@ class Catalog:
             registered = await self._scheduler.ask(request, Registered, timeout_s=None)
         except Refused as no:
             log.warning("%s is not registered: %s", key, no)
-            self._versions.delete(key)
+            await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
             raise
         self._registered.add(key)
         self.grown.set()
@@ -191,20 +212,26 @@ class Catalog:
         keep = used | set(before[-self._keep_versions :])
         for key in before:
             if key in self._registered and key not in keep and not self.pins.of(key):
-                self._delete(key)
+                await self._delete(key)
 
-    def _delete(self, key: VersionKey) -> None:
+    async def _delete(self, key: VersionKey) -> None:
+        """It is forgotten at once; its room is there when this returns."""
         self._registered.discard(key)
         corrupt = self._corrupt.pop(key, None)
-        self._versions.delete(key, reuse=corrupt is None)
+        aside = self._versions.put_aside(key, reuse=corrupt is None)
         log.info("%s is deleted", key)
+        await asyncio.to_thread(self._versions.remove, aside)
 
     async def _used(self) -> set[VersionKey] | None:
-        """What the scheduler says is in use; None when the run is over."""
+        """What is in use; None when the run is over."""
         try:
-            answer = await self._scheduler.ask(VersionsInUse(), KeepVersions, timeout_s=None)
+            return await self._in_use()
         except Refused:
             return None
+
+    async def _in_use(self) -> set[VersionKey]:
+        """What the scheduler says is in use. ``Refused`` when the run is over."""
+        answer = await self._scheduler.ask(VersionsInUse(), KeepVersions, timeout_s=None)
         return {VersionKey(*key) for key in answer.versions}
 
     def status(self) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from staleflow.configs.schema import DeltaKind
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.delta import WIDTHS, encode
-from staleflow.protocols.wire.messages import GetDelta
+from staleflow.protocols.wire.messages import GetDelta, Manifest
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import Stored, Versions
 
@@ -32,21 +32,22 @@ class Deltas:
         self._making: dict[GetDelta, asyncio.Lock] = {}
         self._encoding = asyncio.Semaphore(ENCODING)
 
-    def check(self, ask: GetDelta, old: Stored, new: Stored) -> None:
+    def check(self, ask: GetDelta, old: Manifest, new: Manifest) -> None:
         """``Refused`` when no delta of that span can be made."""
         if self._kind == "off":
             raise Refused(Code.DENIED, 'parameters.delta is "off" in this run')
-        size = new.about.manifest.nbytes
-        if old.about.manifest.nbytes != size:
-            raise Refused(Code.BAD_VERSION, f"{old.about.key} and {new.about.key} are not of one size")
+        size = new.nbytes
+        if old.nbytes != size:
+            detail = f"versions {ask.base_version} and {ask.version} are not of one size"
+            raise Refused(Code.BAD_VERSION, detail)
         inside = 0 <= ask.offset < ask.offset + ask.nbytes <= size and ask.nbytes <= SPAN_BYTES
         if ask.width not in WIDTHS or not inside or ask.nbytes % ask.width:
             detail = f"{ask.nbytes} bytes of width {ask.width} at {ask.offset} are no span of a version of {size} bytes"
             raise Refused(Code.MALFORMED, detail)
 
-    async def make(self, ask: GetDelta, old: Stored, new: Stored) -> bytes:
-        """The delta of a span that ``check`` let pass; made once, however many ask. ``FileNotFoundError`` when one of
-        the two is gone."""
+    async def make(self, ask: GetDelta, old: Stored, new: Stored | memoryview) -> bytes:
+        """The delta of a span that ``check`` let pass, to a version or to the bytes that the span has in it; made once,
+        however many ask. ``FileNotFoundError`` when a version is gone."""
         making = self._making.setdefault(ask, asyncio.Lock())
         try:
             async with making:
@@ -61,11 +62,11 @@ class Deltas:
             if self._making.get(ask) is making:
                 del self._making[ask]
 
-    def _encode(self, ask: GetDelta, old: Stored, new: Stored) -> bytes:
+    def _encode(self, ask: GetDelta, old: Stored, new: Stored | memoryview) -> bytes:
         was = self._versions.read(old, ask.offset, ask.nbytes)
-        now = self._versions.read(new, ask.offset, ask.nbytes)
+        now = new if isinstance(new, memoryview) else self._versions.read(new, ask.offset, ask.nbytes)
         if len(was) != ask.nbytes or len(now) != ask.nbytes:
-            raise FileNotFoundError(f"{old.path.name} or {new.path.name} ends early")
+            raise FileNotFoundError(f"version {ask.base_version} or {ask.version} ends early")
         return encode(was, now, ask.width, compress=self._kind == "compressed")
 
     def keep(self, ask: GetDelta, made: bytes) -> None:

@@ -33,17 +33,24 @@ def serve(config: Config, run_dir: Path) -> int:
     return run(main, NAME, run_dir)
 
 
+class Taken(ConfigError):
+    """Another process has the folder."""
+
+
 @contextmanager
 def owned(folder: Path) -> Generator[None]:
     """The folder is this process's. Before anything in it is touched: what looks left behind may be what a live server
-    is writing. ``ConfigError`` when another process has it."""
+    is writing. ``Taken``, and ``ConfigError`` where its file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError("folder", str(folder), "in use by another process") from None
+        except BlockingIOError:
+            raise Taken("folder", str(folder), "in use by another process") from None
+        except OSError as error:
+            why = f"its file system does not lock it (flock: {error.strerror}, errno {error.errno})"
+            raise ConfigError("folder", str(folder), why) from error
         yield
     finally:
         os.close(descriptor)

@@ -4,7 +4,7 @@
 - It gives a tensor as soon as that is right, whatever else of the version is still on its way: a tree of relays adds
   the time of a tensor for each level, not that of a model.
 - It joins by saying that it is there, again and again; silence is leaving. Its versions are a cache: those that nobody
-  has pinned go when there are ``keep_versions`` newer ones.
+  has pinned go when there are ``keep_versions`` newer ones, and sooner where a newer one has no room.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ class RelayService:
         self._keep_versions = keep_versions
         self._chunk_bytes = chunk_bytes
         self._deltas = Deltas(versions, delta)
-        self._arrivals = Arrivals(versions, self._deltas, upstream, tasks.start)
         self._pins = Pins()
+        self._arrivals = Arrivals(versions, self._deltas, upstream, self._pins, tasks.start)
         self._pieces = Turns(turns.MOST_PIECES)
         self._manifests = Turns(turns.MOST_MANIFESTS)
         self._looks = Looks(versions)
@@ -149,7 +149,7 @@ class RelayService:
                 data = await piece
             except Refused as no:
                 _refuse(call, no)
-            except FileNotFoundError as error:  # nobody pinned it, and it went meanwhile
+            except OSError as error:  # nobody pinned it, and it went meanwhile; or it cannot be read
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=offset), [data])
@@ -179,7 +179,7 @@ class RelayService:
         except CorruptVersion as error:
             log.error("%s is damaged here and brought again: %s", key, error)
             if self._versions.stored.get(key) is stored:
-                self._versions.delete(key)
+                await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
             raise Refused(Code.BAD_VERSION, f"{key} is damaged at this relay") from error
 
     async def _path(self, key: VersionKey, *, may_wait: bool) -> str:
@@ -206,9 +206,9 @@ class RelayService:
         base = VersionKey(ask.base_lineage, ask.base_version)
         if (old := self._versions.stored.get(base)) is None:
             raise Refused(Code.BAD_VERSION, f"{base} is not here")
-        new = await self._arrivals.stored(VersionKey(ask.lineage, ask.version))
-        self._deltas.check(ask, old, new)
-        return await self._deltas.make(ask, old, new)
+        manifest = await self._arrivals.manifest(VersionKey(ask.lineage, ask.version))
+        self._deltas.check(ask, old.about.manifest, manifest)
+        return await self._deltas.make(ask, old, await self._arrivals.span(ask))
 
     def _status(self) -> dict[str, Any]:
         versions = [
@@ -246,7 +246,7 @@ class RelayService:
                     continue
                 raise ConfigError("relay", str(join.worker), no.detail) from no
             self._upstream.hang_below(place.endpoints)
-            self._collect()
+            await self._collect()
             await asyncio.sleep(JOIN_EVERY_S)
 
     async def _watch_run(self) -> None:
@@ -272,12 +272,11 @@ class RelayService:
                 return self.hello, attached
             await asyncio.sleep(JOIN_EVERY_S)
 
-    def _collect(self) -> None:
+    async def _collect(self) -> None:
         """Delete what is neither pinned nor new."""
         for key in sorted(self._versions.stored)[: -self._keep_versions]:
-            if not self._pins.of(key):
-                self._versions.delete(key, reuse=True)
-                log.info("%s is deleted", key)
+            if key in self._versions.stored and not self._pins.of(key):
+                await self._arrivals.delete(key)
 
 
 def _refuse(call: Call, no: Refused) -> None:

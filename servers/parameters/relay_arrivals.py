@@ -8,10 +8,13 @@
 """
 
 import asyncio
+import fcntl
 import logging
 import mmap
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import GetDelta, GetManifest, Manifest
 from staleflow.runtime import weights
 from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.weights import Moved, Source, Stalled, changes, is_right, while_alive, whole
-from staleflow.servers.parameters.deltas import Deltas
+from staleflow.runtime.weights import Load, Moved, Source, changes, credited, is_right, while_alive, whole
+from staleflow.servers.parameters.deltas import KEPT_BYTES, Deltas
+from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.relay_sources import Upstream
 from staleflow.servers.parameters.versions import About, NoRoom, Staged, Stored, VersionKey, Versions
 
@@ -51,6 +55,8 @@ class Arrival:
         self._failed: Refused | None = None
         self.moved = Moved()
         """All bytes that came, right or not."""
+        self.came: dict[GetDelta, bytes] = {}
+        """Deltas that came for it, ``KEPT_BYTES`` at most; each is right once the tensors are that it touches."""
         self._checking: set[asyncio.Task[None]] = set()
 
     async def given(self, offset: int, nbytes: int) -> int:
@@ -64,6 +70,13 @@ class Arrival:
         ahead = next((index for index in touched if not self._right[index]), None)
         return nbytes if ahead is None else self._starts[ahead] - offset
 
+    async def right(self, offset: int, nbytes: int) -> memoryview:
+        """These bytes, once all of them may be given. ``Refused`` as ``given``."""
+        at, end = offset, offset + nbytes
+        while at < end:
+            at += await self.given(at, end - at)
+        return self.memory[offset:end]
+
     def arrived(self, offset: int, nbytes: int) -> None:
         """These bytes are in memory; each comes once between two calls of ``begin_again``."""
         self.moved(offset, nbytes)
@@ -73,12 +86,10 @@ class Arrival:
             if inside and not self._missing[index]:
                 self._check_later(index)
 
-    def unchanged(self, base: Manifest) -> None:
-        """The memory holds the bytes of ``base``: tensors that it shares with this version have arrived."""
-        for index, (was, entry) in enumerate(zip(base.tensors, self.manifest.tensors, strict=True)):
-            if was.digest == entry.digest and entry.nbytes:
-                self._missing[index] = 0
-                self._check_later(index)
+    def copied(self, index: int) -> None:
+        """A tensor is in memory that a version here has, too."""
+        self._missing[index] = 0
+        self._check_later(index)
 
     async def settled(self) -> bool:
         """Whether all tensors are right, once those that are in memory have been looked at."""
@@ -96,6 +107,7 @@ class Arrival:
 
     def begin_again(self) -> list[tuple[int, int]]:
         """What is not right, as parts (offset, bytes) to ask for."""
+        self.came.clear()  # what was wrong with them is not known
         wanted: list[tuple[int, int]] = []
         for index, entry in enumerate(self.manifest.tensors):
             if not self._right[index]:
@@ -150,11 +162,13 @@ class Arrivals:
         versions: Versions,
         deltas: Deltas,
         upstream: Upstream,
+        pins: Pins,
         start: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._versions = versions
         self._deltas = deltas
         self._upstream = upstream
+        self._pins = pins
         self._start = start
         self._coming: dict[VersionKey, asyncio.Future[Arrival]] = {}
         self._whole: dict[VersionKey, asyncio.Future[Stored]] = {}
@@ -185,6 +199,17 @@ class Arrivals:
             nbytes = await arrival.given(offset, min(nbytes, size - offset))
             return bytes(arrival.memory[offset : offset + nbytes])
         return await asyncio.to_thread(self._versions.read, stored, offset, nbytes)
+
+    async def span(self, ask: GetDelta) -> Stored | memoryview:
+        """Where the new bytes of a span are, once they are known to be right. ``Refused``."""
+        key = VersionKey(ask.lineage, ask.version)
+        if (stored := self._versions.stored.get(key)) is not None:
+            return stored
+        arrival = await self._arrival(key)
+        new = await arrival.right(ask.offset, ask.nbytes)
+        if (frame := arrival.came.get(ask)) is not None:
+            self._deltas.keep(ask, frame)  # a reader with the same base gets the same
+        return new
 
     def coming(self, key: VersionKey) -> bool:
         """Whether it is on its way this moment."""
@@ -219,11 +244,29 @@ class Arrivals:
     async def _begin(self, key: VersionKey) -> Arrival:
         manifest = await self._upstream.manifest(key)
         try:
-            staged = await asyncio.to_thread(self._versions.stage, key, manifest.nbytes)
+            staged = await self._stage(key, manifest.nbytes)
         except NoRoom as error:
             await self._upstream.let_go(key)
             raise Refused(Code.BAD_VERSION, f"this relay has no room: {error}") from error
         return Arrival(manifest, staged, _mapped(staged.path, manifest.nbytes))
+
+    async def _stage(self, key: VersionKey, nbytes: int) -> Staged:
+        """A file to write the version into. Until there is room for it, older versions go that are at most somebody's
+        base, the oldest first. ``NoRoom``."""
+        while True:
+            try:
+                return await asyncio.to_thread(self._versions.stage, key, nbytes)
+            except NoRoom:
+                here = sorted(self._versions.stored)
+                if (old := next((old for old in here if old < key and not self._pins.in_use(old)), None)) is None:
+                    raise
+                await self.delete(old)
+
+    async def delete(self, key: VersionKey) -> None:
+        """It is forgotten at once; its room is there when this returns."""
+        aside = self._versions.put_aside(key, reuse=True)
+        log.info("%s is deleted", key)
+        await asyncio.to_thread(self._versions.remove, aside)
 
     async def _fill(self, key: VersionKey, arrival: Arrival) -> Stored:
         """Bring every tensor, from one source after another. ``Refused`` when the last of them has failed."""
@@ -233,13 +276,13 @@ class Arrivals:
                 if await arrival.settled():  # nothing is written over what the source before gave and is looked at
                     return await self._keep(key, arrival)
                 try:
-                    if await while_alive(source.client, self._from(source, key, arrival), arrival.moved):
+                    if await self._from(source, key, arrival):
                         return await self._keep(key, arrival)
                     why = f"{source.client.address} sent other bytes than the manifest names"
                 except (Refused, Unavailable, ProtocolError, ConfigError) as error:
                     why = str(error)
-                    if isinstance(error, Stalled):
-                        self._upstream.shunned.add(source.client.address)
+                    if isinstance(error, Unavailable):
+                        self._upstream.shunned.add(source.client.address, error)
                 log.warning("%s is not here yet: %s", key, why)
             raise Refused(Code.BAD_VERSION, f"{key} did not reach this relay: {why}")
         except (Refused, asyncio.CancelledError) as error:
@@ -249,8 +292,8 @@ class Arrivals:
             raise
 
     async def _from(self, source: Source, key: VersionKey, arrival: Arrival) -> bool:
-        """Whether all tensors are right after this source."""
-        asked = await self._upstream.pin(source, key, arrival.manifest)
+        """Whether all tensors are right after this source. Only what it has to answer is its time."""
+        asked = await while_alive(source.client, self._upstream.pin(source, key, arrival.manifest))
         clock, ways, nbytes = asyncio.get_running_loop().time, self._upstream.ways, arrival.manifest.nbytes
         fresh = not arrival.any_right  # bytes that others read already are not written over
         if fresh and ways.delta_pays and (base := self._base(arrival.manifest)) is not None:
@@ -260,32 +303,37 @@ class Arrivals:
                 return True
             fresh = False
         began = clock()
-        await whole(source, asked, arrival.begin_again(), arrival.memory, arrival.arrived)
+        coming = whole(source, asked, arrival.begin_again(), arrival.memory, arrival.arrived)
+        await while_alive(source.client, coming, arrival.moved)
         if fresh:
             ways.whole_took(nbytes, clock() - began)
         return await arrival.settled()
 
     async def _by_delta(self, source: Source, asked: GetManifest, arrival: Arrival, base: Stored) -> bool:
-        """Whether all tensors are right after what changed since ``base`` was put over its bytes."""
-        before, key = base.about.manifest, base.about.key
+        """Whether all tensors are right after what changed since ``base`` was put over its bytes. Those are copied span
+        by span, as the changes come: a tensor is right before the others, a source without the base costs little."""
+        key = base.about.key
         held = GetManifest(worker=asked.worker, lineage=key.lineage, version=key.version)
-        came: dict[GetDelta, bytes] = {}
+        spans = delta.spans(base.about.manifest, arrival.manifest, most_bytes=weights.SPAN_BYTES)
+        room = KEPT_BYTES
 
         def applied(ask: GetDelta, frame: memoryview) -> None:
-            came[ask] = bytes(frame)
+            nonlocal room
+            room -= frame.nbytes
+            if room >= 0:  # the first ones: who asks next begins with these
+                arrival.came[ask] = bytes(frame)
             arrival.arrived(ask.offset, ask.nbytes)
 
         try:
             arrival.begin_again()
-            await _to_its_end(asyncio.to_thread(_copy, self._versions, base, arrival.memory))
-            arrival.unchanged(before)
-            spans = delta.spans(before, arrival.manifest, most_bytes=weights.SPAN_BYTES)
-            await changes(source, asked, held, spans, arrival.memory, applied)
-        except (Refused, ProtocolError, FileNotFoundError) as error:
+            load = partial(_copy, self._versions, base, arrival.memory)
+            coming = changes(source, asked, held, spans, arrival.memory, applied, load)
+            await credited((while_alive(source.client, coming, arrival.moved), _copy_equal(arrival, base, load)))
+        except (Refused, ProtocolError) as error:
             log.warning("version %d comes whole, not as a delta: %s", asked.version, error)
         if not await arrival.settled():
             return False
-        for ask, frame in came.items():
+        for ask, frame in arrival.came.items():
             self._deltas.keep(ask, frame)  # readers with the same base get the same
         return True
 
@@ -316,6 +364,8 @@ def _mapped(path: Path, nbytes: int) -> memoryview:
     if not nbytes:
         return memoryview(b"")
     with path.open("r+b") as file:
+        with suppress(OSError):  # where there are no locks no file is used again either
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held by the map, too, while somebody has a part of that
         return memoryview(mmap.mmap(file.fileno(), nbytes))
 
 
@@ -329,7 +379,19 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-def _copy(versions: Versions, base: Stored, memory: memoryview) -> None:
-    for start in range(0, memory.nbytes, COPY_BYTES):
-        piece = versions.read(base, start, COPY_BYTES)
-        memory[start : start + len(piece)] = piece
+async def _copy_equal(arrival: Arrival, base: Stored, load: Load) -> None:
+    """The tensors that did not change, from the version that is here."""
+    for index, (was, entry) in enumerate(zip(base.about.manifest.tensors, arrival.manifest.tensors, strict=True)):
+        if was.digest == entry.digest and entry.nbytes:
+            await _to_its_end(asyncio.to_thread(load, entry.offset, entry.nbytes))
+            arrival.copied(index)
+
+
+def _copy(versions: Versions, base: Stored, memory: memoryview, offset: int, nbytes: int) -> None:
+    """The same bytes of ``base``. ``Refused`` where they cannot be read."""
+    try:
+        for start in range(offset, offset + nbytes, COPY_BYTES):
+            piece = versions.read(base, start, min(COPY_BYTES, offset + nbytes - start))
+            memory[start : start + len(piece)] = piece
+    except OSError as error:
+        raise Refused(Code.BAD_VERSION, f"{base.about.key} is no longer here: {error}") from error

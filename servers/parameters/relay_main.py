@@ -18,7 +18,7 @@ from staleflow.runtime.host import raise_file_limit
 from staleflow.runtime.security import server_sockets
 from staleflow.runtime.transport import SOCKETS, Transport
 from staleflow.servers.attached import Tasks, serve_attached
-from staleflow.servers.parameters.main import owned
+from staleflow.servers.parameters.main import Taken, owned
 from staleflow.servers.parameters.relay import RelayService
 from staleflow.servers.parameters.relay_sources import Upstream
 from staleflow.servers.parameters.versions import Versions
@@ -55,7 +55,7 @@ async def _owns(held: ExitStack, folder: Path, stop: Stop) -> bool:
         try:
             held.enter_context(owned(folder))
             return True
-        except ConfigError as taken:
+        except Taken as taken:
             if time.monotonic() - began >= FREE_S:
                 raise TimeoutError(str(taken)) from None
         if not waits:

@@ -105,9 +105,6 @@ class ParameterService:
             _refuse(call, no)
         except ProtocolError as error:
             call.refuse(error.code, error.detail)
-        except NoRoom as error:
-            log.error("no room: %s", error)
-            call.refuse(Code.BUSY, str(error), retry_after_ms=1000)
 
     def on_drained(self) -> None:
         """Nothing is gathered from several messages here."""
@@ -119,7 +116,7 @@ class ParameterService:
     def on_gone(self, peer: str) -> None:
         """Nothing is heard of a worker any more."""
         self._catalog.pins.forget(peer)
-        self._uploads.forget_peer(peer)
+        self._uploads.leave(peer)
         self._tree.leave(peer)
         if self._direct is not None and self._direct.peer == peer:
             self._direct = None
@@ -142,7 +139,7 @@ class ParameterService:
             case BeginPublish() as ask:
                 self._later(call, partial(self._begin, call.peer, ask))
             case PublishChunk() as ask:
-                self._write(call, ask)
+                self._later(call, partial(self._write, call, ask))
             case CommitPublish() as ask:
                 self._later(call, partial(self._commit, call.peer, ask))
             case JoinRelays() as ask:
@@ -178,19 +175,14 @@ class ParameterService:
         if self._uploads.is_newest(ask.trainer_term):
             await self._catalog.check_begun(ask.trainer_term)
         async with self._beginning:
-            upload = self._uploads.again(peer, ask)
+            upload = await self._uploads.again(peer, ask)
             if upload is None:
                 key = VersionKey(ask.lineage, ask.version)
-                await self._catalog.make_room(key, ask.nbytes, self._uploads.nbytes)
-                try:
-                    staged = await asyncio.to_thread(self._versions.stage, key, ask.nbytes)
-                except NoRoom as error:
-                    log.error("no room: %s", error)
-                    raise Refused(Code.BUSY, str(error)) from error
+                staged = await self._catalog.stage(key, ask.nbytes, self._uploads.nbytes)
                 upload = self._uploads.add(peer, ask, staged)
         return PublishTo(upload=upload.number, path=str(upload.staged.path.resolve()), host=boot_id())
 
-    def _write(self, call: Call, ask: PublishChunk) -> None:
+    async def _write(self, call: Call, ask: PublishChunk) -> Done:
         upload = self._uploads.find(ask.upload)
         if upload.committing is not None:
             raise Refused(Code.STALE, f"upload {ask.upload} is committed already")
@@ -199,8 +191,14 @@ class ParameterService:
         end, nbytes = ask.offset + call.frames[0].nbytes, upload.announced.nbytes
         if ask.offset < 0 or end > nbytes:
             raise Refused(Code.MALFORMED, f"bytes {ask.offset} to {end} are not in a version of {nbytes} bytes")
-        self._versions.write(upload.staged, ask.offset, call.frames[0])
-        call.reply(Done())
+        try:
+            await asyncio.to_thread(self._versions.write, upload.staged, ask.offset, call.frames[0])
+        except FileNotFoundError as error:  # it was forgotten meanwhile
+            raise Refused(Code.STALE, f"upload {ask.upload} is not known; begin again") from error
+        except NoRoom as error:
+            log.error("no room: %s", error)
+            raise Refused(Code.BUSY, str(error)) from error
+        return Done()
 
     async def _commit(self, peer: str, ask: CommitPublish) -> Registered:
         """The outcome of an upload, however often it is asked for."""
@@ -219,7 +217,7 @@ class ParameterService:
         self._uploads.forget_finished()
         if isinstance(outcome, Refused):
             if outcome.code is Code.BUSY and upload.committing is committing:
-                self._uploads.reopen(upload)
+                upload.committing = None  # its publisher will ask again, unless it is gone
             raise outcome
         return outcome
 
@@ -229,12 +227,12 @@ class ParameterService:
                 lacked = self._catalog.lacks(about)
             except Refused as no:
                 if no.code is not Code.BUSY:
-                    self._versions.discard(upload.staged)
+                    await asyncio.to_thread(self._versions.discard, upload.staged)
                 raise
             if lacked:
                 await self._catalog.keep(upload.staged, about, in_place=in_place)
             else:
-                self._versions.discard(upload.staged)
+                await asyncio.to_thread(self._versions.discard, upload.staged)
             return await self._catalog.register(about)
 
     # Pulling ---------------------------------------------------------------------------------------------------------
@@ -247,7 +245,8 @@ class ParameterService:
 
     def _later_chunk(self, call: Call, ask: GetChunk) -> None:
         """One piece, at most ``chunk_bytes`` of what was asked."""
-        stored = self._catalog.find(VersionKey(ask.lineage, ask.version))
+        key = VersionKey(ask.lineage, ask.version)
+        stored = self._catalog.find(key)
         size = stored.about.manifest.nbytes
         if ask.nbytes < 1 or not 0 <= ask.offset < size:
             raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are not in a version of {size} bytes")
@@ -260,6 +259,9 @@ class ParameterService:
                 data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
             except FileNotFoundError:  # nobody pinned it, and it went meanwhile
                 data = b""
+            except OSError as error:
+                _refuse(call, self._catalog.quarantined(key, stored, error))
+                return
             finally:
                 self._pieces.end(call.peer)
             if data:
@@ -273,13 +275,13 @@ class ParameterService:
         """What changed since a version that the reader has; the whole version is still to be had when that is gone."""
         old = self._catalog.find(VersionKey(ask.base_lineage, ask.base_version))
         new = self._catalog.find(VersionKey(ask.lineage, ask.version))
-        self._deltas.check(ask, old, new)
+        self._deltas.check(ask, old.about.manifest, new.about.manifest)
         self._pieces.begin(call.peer)
 
         async def answering() -> None:
             try:
                 delta = await self._deltas.make(ask, old, new)
-            except FileNotFoundError as error:
+            except OSError as error:  # which of the two it is, who reads the whole version finds out
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=ask.offset), [delta])
@@ -303,6 +305,7 @@ class ParameterService:
         while True:
             self._catalog.grown.clear()
             await self._catalog.collect()
+            await self._uploads.forget_left()
             with suppress(TimeoutError):
                 async with asyncio.timeout(COLLECT_EVERY_S):
                     await self._catalog.grown.wait()

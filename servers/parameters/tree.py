@@ -2,8 +2,9 @@
 
 - Relays hang in a tree under the parameter server, each under the highest place that has fewer than ``FANOUT`` others
   below it. One stays where it is for as long as its source is there.
-- A reader gets a relay of its own host; without one, whoever has the fewest readers, the parameter server included. It
-  stays there too, since that is where the bytes are pinned that its next delta is made from.
+- A reader gets a relay of its own host; without one the parameter server while that has fewer than ``ROOT_READERS``,
+  for a relay may be farther away; then whoever has the fewest. It stays there too, since that is where the bytes are
+  pinned that its next delta is made from.
 - A relay that can be reached from its own host only is nobody else's.
 """
 
@@ -15,6 +16,8 @@ from staleflow.runtime.address import is_loopback
 
 FANOUT = 4
 """Relays right below one place."""
+ROOT_READERS = 4
+"""Readers at the parameter server itself before others are sent to a relay on another host."""
 ROOT = ""
 """Stands for the parameter server itself."""
 
@@ -65,7 +68,8 @@ class Tree:
         source = self._readers.get(reader, "?")
         if source not in choices:
             self._readers.pop(reader, None)
-            source = self._readers[reader] = min(choices, key=self.num_below)
+            has_room = not near and list(self._readers.values()).count(ROOT) < ROOT_READERS
+            source = self._readers[reader] = ROOT if has_room else min(choices, key=self.num_below)
         return [self.relays[source].endpoint] if source != ROOT else []
 
     def num_below(self, place: str) -> int:

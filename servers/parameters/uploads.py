@@ -2,7 +2,8 @@
 
 A publisher with an older trainer term than the newest one seen is fenced: it can neither begin nor commit. Who asks
 here has made sure that a newer one than that has begun: terms are the scheduler's to give. Beginning the same again
-continues the same upload; anything else that the same trainer had begun is forgotten.
+continues the same upload; anything else that the same trainer had begun is forgotten. A link that is lost for seconds
+costs no upload: one whose publisher is gone stays for ``LEFT_S``.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ from staleflow.servers.parameters.versions import About, Staged, Versions
 
 REMEMBERED = 16
 """Finished uploads whose answer can be given again."""
+LEFT_S = 60.0
+"""In which a publisher that is gone may go on where it was."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +33,8 @@ class Upload:
     about: About | None = None
     """What it turned out to be, once it is committed."""
     committing: "asyncio.Task[Registered] | None" = None
-    left: bool = False
-    """Its publisher is gone."""
+    left_s: float | None = None
+    """When its publisher was gone; None while it is there."""
 
     def commit(self, manifest: Manifest) -> About:
         """What is in it. ``Refused`` if that is not what was announced, or not what was committed before."""
@@ -72,7 +75,7 @@ class Uploads:
         """What those take that are not committed."""
         return sum(upload.announced.nbytes for upload in self._uploads.values() if upload.committing is None)
 
-    def again(self, peer: str, announced: BeginPublish) -> Upload | None:
+    async def again(self, peer: str, announced: BeginPublish) -> Upload | None:
         """The upload that goes on, or None; any other that is not committed is forgotten. ``Refused`` fenced."""
         self.check_term(announced.trainer_term)
         self._term = announced.trainer_term
@@ -80,9 +83,9 @@ class Uploads:
             if upload.committing is not None:
                 continue
             if upload.announced == announced:
-                upload.peer = peer
+                upload.peer, upload.left_s = peer, None
                 return upload
-            self._forget(upload)
+            await self._forget(upload)
         return None
 
     def add(self, peer: str, announced: BeginPublish, staged: Staged) -> Upload:
@@ -92,10 +95,12 @@ class Uploads:
         return upload
 
     def find(self, number: int) -> Upload:
-        """The upload. ``Refused`` stale if it is not known (any more), fenced if its trainer was replaced."""
+        """The upload, for its publisher, which is there. ``Refused`` stale if it is not known (any more), fenced if its
+        trainer was replaced."""
         if (upload := self._uploads.get(number)) is None:
             raise Refused(Code.STALE, f"upload {number} is not known; begin again")
         self.check_term(upload.announced.trainer_term)
+        upload.left_s = None
         return upload
 
     def check_term(self, term: TrainerTerm) -> None:
@@ -103,19 +108,18 @@ class Uploads:
         if term < self._term:
             raise Refused(Code.FENCED, f"trainer term {term} is over; the present one is {self._term}")
 
-    def forget_peer(self, peer: str) -> None:
-        """A publisher is gone: what it had not committed goes too, and what cannot be committed now."""
-        for upload in list(self._uploads.values()):
+    def leave(self, peer: str) -> None:
+        """Nothing is heard of a publisher any more."""
+        for upload in self._uploads.values():
             if upload.peer == peer:
-                upload.left = True
-                if upload.committing is None:
-                    self._forget(upload)
+                upload.left_s = asyncio.get_running_loop().time()
 
-    def reopen(self, upload: Upload) -> None:
-        """It could not be committed yet: its publisher will ask again, unless it is gone."""
-        upload.committing = None
-        if upload.left:
-            self._forget(upload)
+    async def forget_left(self) -> None:
+        """What is not committed, or cannot be committed now, goes when its publisher has been gone for long."""
+        before_s = asyncio.get_running_loop().time() - LEFT_S
+        for upload in list(self._uploads.values()):
+            if upload.committing is None and upload.left_s is not None and upload.left_s < before_s:
+                await self._forget(upload)
 
     def forget_finished(self) -> None:
         """Keep the newest answers only."""
@@ -123,6 +127,6 @@ class Uploads:
         for upload in finished[:-REMEMBERED]:
             del self._uploads[upload.number]
 
-    def _forget(self, upload: Upload) -> None:
-        del self._uploads[upload.number]
-        self._versions.discard(upload.staged)
+    async def _forget(self, upload: Upload) -> None:
+        self._uploads.pop(upload.number, None)
+        await asyncio.to_thread(self._versions.discard, upload.staged)

@@ -2,8 +2,9 @@
 
 - ``<lineage>-<version>.bin`` holds the bytes, ``<lineage>-<version>.json`` says what they are. The second is written
   last, in one rename: without it nothing of the version is visible.
-- What a publisher writes goes into ``upload-<any>.part``. Such files, and bytes without a manifest, are what a
-  killed process left behind: they are removed at the start.
+- What a publisher writes goes into ``upload-<any>.part``, what is deleted is ``gone-<any>.part`` until its room is
+  given back. Such files, and bytes without a manifest, are what a killed process left behind: they are removed at the
+  start.
 - Fresh pages cost several times what written ones do. So the file of a deleted version that nobody holds becomes
   ``spare.part``, and the next version is written over it. A reader holds the file for as long as it has it mapped.
 - ``durability = "power"``: a version is on disk before it is visible.
@@ -13,7 +14,7 @@ import errno
 import os
 import secrets
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -203,12 +204,23 @@ class Versions:
         finally:
             os.close(descriptor)
 
-    def delete(self, key: VersionKey, *, reuse: bool = False) -> None:
-        """Forget a version; who has it mapped keeps the bytes. ``reuse``: its file may take the next version."""
-        path = self.stored.pop(key).path
+    def put_aside(self, key: VersionKey, *, reuse: bool = False) -> Path:
+        """Forget a version at once; who has it mapped keeps the bytes. Returns the file to ``remove``, whose name the
+        version may have again meanwhile. ``reuse``: it may take the next version, and is no longer there then."""
+        path, aside = self.stored.pop(key).path, self._folder / f"gone-{secrets.token_hex(8)}.part"
         path.with_suffix(".json").unlink(missing_ok=True)
-        if not (reuse and path.exists() and not self._spare.exists() and take(path, self._spare)):
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if not (reuse and not self._spare.exists() and take(path, self._spare)):
+                path.replace(aside)
+        return aside
+
+    def remove(self, aside: Path) -> None:
+        """Give the room of a version back that was put aside: slow, where it is large."""
+        aside.unlink(missing_ok=True)
+
+    def delete(self, key: VersionKey) -> None:
+        """Forget a version, and give its room back."""
+        self.remove(self.put_aside(key))
 
     def _flush(self, path: Path) -> None:
         if not self._sync:
@@ -246,23 +258,32 @@ def _identity(path: Path) -> tuple[int, int, int]:
         found = path.stat()
     except FileNotFoundError as error:
         raise CorruptVersion(f"{path.name} is gone") from error
+    except OSError as error:
+        raise CorruptVersion(f"{path.name} cannot be read: {error.strerror}") from error
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _verify(path: Path, manifest: Manifest) -> None:
     if (size := _identity(path)[1]) != manifest.nbytes:
         raise CorruptVersion(f"{path.name} has {size} bytes; its manifest says {manifest.nbytes}")
-    buffer = memoryview(bytearray(READ_BYTES))
-    descriptor = hold(path)
     try:
-        for entry in manifest.tensors:
-            found = Digest()
-            for piece in _pieces(descriptor, entry.offset, entry.nbytes, buffer):
-                found.update(piece)
-            if found.hex() != entry.digest:
-                raise CorruptVersion(f"tensor {entry.name} in {path.name} is not what its digest says")
-    finally:
-        os.close(descriptor)
+        descriptor = hold(path)
+        try:
+            _compare(descriptor, path.name, manifest)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CorruptVersion(f"{path.name} cannot be read: {error.strerror or 'it is gone'}") from error
+
+
+def _compare(descriptor: int, name: str, manifest: Manifest) -> None:
+    buffer = memoryview(bytearray(READ_BYTES))
+    for entry in manifest.tensors:
+        found = Digest()
+        for piece in _pieces(descriptor, entry.offset, entry.nbytes, buffer):
+            found.update(piece)
+        if found.hex() != entry.digest:
+            raise CorruptVersion(f"tensor {entry.name} in {name} is not what its digest says")
 
 
 def _pieces(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:

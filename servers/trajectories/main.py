@@ -9,7 +9,7 @@ from staleflow.configs.algorithm import filter_of
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import graph, seconds_a_group
+from staleflow.configs.stages import check_row, graph, seconds_a_group
 from staleflow.protocols.wire.messages import Attach
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.crashes import note_crashes, open_store
@@ -67,6 +67,8 @@ async def serve_until(
     there is a disk to make some on."""
     where, worker = addresses(config, run_dir), worker_id(name_of(shard))
     prompts = open_prompts(config.prompts, seed=config.seed)
+    if config.reward.run:
+        check_row(config.reward.needs, prompts[0], "prompts.path" if config.prompts.path else "prompts.source")
     store = _open_store(config, run_dir / name_of(shard), opened, slabs=slabs)
     scheduler = Client(where.scheduler, worker=worker, transport=transport)
 

@@ -3,7 +3,8 @@
 - Pushes and stage results of one drain of the socket are one commit. A push is answered once it is durable *and*
   registered; a stage result once it is durable.
 - Stage workers wait here for groups; trainers fetch here what the scheduler has sealed.
-- Waiting for the scheduler and hashing what is fetched happen in tasks; the loop is never held up.
+- Whoever waits for the scheduler is a task. Payload is hashed by its reader; where the shard is to check what is
+  fetched, in a thread.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import GroupId, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.columns import joined
 from staleflow.protocols.wire.messages import (
@@ -64,12 +65,13 @@ log = logging.getLogger(__name__)
 
 BUSY_MS = 500
 """A client asks again after this long when there is no room."""
+TRY_S = 2.0
+"""Where a push found no room although the map has some, a worker may try again so often: nothing else tells that a disk
+has room."""
 FETCH_AT_ONCE = 32
 """Groups that are read and checked before the loop has its turn again."""
-MOST_PARTIAL_BYTES = 64 << 20
-"""Of one answer; the groups whose samples would pass it are begun anew."""
-MOST_ROW_BYTES = 192 << 20
-"""Of one answer, partials among them."""
+MOST_ROW_BYTES = 64 << 20
+"""Of the rows and samples of one answer, and of either of its first group."""
 MOST_ROWS = 16_384
 """Groups of one question: its answer has their prompts, however few bytes it is."""
 RETAIN_EVERY_S = 2.0
@@ -82,22 +84,25 @@ RETAIN_GROUPS = 4096
 class Answers:
     """One result for each item of a call; the reply leaves when all are there."""
 
-    def __init__(self, call: Call, count: int) -> None:
+    def __init__(self, call: Call, count: int, *, apart: bool = False) -> None:
+        """``apart``: a ``busy`` is the answer to its item. Otherwise one makes the whole call busy: asked again, the
+        others answer the same."""
         self._call = call
+        self._apart = apart
         self._results: list[Result | None] = [None] * count
         self._missing = count
         if not count:
             call.reply(Results(results=[]))
 
     def put(self, index: int, result: Result) -> None:
-        """The result of one item. One ``busy`` makes the whole call busy: asked again, the others answer the same."""
+        """The result of one item."""
         self._results[index] = result
         self._missing -= 1
         if self._missing or self._call.done:
             return
         results = [result for result in self._results if result is not None]
         busy = next((result for result in results if result.code is Code.BUSY), None)
-        if busy is not None:
+        if busy is not None and not self._apart:
             self._call.refuse(Code.BUSY, busy.detail, retry_after_ms=BUSY_MS)
         else:
             self._call.reply(Results(results=results))
@@ -133,6 +138,8 @@ class TrajectoryService:
         self._missed = asyncio.Event()
         """What is not here is looked for at once."""
         self._full = False
+        self._tried_s: float | None = None
+        """When a worker was let try last, or was first told not to; None: the last push found room."""
         self._pushed_bytes = 0
         """Since that was asked the last time."""
         self._partials = Partials()
@@ -193,37 +200,43 @@ class TrajectoryService:
         return self._prompts[group % len(self._prompts)]
 
     def _rows(self, call: Call, body: GetRows) -> None:
-        """Prompt rows, and what other instances wrote of the groups; never more than a message takes."""
+        """Prompt rows, and what other instances wrote of the groups, of as many as fit. Samples that never do are begun
+        anew; a row that does not is refused."""
         if len(body.groups) > MOST_ROWS:
             raise ProtocolError(Code.OVERSIZE, f"{len(body.groups)} groups are asked for; at most {MOST_ROWS} at once")
         if body.partials and len(body.partials) != len(body.groups):
             raise ProtocolError(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.partials)} leases")
+        rows: list[dict[str, Any]] = []
         partials: list[PartialFrames | None] = []
         frames: list[bytes] = []
-        nbytes = 0
-        for key in map(Key, body.groups, body.partials):
-            found = self._partials.find(key)
-            if found is not None and (nbytes := nbytes + found.nbytes) <= MOST_PARTIAL_BYTES:
-                partials.append(found.header)
-                frames += found.frames
-            else:
-                partials.append(None)
-        rows: list[dict[str, Any]] = []
-        for group in body.groups:
-            rows.append(self.row(group))
-            if (nbytes := nbytes + len(msgspec.msgpack.encode(rows[-1]))) > MOST_ROW_BYTES:
-                raise ProtocolError(Code.OVERSIZE, f"the rows of {len(body.groups)} groups do not fit a message")
+        left = min(body.most_bytes, MOST_ROW_BYTES)
+        for group, lease in zip(body.groups, body.partials or [LeaseId(0)] * len(body.groups), strict=True):
+            row, found = self.row(group), self._partials.find(Key(group, lease))
+            if found is not None and found.nbytes > MOST_ROW_BYTES:
+                found = None
+            row_bytes = len(msgspec.msgpack.encode(row))
+            left -= row_bytes + (0 if found is None else found.nbytes)
+            if rows and left < 0:
+                break
+            if row_bytes > MOST_ROW_BYTES:
+                raise ProtocolError(Code.OVERSIZE, f"the row of group {group} has {row_bytes} bytes")
+            rows.append(row)
+            partials.append(None if found is None else found.header)
+            frames += () if found is None else found.frames
         call.reply(Rows(rows=rows, partials=partials), frames)
 
     # Pushes and stage results ----------------------------------------------------------------------------------------
 
     def _push(self, call: Call, body: PushGroups) -> None:
+        """A full shard looks at no payload: each group is ``busy``. Only the question without any is asked again by the
+        client itself, until there is room."""
         if self._draining:
             raise Refused(Code.BUSY, "the trajectory server is draining")
-        if not self._shard.room():
-            self._full = True
-            self._look.set()
-            raise Refused(Code.BUSY, "the trajectory server's map is nearly full")
+        if why := self._no_room(asked=not body.items):
+            if not body.items:
+                raise Refused(Code.BUSY, why)
+            call.reply(Results(results=[Result(code=Code.BUSY, detail=why)] * len(body.items)))
+            return
         parts = _split([len(item.frames) for item in body.items], call.frames)
         slabs = self._shard.slabs
         written = None if slabs is None else slabs.written
@@ -232,10 +245,29 @@ class TrajectoryService:
         self._pushed_bytes += sum(one.record.nbytes for one in taken)
         if self._pushed_bytes > self._shard.map_bytes * RETAIN_SHARE:
             self._look.set()
-        answers = Answers(call, len(taken))
+        answers = Answers(call, len(taken), apart=True)
         for index, one in enumerate(taken):
             self._shard.push(one, partial(answers.put, index))
             self._partials.forget(*one.key)
+
+    def _no_room(self, *, asked: bool) -> str:
+        """Why pushes are refused; empty when they are not. ``asked``: nobody has sent payload yet."""
+        if not self._shard.room():
+            self._full = True
+            self._look.set()
+            return "the trajectory server's map is nearly full"
+        if not asked:
+            return ""
+        if not (what := self._shard.full()):
+            self._tried_s = None
+            return ""
+        now_s = asyncio.get_running_loop().time()
+        if self._tried_s is None:
+            self._tried_s = now_s
+        if now_s < self._tried_s + TRY_S:
+            return f"the trajectory server's {what} is full"
+        self._tried_s = now_s
+        return ""
 
     def _slab(self, call: Call, body: GetSlab) -> None:
         slabs = self._shard.slabs

@@ -39,7 +39,7 @@ from staleflow.servers.trajectories.records import Key, Pushed, register_push
 from staleflow.servers.trajectories.registrar import Registrar, Then, Untold
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.stage_queue import StageQueue
-from staleflow.servers.trajectories.store import Columns, CorruptRecord, TrajectoryStore
+from staleflow.servers.trajectories.store import Columns, CorruptRecord, Loaded, TrajectoryStore
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +78,19 @@ class Shard:
         self._full: Literal["", "map", "disk"] = ""
         """What had no room for the last push, unless something has gone since."""
         self._said = Seldom()
-        self._recovered = [(loaded.key, loaded) for loaded in store.load()]
-        for key, loaded in self._recovered:
-            if loaded.record is not None:
-                done = {stage: -1 for stage in self.stages if stage in loaded.columns}
-                if loaded.record.rewards:
-                    done[REWARD] = -1
-                self.holdings.add(Held(key, loaded.record, done=done))  # a trainer may ask for it before it is taken up
-            else:
-                self._damaged[key] = None
+        self._recovered = [self._found(loaded) for loaded in store.load()]
+
+    def _found(self, loaded: Loaded) -> Loaded:
+        """What the start found: a trainer may ask for it before it is taken up."""
+        key, record, columns = loaded
+        if record is None or any(stage not in self.stages for stage in columns):  # a name that has changed
+            self._damaged[key] = None
+            return loaded._replace(record=None)
+        done = {stage: -1 for stage in self.stages if stage in columns}
+        if record.rewards:
+            done[REWARD] = -1
+        self.holdings.add(Held(key, record, done=done))
+        return loaded
 
     # Pushes ----------------------------------------------------------------------------------------------------------
 
@@ -431,21 +435,21 @@ class Shard:
     async def recover(self) -> None:
         """Take up every stored group where the last process left it. Once, when the scheduler knows this shard."""
         recovered, self._recovered = self._recovered, []
-        for number, (key, loaded) in enumerate(recovered):
+        for number, (key, record, columns) in enumerate(recovered):
             if number % RECOVER_AT_ONCE == RECOVER_AT_ONCE - 1:
                 await asyncio.sleep(0)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RECOVER_WAIT_S):
                         await self._registrar.fewer(RECOVER_AT_ONCE)
             held = self.holdings.find(key)
-            if held is None and loaded.record is None:
+            if held is None and record is None:
                 log.error("group %d, lease %d: its record is damaged; it is quarantined", *key)
                 self._give_up_record(key)
-            if held is None or loaded.record is None:  # gone, or pushed anew meanwhile
+            if held is None or record is None:  # gone, or pushed anew meanwhile
                 continue
             if REWARD in held.done:
                 reward = held.record.reward
-                made = unpack(loaded.columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
+                made = unpack(columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
                 held.keep = self._keep(made)
             if self.is_whole(held) and not held.record.rewards:
                 waiting, held.waiting = held.waiting, []

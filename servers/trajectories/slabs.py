@@ -9,12 +9,16 @@
 - Nothing in a slab says what it holds. Records do, with their sha256; what they do not refer to is garbage, and slabs
   that hold nothing else are deleted at the next start.
 - A process that dies leaves the pages to the kernel. ``sync`` brings them to the disk.
+- Without room on the disk, a descriptor or memory for a map there is no new slab. A file that cannot be opened for want
+  of the last two may be whole: no record is given up for it.
 """
 
+import errno
 import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +44,8 @@ MOST_UNPUSHED_BYTES = 64 << 20
 most before it pushes them, and of two slabs that follow each other it fills more than one."""
 UNPUSHED_SHARE = 4
 """Of a small map it is this part."""
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Why a file that is whole may not be opened or mapped at present."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,14 +148,14 @@ class Slabs:
             self._drop_idle()
         if self._slab_bytes > room:
             return None
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        disk = os.statvfs(self._folder)
-        if disk.f_bavail * disk.f_frsize < FREE_SLABS * self._slab_bytes:
-            return None
         self._made += 1
         name = f"{self._first}-{self._made}"
         path = self._folder / name
         try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            disk = os.statvfs(self._folder)
+            if disk.f_bavail * disk.f_frsize < FREE_SLABS * self._slab_bytes:
+                return None
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, self._slab_bytes)
@@ -157,7 +163,7 @@ class Slabs:
                 os.close(descriptor)
             data = _mapped(path)
         except OSError:
-            path.unlink(missing_ok=True)
+            self._unlink(name)
             return None
         self._slabs[name] = slab = _Slab(name, data, worker, written=True)
         return slab
@@ -207,10 +213,14 @@ class Slabs:
         found = next((slab for slab in own if slab.idle), None) or self._make(ITSELF, room)
         if found is None:
             return False
-        found.written = True
         if found.name not in self._maps:
-            with (self._folder / found.name).open("r+b") as file:
-                self._maps[found.name] = mmap.mmap(file.fileno(), found.data.nbytes)
+            try:
+                with (self._folder / found.name).open("r+b") as file:
+                    self._maps[found.name] = mmap.mmap(file.fileno(), found.data.nbytes)
+            except OSError:
+                found.written = False
+                return False
+        found.written = True
         self._own_name, self._own_end = found.name, 0
         return True
 
@@ -251,11 +261,14 @@ class Slabs:
     # At the start ----------------------------------------------------------------------------------------------------
 
     def find(self, key: Key, name: str, offset: int, nbytes: int) -> bool:
-        """Take up a slab that an earlier process gave, for a record that it stored; False when the bytes are lost."""
+        """Take up a slab that an earlier process gave, for a record that it stored; False when the bytes are lost.
+        ``OSError`` when that cannot be said now."""
         if name not in self._slabs:
             try:
                 self._slabs[name] = _Slab(name, _mapped(self._folder / Path(name).name), None, written=False)
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno in SCARCE:
+                    raise
                 return False
         if self.read(name, offset, nbytes) is None:
             return False
@@ -267,7 +280,7 @@ class Slabs:
         if self._folder.is_dir():
             for path in self._folder.iterdir():
                 if path.name not in self._slabs:
-                    path.unlink(missing_ok=True)
+                    self._unlink(path.name)
 
     def _drop_idle(self) -> None:
         for slab in [slab for slab in self._slabs.values() if slab.idle]:
@@ -281,7 +294,12 @@ class Slabs:
         """Its pages live on for as long as somebody maps them."""
         del self._slabs[slab.name]
         self._maps.pop(slab.name, None)
-        (self._folder / slab.name).unlink(missing_ok=True)
+        self._unlink(slab.name)
+
+    def _unlink(self, name: str) -> None:
+        """A full disk that copies what it changes has no room even for this: then the next start does it."""
+        with suppress(OSError):
+            (self._folder / name).unlink()
 
 
 def _mapped(path: Path) -> memoryview:

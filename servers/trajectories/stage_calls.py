@@ -4,10 +4,13 @@ A worker asks once at a time, and says which tickets it has. A call that is sent
 the same groups again: the answers of the last ``REMEMBERED`` calls of each worker are kept as tickets. A newer call
 gives back what an older one took, nobody finished and the worker does not name: that was an echo, after a restart say,
 and its answer went to nobody. Of those that wait, who has the fewest groups is served first.
+
+Payload is sent as it is stored, and its worker checks it. One that has found damage asks once more, for what the shard
+has checked.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from staleflow.configs.section import MOST_GROUPS
@@ -33,7 +36,7 @@ REMEMBERED = 16
 REMEMBERED_WORKERS = 1024
 """Workers whose calls are remembered, those that are gone included."""
 MOST_BYTES = 64 << 20
-"""Payload of one answer, but for its first group."""
+"""Of the frames of one answer, but for its first group."""
 
 
 class StageCalls:
@@ -54,7 +57,8 @@ class StageCalls:
         self._row = row
         self._seconds_a_group = seconds_a_group
         self._times = times
-        self._waiting: dict[str, list[Call]] = {stage: [] for stage in shard.queues}
+        self._waiting: dict[str, dict[Call, float]] = {stage: {} for stage in shard.queues}
+        """Calls of each stage that wait, with the time at which they came."""
         self._given: dict[str, dict[int, list[Ticket]]] = {}
         self._closed = False
         shard.on_queued = self._serve_soon
@@ -71,23 +75,24 @@ class StageCalls:
         given = self._given.get(body.worker, {})
         if (tickets := given.get(call.id)) is not None:
             queue = self._shard.queues[body.stage]
-            held = [ticket for ticket in tickets if queue.holds(ticket)]
-            self._answer(call, body.stage, queue.give_back, held)
+            self._answer(call, body, [ticket for ticket in tickets if queue.holds(ticket)])
             return
         if call.id < max((*given, *self._waits(body.worker)), default=0):  # an echo: its worker has long gone on
             call.reply(StageWork(items=[]))
             return
         self._give_back(body)
-        self._waiting[body.stage].append(call)
+        waiting, loop = self._waiting[body.stage], asyncio.get_running_loop()
+        for older in [older for older in waiting if _of(older, body.worker)]:  # nobody reads its answer any more
+            self._end(body.stage, older)
+        waiting[call] = loop.time()
         self._serve(body.stage)
         if not call.done:
             wait_s = min(body.wait_ms, LONGEST_WAIT_MS) / 1000
-            asyncio.get_running_loop().call_later(wait_s, self._end, body.stage, call)
+            loop.call_later(wait_s, self._end, body.stage, call)
 
     def _waits(self, worker: str) -> list[int]:
         """Calls of that worker that wait."""
-        calls = [call for waiting in self._waiting.values() for call in waiting if not call.done]
-        return [call.id for call in calls if isinstance(call.body, TakeStage) and call.body.worker == worker]
+        return [call.id for waiting in self._waiting.values() for call in waiting if _of(call, worker)]
 
     def _give_back(self, body: TakeStage) -> None:
         """What a worker that asks for more neither has nor finished did not reach it: it went to an echo."""
@@ -131,11 +136,10 @@ class StageCalls:
                 self._end(stage, call)
 
     def _end(self, stage: str, call: Call) -> None:
-        if call in self._waiting[stage]:
-            self._waiting[stage].remove(call)
-            if not call.done and isinstance(call.body, TakeStage):
-                self._remember(call.body.worker, call.id, [])
-                call.reply(StageWork(items=[]))
+        came_s = self._waiting[stage].pop(call, None)
+        if came_s is not None and not call.done and isinstance(call.body, TakeStage):
+            self._remember(call.body.worker, call.id, [])
+            call.reply(StageWork(items=[], waited_ms=_ms_since(came_s)))
 
     def _remember(self, worker: str, id: int, tickets: list[Ticket]) -> None:
         given = self._given.setdefault(worker, {})
@@ -153,8 +157,8 @@ class StageCalls:
         self._scheduled.discard(stage)
         queue, waiting = self._shard.queues[stage], self._waiting[stage]
         while queue and waiting and not self._closed:
-            call = waiting.pop(min(range(len(waiting)), key=lambda place: _has(waiting[place])))
-            body = call.body
+            call = min(waiting, key=_has)
+            came_s, body = waiting.pop(call), call.body
             if call.done or not isinstance(body, TakeStage):
                 continue
             now_s = asyncio.get_running_loop().time()
@@ -163,29 +167,30 @@ class StageCalls:
             self._remember(body.worker, call.id, tickets)
             if self._times is not None:
                 self._times.given(stage, tickets, now_s)
-            self._answer(call, stage, queue.give_back, tickets)
+            self._answer(call, body, tickets, waited_ms=_ms_since(came_s))
 
-    def _answer(self, call: Call, stage: str, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
+    def _answer(self, call: Call, body: TakeStage, tickets: Sequence[Ticket], *, waited_ms: int = 0) -> None:
         items: list[StageItem] = []
         frames: list[memoryview] = []
         slabs = self._shard.slabs
-        maps = slabs is not None and isinstance(call.body, TakeStage) and call.body.host == boot_id()
+        maps = slabs is not None and body.host == boot_id()
+        left = min(body.most_bytes, MOST_BYTES)
         for index, ticket in enumerate(tickets):
-            if items and sum(frame.nbytes for frame in frames) > MOST_BYTES:
-                give_back(tickets[index:])
-                break
             held = self._shard.holdings.find(ticket.key)
             if held is None:
                 continue
             try:
                 place = place_of(held) if maps else None
-                named = self._needed(held, stage)
+                specs, more = specs_and_frames(self._needed(held, body.stage))
                 if place is None:
-                    named = unpacked(held.key, held.record, self._shard.read_payload(held)) | named
-                specs, more = specs_and_frames(named)
+                    more.append(self._packed(held, checked=body.checks))
             except CorruptRecord as corrupt:
                 self._tasks.start(self._shard.quarantine(corrupt))
                 continue
+            left -= sum(frame.nbytes for frame in more)
+            if items and left < 0:
+                self._shard.queues[body.stage].give_back(tickets[index:])
+                break
             frames += more
             group, lease = ticket.key
             items.append(
@@ -195,17 +200,35 @@ class StageCalls:
                     ticket=ticket.number,
                     row=self._row(group),
                     frames=specs,
+                    sha=held.record.sha,
                     place=place,
-                    sha="" if place is None else held.record.sha,
                 )
             )
-        call.reply(StageWork(items=items, folder=slabs.folder if maps and slabs is not None else ""), frames)
+        folder = slabs.folder if maps and slabs is not None else ""
+        call.reply(StageWork(items=items, folder=folder, waited_ms=waited_ms), frames)
+
+    def _packed(self, held: Held, *, checked: bool) -> memoryview:
+        """The payload; it is looked at here unless it is ``checked`` by who gets it. ``CorruptRecord``."""
+        if checked:
+            return self._shard.stored(held)
+        blob = self._shard.read_payload(held)
+        unpacked(held.key, held.record, blob)
+        return memoryview(blob)
 
     def _needed(self, held: Held, stage: str) -> dict[str, Array]:
         """Columns of other stages that this one gets."""
         wanted = self._shard.stages[stage].needs
         made = self._shard.read_columns([held])[0] if wanted else {}
         return {name: made[name] for name in wanted}
+
+
+def _of(call: Call, worker: str) -> bool:
+    """Whether this worker waits for it."""
+    return not call.done and isinstance(call.body, TakeStage) and call.body.worker == worker
+
+
+def _ms_since(came_s: float) -> int:
+    return round((asyncio.get_running_loop().time() - came_s) * 1000)
 
 
 def _has(call: Call) -> int:

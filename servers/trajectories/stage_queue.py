@@ -8,7 +8,7 @@
 Pure: time comes in as ``now_s``.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -35,7 +35,7 @@ class StageQueue:
 
     def __init__(self, first_ticket: int) -> None:
         self._next = first_ticket
-        self._waiting: deque[Key] = deque()
+        self._waiting: OrderedDict[Key, None] = OrderedDict()
         self._taken: dict[Key, Ticket] = {}
         self._has: Counter[str] = Counter()
         """Of the taken ones, each worker's."""
@@ -55,7 +55,7 @@ class StageQueue:
 
     def add(self, key: Key) -> None:
         """A group is ready for this stage."""
-        self._waiting.append(key)
+        self._waiting[key] = None
 
     def take(self, worker: str, most: int, *, now_s: float, seconds_each: float) -> list[Ticket]:
         """The longest waiting groups, at most ``most``. A worker may do them one after another, behind what it has."""
@@ -63,7 +63,8 @@ class StageQueue:
         count = min(most, len(self._waiting))
         until_s = now_s + (self._has[worker] + count) * seconds_each
         for _ in range(count):
-            ticket = Ticket(self._next, self._waiting.popleft(), worker, until_s)
+            key, _ = self._waiting.popitem(last=False)
+            ticket = Ticket(self._next, key, worker, until_s)
             self._next += 1
             self._taken[ticket.key] = ticket
             tickets.append(ticket)
@@ -80,7 +81,7 @@ class StageQueue:
         for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
             if self.holds(ticket):
                 self._end(ticket)
-                self._waiting.appendleft(ticket.key)
+                self._put_first(ticket.key)
 
     def finish(self, key: Key, number: int, worker: str) -> bool:
         """True if this ticket counts and is that worker's; the group has left the queue then."""
@@ -103,8 +104,12 @@ class StageQueue:
         self._lost.pop(key, None)
         if (ticket := self._taken.get(key)) is not None:
             self._end(ticket)
-        elif key in self._waiting:
-            self._waiting.remove(key)
+        else:
+            self._waiting.pop(key, None)
+
+    def _put_first(self, key: Key) -> None:
+        self._waiting[key] = None
+        self._waiting.move_to_end(key, last=False)
 
     def _end(self, ticket: Ticket) -> None:
         del self._taken[ticket.key]
@@ -119,7 +124,7 @@ class StageQueue:
             self._end(ticket)
             tries = self._lost[ticket.key] = self._lost.get(ticket.key, 0) + 1
             if tries < MAX_TRIES:
-                self._waiting.appendleft(ticket.key)
+                self._put_first(ticket.key)
             else:
                 del self._lost[ticket.key]
                 given_up.append(ticket.key)

@@ -7,6 +7,7 @@ disk has none.
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from staleflow.servers.trajectories.stage_queue import Ticket
@@ -26,7 +27,7 @@ class StageTimes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file: FileIO | None = None
         self._began: dict[tuple[str, int], float] = {}
 
     def given(self, stage: str, tickets: Iterable[Ticket], now_s: float) -> None:
@@ -43,12 +44,20 @@ class StageTimes:
             return
         line = {"stage": stage, "worker": worker, "groups": len(began), "begin_s": min(began), "end_s": now_s}
         with suppress(OSError):
-            self._file.write(json.dumps(line).encode() + b"\n")
-            if self._file.tell() > MOST_BYTES:
-                self._path.replace(self._path.with_suffix(".old.jsonl"))
-                self._file.close()
-                self._file = self._path.open("ab", buffering=0)
+            self._opened().write(json.dumps(line).encode() + b"\n")
+
+    def _opened(self) -> FileIO:
+        """The file for the next line. ``OSError``: there is none for this one, nor is it begun anew."""
+        if self._file is None or self._file.tell() > MOST_BYTES:
+            if self._file is not None:
+                with suppress(FileNotFoundError):  # it was moved, and no new one could be opened
+                    self._path.replace(self._path.with_suffix(".old.jsonl"))
+            file = self._path.open("ab", buffering=0)
+            self.close()
+            self._file = file
+        return self._file
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -20,6 +20,7 @@ from staleflow.protocols.wire.tensors import Array, pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.store import (
     FULL_SHARE,
+    DiskFull,
     Read,
     Store,
     StoreCorrupt,
@@ -30,13 +31,13 @@ from staleflow.runtime.store import (
     number_key,
 )
 from staleflow.servers.trajectories.records import Key, Pushed, Record
-from staleflow.servers.trajectories.slabs import Slabs
+from staleflow.servers.trajectories.slabs import SCARCE, Slabs
 
 TABLES = ("records", "payloads", "columns", "turns")
 _SHA_BYTES = 32
 _KEY_BYTES = 16
-_END = (b"\xff" * (_KEY_BYTES + 1), b"")
-"""After the last entry of a table."""
+_END = b"\xff" * (_KEY_BYTES + 1)
+"""After the last key of a table."""
 _records = msgspec.msgpack.Decoder(Record)
 
 
@@ -62,9 +63,10 @@ class Loaded(NamedTuple):
 
     key: Key
     record: Record | None
-    """None when it or a stage column of it is damaged."""
+    """None when it or its reward is damaged."""
     columns: dict[str, bytes]
-    """Packed columns of each stage that is done."""
+    """By stage that is done: packed columns of the reward, by which the filter judges. Others are empty: they are
+    read and checked when somebody asks for them."""
 
 
 class TrajectoryStore:
@@ -98,7 +100,8 @@ class TrajectoryStore:
             if self.slabs is not None:
                 self.slabs.free(one.key for one in pushes)
             if isinstance(error, OSError):
-                raise StoreError(f"slabs cannot be written: {error}") from error
+                kind = DiskFull if error.errno in SCARCE else StoreError  # of these, another try may find some
+                raise kind(f"slabs cannot be written: {error}") from error
             raise
         return records
 
@@ -142,19 +145,21 @@ class TrajectoryStore:
             txn.put("turns", b"last", number_key(self._turns))
 
     def load(self) -> Iterator[Loaded]:
-        """Everything that is stored, payloads aside; in one pass over tables of the same order. ``StoreCorrupt``."""
+        """Everything that is stored, but for payloads and what stages made beside the reward; in one pass over tables
+        of the same order. ``StoreCorrupt``."""
         with self._store.read() as txn:
             payloads = dict.fromkeys(txn.keys("payloads"))
-            columns = txn.items("columns")
-            next_raw, next_value = next(columns, _END)
+            columns = txn.keys("columns")
+            next_raw = next(columns, _END)
             for raw, value in txn.items("records"):
                 packed, found = _opened(raw, value), dict[str, bytes]()
                 while next_raw[:_KEY_BYTES] <= raw:
                     if next_raw[:_KEY_BYTES] == raw:
-                        column = _opened(next_raw, next_value)
+                        stage = next_raw[_KEY_BYTES:].decode("utf-8", "replace")
+                        column = _opened(next_raw, txn.get("columns", next_raw) or b"") if stage == REWARD else b""
                         packed = None if column is None else packed
-                        found[next_raw[_KEY_BYTES:].decode("utf-8", "replace")] = column or b""
-                    next_raw, next_value = next(columns, _END)
+                        found[stage] = column or b""
+                    next_raw = next(columns, _END)
                 record = None if packed is None else _records.decode(packed)
                 if record is not None and record.slab:
                     there = self._in_slab(_key(raw), record)

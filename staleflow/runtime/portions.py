@@ -46,12 +46,13 @@ class Portion:
         """
         clock = asyncio.get_running_loop().time
         began = clock()
-        if divisible and nbytes > self._least:
-            result = await self._watched(client, call)
-        else:
-            result = await call
+        result = await self.watch(client, call, nbytes, divisible=divisible)
         self.took(nbytes, clock() - began)
         return result
+
+    async def watch(self, client: Client, call: Coroutine[Any, Any, T], nbytes: int, *, divisible: bool = True) -> T:
+        """As ``carry``, for a call that takes so many bytes at most: ``took`` is called by who knows how many."""
+        return await (self._watched(client, call) if divisible and nbytes > self._least else call)
 
     def took(self, nbytes: int, seconds: float) -> None:
         """So many bytes were asked for, or sent, and answered after this time."""

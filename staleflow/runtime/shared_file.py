@@ -31,13 +31,17 @@ def hold(path: Path) -> int:
 
 
 def take(path: Path, target: Path) -> bool:
-    """Rename the file, which nobody may read under its new name, if nobody holds it; else leave it, False."""
+    """Rename the file, which nobody may read under its new name, if nobody holds it; else leave it, False.
+
+    False as well where nobody can know: NFS locks a file only for who may write it, other file systems do not at all.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
         path.replace(target)
-    except BlockingIOError:
-        return False
     finally:
         os.close(descriptor)
     return True

@@ -38,12 +38,16 @@ Longer than a large tensor takes to a relay on a slow link, which gives nothing 
 LEAST_BYTES = 1 << 20
 SHUNNED_S = 3600.0
 """For which a relay that has stalled is not asked again by who waited for it."""
+AWAY_S = 60.0
+"""The same for one that did not answer."""
 
 T = TypeVar("T")
 Arrived = Callable[[int, int], None]
 """Called with offset and number of the bytes that are in their place."""
 Applied = Callable[[GetDelta, memoryview], None]
 """Called with a span that is in its place, and the delta that brought it there."""
+Load = Callable[[int, int], None]
+"""Called in a thread with offset and number of bytes of the base that are to be put in their place. ``Refused``."""
 
 
 class Stalled(Unavailable):
@@ -70,9 +74,10 @@ class Shunned:
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
 
-    def add(self, address: str) -> None:
-        """Nobody asks it for ``SHUNNED_S``."""
-        self._until_s[address] = asyncio.get_running_loop().time() + SHUNNED_S
+    def add(self, address: str, why: Unavailable) -> None:
+        """Nobody asks it for ``SHUNNED_S`` if it has stalled, else for ``AWAY_S``."""
+        for_s = SHUNNED_S if isinstance(why, Stalled) else AWAY_S
+        self._until_s[address] = asyncio.get_running_loop().time() + for_s
 
     def __contains__(self, address: object) -> bool:
         now = asyncio.get_running_loop().time()
@@ -164,9 +169,11 @@ async def changes(
     spans: Sequence[Span],
     target: memoryview,
     applied: Applied,
+    load: Load | None = None,
 ) -> None:
-    """Turn ``target``, which holds ``base``, into the version. As ``whole``; after an error it is neither."""
-    await credited(_change(source, asked, base, span, target, applied) for span in spans)
+    """Turn ``target``, which holds ``base``, or has it loaded span by span, into the version. As ``whole``; after an
+    error it is neither, unless nothing was applied."""
+    await credited(_change(source, asked, base, span, target, applied, load) for span in spans)
 
 
 async def credited(work: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -242,20 +249,32 @@ async def _fill(source: Source, asked: GetManifest, offset: int, piece: memoryvi
 
 
 async def _change(
-    source: Source, asked: GetManifest, base: GetManifest, span: Span, target: memoryview, applied: Applied
+    source: Source,
+    asked: GetManifest,
+    base: GetManifest,
+    span: Span,
+    target: memoryview,
+    applied: Applied,
+    load: Load | None,
 ) -> None:
     while span.nbytes:
         portion = source.portions.changes.nbytes
         part = span._replace(nbytes=min(span.nbytes, portion - portion % max(WIDTHS)))
         try:
-            await _change_part(source, asked, base, part, target, applied)
+            await _change_part(source, asked, base, part, target, applied, load)
         except Stuck:
             continue
         span = span._replace(offset=span.offset + part.nbytes, nbytes=span.nbytes - part.nbytes)
 
 
 async def _change_part(
-    source: Source, asked: GetManifest, base: GetManifest, span: Span, target: memoryview, applied: Applied
+    source: Source,
+    asked: GetManifest,
+    base: GetManifest,
+    span: Span,
+    target: memoryview,
+    applied: Applied,
+    load: Load | None,
 ) -> None:
     ask = GetDelta(
         lineage=asked.lineage,
@@ -268,12 +287,19 @@ async def _change_part(
     )
     frame = await source.portions.changes.carry(source.client, _frame(source, ask), span.nbytes)
     await source.pace.take(frame.nbytes)  # known only now: the next ones wait for it
-    applying = asyncio.ensure_future(asyncio.to_thread(apply, frame, target[span.offset : span.offset + span.nbytes]))
+
+    def put() -> None:
+        if load is not None:
+            load(span.offset, span.nbytes)
+        apply(frame, target[span.offset : span.offset + span.nbytes])
+
+    applying = asyncio.ensure_future(asyncio.to_thread(put))
     try:
         await asyncio.shield(applying)
     except asyncio.CancelledError:
-        with suppress(ProtocolError):
+        with suppress(ProtocolError, Refused):
             await applying  # what gave up waiting may use the target again
+            applied(ask, frame)
         raise
     applied(ask, frame)
 

@@ -1,13 +1,19 @@
 """A reader on another host: what comes as a delta is the version bit by bit, and what cannot comes whole."""
 
+# pyright: reportPrivateUsage=false
+
 import asyncio
+import resource
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Puller, mapped
+from staleflow.clients.parameters import Puller, mapped, remote
+from staleflow.clients.parameters.direct_reader import DirectReader
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.delta import encode
@@ -179,6 +185,45 @@ async def test_arrays_that_somebody_kept_stay_what_they_were(run: Run, asked: li
     same(await pulled(puller, 1), after)
     same(kept, before)
     assert asked != []
+
+
+async def test_a_base_that_somebody_looks_at_is_copied_beside_the_loop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, copying = remote._copied, list[bool]()
+
+    def noted(buffer: Any) -> Any:
+        copying.append(threading.current_thread() is threading.main_thread())
+        return copied(buffer)
+
+    monkeypatch.setattr(remote, "_copied", noted)
+    before = first()
+    await publish(run, before, moved(before, 1))
+    puller = reader(run)
+    async with await puller.pull(Lineage(0), Version(0)) as found:
+        kept = found.arrays()
+    await pulled(puller, 1)
+    same(kept, before)
+    assert copying == [False]
+
+
+def resident() -> int:
+    """Bytes of this process that lie in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_memory_for_a_version_is_given_as_it_is_written() -> None:
+    """Whoever fills all of it at once keeps every thread of a worker waiting, its heartbeat among them."""
+    before, nbytes = resident(), 1 << 28
+    made = [remote.Remote()._take(nbytes), DirectReader(WorkerId("reader.1"))._memory(nbytes)]
+    assert resident() - before < nbytes // 4
+    for buffer in made:
+        assert (len(buffer), buffer[0], buffer[-1]) == (nbytes, 0, 0)
+        buffer[7:9] = b"ab"
+        assert remote.is_free(buffer)
+        seen = np.frombuffer(memoryview(buffer)[7:9], np.uint8)
+        assert not remote.is_free(buffer)
+        assert seen.tobytes() == b"ab"
 
 
 async def test_a_version_whose_base_the_server_no_longer_has_comes_whole(

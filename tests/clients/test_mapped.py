@@ -1,8 +1,9 @@
-"""Slabs that a reader keeps mapped: a bounded number over all shards, and none that is deleted."""
+"""Slabs that a reader keeps mapped: a bounded number over all shards, and none that is deleted; and what it asks for
+where it cannot read them."""
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from staleflow.clients import mapped
-from staleflow.clients.mapped import MappedSlabs
+from staleflow.clients.mapped import MappedSlabs, Unmapped, Unreadable
 from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
 from staleflow.clients.trainer.fetching import Fetcher
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
@@ -23,12 +24,14 @@ from staleflow.protocols.wire.messages import (
     Groups,
     MemberRef,
     Place,
+    Pong,
     Reply,
     Request,
     Result,
     Results,
     StageItem,
     StageWork,
+    TakeStage,
 )
 from staleflow.protocols.wire.tensors import pack
 from tests.clients.trainer.making import payload
@@ -38,23 +41,34 @@ SLABS = 3
 
 
 class Shard:
-    """Has one group in each of its slabs, for a trainer, and once for a stage."""
+    """Has one group in each of its slabs, for a trainer, and for a stage until it is finished. Who is of its host gets
+    places, any other the packed bytes."""
 
     address = "memory"
 
     def __init__(self, folder: Path, shard: int) -> None:
         folder.mkdir()
-        self._folder, self._shard = folder, shard
+        self._shard = shard
         self._blobs = [pack(payload(seed, [3, 4]).to_arrays()) for seed in range(SLABS)]
         for number, blob in enumerate(self._blobs):
             (folder / f"slab-{number}").write_bytes(blob)
-        self._taken = False
+        self.named = str(folder)
+        """Where it says that its slabs are."""
+        self.asked: list[tuple[bool, bool]] = []
+        """Whether places were asked for, and who checks: the reader itself?"""
         self.finished: list[GroupId] = []
+        self._asks_for_more = False
+        self.over = asyncio.Event()
+        """All are finished, and more is asked for."""
 
     def _of(self, number: int) -> tuple[GroupId, Place, str]:
         blob = self._blobs[number]
         place = Place(slab=f"slab-{number}", offset=0, nbytes=len(blob))
         return GroupId(self._shard * SLABS + number), place, sha256(blob).hexdigest()
+
+    def _look(self) -> None:
+        if self._asks_for_more and len(self.finished) == SLABS:
+            self.over.set()
 
     def members(self) -> list[MemberRef]:
         lease, lineage, version, shard = LeaseId(1), Lineage(0), Version(0), self._shard
@@ -73,21 +87,39 @@ class Shard:
         ]
 
     async def call(self, body: Request, *_: object, **__: object) -> tuple[Reply, list[memoryview]]:
-        every, folder = [self._of(number) for number in range(SLABS)], str(self._folder)
+        assert isinstance(body, FetchGroups | TakeStage)
+        self.asked.append((bool(body.host), body.checks))
+        every = [self._of(number) for number in range(SLABS)]
+        frames = [] if body.host else [memoryview(blob) for blob in self._blobs]
         if isinstance(body, FetchGroups):
-            groups = [GroupFrames(group=group, row={}, frames=[], place=place) for group, place, _ in every]
-            return Groups(groups=groups, folder=folder), []
-        if self._taken:
+            groups = [
+                GroupFrames(group=group, row={}, frames=[], place=place if body.host else None, packed=not body.host)
+                for group, place, _ in every
+            ]
+            return Groups(groups=groups, folder=self.named), frames
+        if body.held or self.finished:
+            self._asks_for_more = True
+            self._look()
             await asyncio.Event().wait()
-        self._taken = True
         items = [
-            StageItem(group=group, lease=LeaseId(1), ticket=group, row={}, frames=[], place=place, sha=sha)
+            StageItem(
+                group=group,
+                lease=LeaseId(1),
+                ticket=group,
+                row={},
+                frames=[],
+                place=place if body.host else None,
+                sha=sha,
+            )
             for group, place, sha in every
         ]
-        return StageWork(items=items, folder=folder), []
+        return StageWork(items=items, folder=self.named), frames
 
-    async def ask(self, body: FinishStage, *_: object, **__: object) -> Results:
+    async def ask(self, body: Request, *_: object, **__: object) -> Results | Pong:
+        if not isinstance(body, FinishStage):
+            return Pong()
         self.finished += [result.group for result in body.results]
+        self._look()
         return Results(results=[Result()] * len(body.results))
 
 
@@ -131,18 +163,77 @@ async def test_a_trainer_keeps_a_bounded_number_of_maps_over_all_shards(
     assert open_files(tmp_path) == 5
 
 
+async def judged(every: Sequence[Any]) -> asyncio.Task[None]:
+    """By a stage worker that has finished every group of these and asks for more."""
+    stage = StageWorker(worker=WorkerId("reward-0"), name="reward", stage=Judge(), max_groups=SLABS)
+    working = asyncio.create_task(stage.serve(every))
+    async with asyncio.timeout(20):
+        for shard in every:
+            await shard.over.wait()
+    return working
+
+
 async def test_a_stage_worker_keeps_a_bounded_number_of_maps_over_all_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped, "MOST", 5)
-    every = shards(tmp_path)
-    stage = StageWorker(worker=WorkerId("reward-0"), name="reward", stage=Judge(), max_groups=SLABS)
-    working = asyncio.create_task(stage.serve(every))
-    async with asyncio.timeout(20):
-        while sum(len(shard.finished) for shard in every) < 4 * SLABS:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    working = await judged(shards(tmp_path))
     assert open_files(tmp_path) == 5
     working.cancel()
+
+
+def changed(slab: Path) -> None:
+    """One byte of it."""
+    data = bytearray(slab.read_bytes())
+    data[-1] ^= 1
+    slab.write_bytes(data)
+
+
+async def test_a_trainer_that_cannot_open_slabs_asks_for_frames_from_then_on(tmp_path: Path) -> None:
+    shard: Any = Shard(tmp_path / "trajectories-0", 0)
+    shard.named = str(tmp_path / "of another container")
+    fetcher = Fetcher([shard])
+    for _ in range(2):
+        assert len(await fetcher.members(shard.members())) == SLABS
+    assert shard.asked == [(True, True), (False, True), (False, True)]
+
+
+async def test_a_trainer_that_finds_damage_asks_for_what_the_shard_has_checked_and_goes_on_mapping(
+    tmp_path: Path,
+) -> None:
+    shard: Any = Shard(tmp_path / "trajectories-0", 0)
+    fetcher = Fetcher([shard])
+    changed(tmp_path / "trajectories-0" / "slab-1")
+    for _ in range(2):
+        assert len(await fetcher.members(shard.members())) == SLABS
+    assert shard.asked == [(True, True), (False, False)] * 2
+
+
+async def test_a_stage_worker_that_cannot_open_slabs_asks_for_frames_from_then_on(tmp_path: Path) -> None:
+    shard: Any = Shard(tmp_path / "trajectories-0", 0)
+    shard.named = str(tmp_path / "of another container")
+    (await judged([shard])).cancel()
+    assert shard.asked[:3] == [(True, True), (False, True), (False, True)]
+
+
+@pytest.mark.parametrize("harm", [changed, Path.unlink])
+async def test_a_stage_worker_that_finds_damage_asks_for_what_the_shard_has_checked_and_goes_on_mapping(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    shard: Any = Shard(tmp_path / "trajectories-0", 0)
+    harm(tmp_path / "trajectories-0" / "slab-1")
+    (await judged([shard])).cancel()
+    assert shard.asked[:3] == [(True, True), (False, False), (True, True)]
+
+
+def test_what_cannot_be_opened_is_told_from_what_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "cut").write_bytes(b"cut")
+    (tmp_path / "empty").touch()
+    for slab in ("cut", "empty", "deleted"):
+        with pytest.raises(Unreadable):
+            MappedSlabs().open(str(tmp_path), Place(slab=slab, offset=0, nbytes=4))
+    with pytest.raises(Unmapped):
+        MappedSlabs().open(str(tmp_path / "of another container"), Place(slab="cut", offset=0, nbytes=3))
 
 
 def test_a_slab_that_is_deleted_is_let_go_when_another_is_opened(tmp_path: Path) -> None:

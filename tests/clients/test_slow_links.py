@@ -2,16 +2,24 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 
 from staleflow.clients.parameters import Publisher, Puller, mapped
+from staleflow.clients.rollout.moving import ROWS_BYTES, arrived
 from staleflow.clients.rollout.pushes import Pusher
+from staleflow.clients.stage import worker as stage_worker
+from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.fetching import Fetcher
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import Assign, Result
+from staleflow.protocols.wire.messages import Assign, Done, PartialFrames, PutPartial, Result
+from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.runtime.client import Client
+from staleflow.runtime.portions import Portion
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, payload
 from tests.servers.slow_link import slow_link
 
@@ -27,7 +35,8 @@ WITHIN_S = 40.0
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients are on another host than the servers."""
-    monkeypatch.setattr(mapped, "boot_id", lambda: "another host")
+    for module in (mapped, stage_worker):
+        monkeypatch.setattr(module, "boot_id", lambda: "another host")
 
 
 async def test_a_version_comes_over_a_slow_link(run: Run) -> None:
@@ -94,3 +103,54 @@ async def test_groups_are_fetched_over_a_slow_link(make_run: Callable[..., Run])
     for member, group in zip(members, fetched, strict=True):
         written = payload(member.version, seed=member.group, tokens=TOKENS)
         assert np.array_equal(group.payload.token_ids, written.token_ids)
+
+
+class Judge:
+    """Half of the samples are right, if they are what was written."""
+
+    together: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.all = asyncio.Event()
+
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        for group in groups:
+            written = payload(int(group.payload.segments[0, 2]), seed=group.group, tokens=TOKENS)
+            assert np.array_equal(group.payload.token_ids, written.token_ids)
+        return [{"reward": np.asarray([0.0, 1.0], np.float32)}] * len(groups)
+
+    async def accepted(self, groups: Sequence[StageGroup]) -> None:
+        self.seen += [group.group for group in groups]
+        if len(self.seen) == GROUPS:
+            self.all.set()
+
+
+async def test_a_stage_takes_groups_over_a_slow_link(make_run: Callable[..., Run]) -> None:
+    run, _, rollout = await begun(make_run)
+    assigns = (await rollout.leases(GROUPS))[:GROUPS]
+    await pushed(rollout.shards[0], rollout, assigns)
+    async with slow_link(run.where.trajectories[0], SLOW) as link, asyncio.timeout(WITHIN_S):
+        me, judge = WorkerId("reward-0.1"), Judge()
+        shipped = ShippedStageWorker(worker=me, name="reward", stage=judge, max_groups=GROUPS)
+        working = asyncio.create_task(shipped.serve([run.client(link.address, me)]))
+        await judge.all.wait()
+        working.cancel()
+    assert sorted(judge.seen) == sorted(assign.group for assign in assigns)
+
+
+async def test_groups_that_move_arrive_over_a_slow_link(make_run: Callable[..., Run]) -> None:
+    run, _, rollout = await begun(make_run)
+    moved: list[Assign] = []
+    for assign in (await rollout.leases(GROUPS))[:GROUPS]:
+        specs, frames = specs_and_frames(payload(assign.version, seed=assign.group, tokens=TOKENS).to_arrays())
+        partial = PartialFrames(origin=assign.lease, frames=specs)
+        put = PutPartial(group=assign.group, lease=assign.lease, partial=partial)
+        assert await rollout.shards[0].ask(put, Done, frames) == Done()
+        moved.append(msgspec.structs.replace(assign, partial=assign.lease))
+    async with slow_link(run.where.trajectories[0], SLOW) as link, asyncio.timeout(WITHIN_S):
+        rows, came = await arrived(run.client(link.address, rollout.worker), Portion(ROWS_BYTES), moved)
+    assert [row["prompt"] for row in rows] == [f"{assign.group} + 1" for assign in moved]
+    for assign in moved:
+        written = payload(assign.version, seed=assign.group, tokens=TOKENS)
+        assert np.array_equal(came[assign.lease].payload.token_ids, written.token_ids)

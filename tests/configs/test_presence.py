@@ -201,6 +201,22 @@ def test_a_reward_must_take_the_columns_of_the_prompts(write: Write, tmp_path: P
     )
 
 
+def test_a_column_for_the_reward_may_not_be_one_of_the_rows(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(REWARDS + "def scores(group): ...\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    stage = f'\n[[stage]]\nname = "judge"\nrun = "{tmp_path}/judge.py:scores"\nmakes = ["answer", "tests_passed"]\n'
+    judge = (f"reward.run={tmp_path}/judge.py:given", "trainer.eval_prompts=0")
+    file = ('prompts.source=""', f"prompts.path={tmp_path}/rows.jsonl")
+    for rows, key in (((), "prompts.source"), (file, "prompts.path")):
+        with pytest.raises(ConfigError) as raised:
+            present(load(write(MINIMAL + stage), [*rows, *judge, "reward.needs=['judge/answer']"]))
+        assert str(raised.value) == (
+            f'reward.needs is "judge/answer"; the rows of {key} have a column "answer" too, and the reward takes one '
+            "value of a name; prompts.columns renames theirs"
+        )
+        present(load(write(MINIMAL + stage), [*rows, *judge, "reward.needs=['judge/tests_passed']"]))
+
+
 def test_a_reward_may_get_numbers_that_only_the_environment_knows(write: Write, tmp_path: Path) -> None:
     (tmp_path / "judge.py").write_text(REWARDS + "async def episode(*_: object, **__: object): ...\n")
     environment = f"environment.run={tmp_path}/judge.py:episode"

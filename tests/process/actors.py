@@ -243,7 +243,7 @@ class Trainer(Actor):
                 if no.code is Code.FENCED:
                     await self._insist()
                     sys.exit(FENCED_EXIT)
-                if no.code is not Code.STALE:
+                if no.code not in (Code.STALE, Code.BAD_VERSION):
                     raise
 
     async def _join(self) -> None:

@@ -22,7 +22,7 @@ from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.coordination import migration
 from staleflow.protocols.coordination.view import Move, Snapshot
 from staleflow.protocols.wire.messages import Assign
-from staleflow.protocols.wire.tensors import arrays
+from staleflow.protocols.wire.tensors import unpack
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 from tests.clients.rollout.peers import assign
 from tests.process.running import audited
@@ -79,8 +79,7 @@ class Scene:
         while True:
             items, frames = await stage.take()
             for item in items:
-                mine, frames = frames[: len(item.frames)], frames[len(item.frames) :]
-                payload = GroupPayload.from_arrays(arrays(item.frames, mine))
+                payload = GroupPayload.from_arrays(unpack(frames.pop(0)))
                 origin = check(self.run.config, payload, item.row["prompt"], assign(item.group, item.lease))
                 self.checked += 1
                 if origin != item.lease:

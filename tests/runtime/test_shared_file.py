@@ -1,5 +1,7 @@
 """A file is used again only when nobody reads it: no process, no map, no array."""
 
+import errno
+import fcntl
 import mmap
 import os
 import signal
@@ -66,6 +68,18 @@ def test_a_file_that_is_taken_while_it_is_opened_is_not_held(path: Path, monkeyp
     monkeypatch.setattr(os, "open", slow_open)
     with pytest.raises(FileNotFoundError):
         hold(path)
+
+
+@pytest.mark.parametrize("why", [errno.EBADF, errno.ENOSYS])  # of NFS, of Lustre without ``-o flock``
+def test_a_file_that_cannot_be_locked_is_left_where_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch, why: int
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(why, os.strerror(why))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert not take(path, path.with_name("b"))
+    assert path.read_bytes() == b"abc"
 
 
 def test_a_stopped_process_still_holds_and_a_killed_one_does_not(path: Path) -> None:

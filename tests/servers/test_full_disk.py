@@ -16,10 +16,19 @@ import pytest
 from staleflow.clients.parameters import Puller
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import Assign, FetchGroups, GetRows, Groups, PushGroups, PushItem, Results, Rows
+from staleflow.protocols.wire.messages import (
+    Assign,
+    FetchGroups,
+    GetRows,
+    Groups,
+    PushGroups,
+    PushItem,
+    Result,
+    Results,
+    Rows,
+)
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.runtime.audit import audit
-from staleflow.runtime.errors import Unavailable
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
 from tests.servers.scheduler.world import Cast, World, config
 
@@ -82,13 +91,12 @@ async def on_disk(disk: Disk) -> AsyncIterator[Run]:
     await run.close()
 
 
-async def push(rollout: Rollout, assign: Assign, tokens: int, timeout_s: float) -> Code | None:
-    """A large payload; ``Unavailable`` when it is not taken in time."""
+async def push(rollout: Rollout, assign: Assign, tokens: int) -> Result:
+    """A large payload."""
     specs, frames = specs_and_frames(payload(assign.version, seed=assign.group, tokens=tokens).to_arrays())
     item = PushItem(group=assign.group, lease=assign.lease, worker=rollout.worker, truncated=False, frames=specs)
-    answer = await rollout.shards[0].ask(PushGroups(items=[item]), Results, frames, timeout_s=timeout_s)
-    rollout.held.pop(assign.lease, None)
-    return answer.results[0].code
+    answer = await rollout.shards[0].ask(PushGroups(items=[item]), Results, frames)
+    return answer.results[0]
 
 
 async def test_a_shard_on_a_full_disk_refuses_pushes_serves_reads_and_goes_on_by_itself(
@@ -103,11 +111,11 @@ async def test_a_shard_on_a_full_disk_refuses_pushes_serves_reads_and_goes_on_by
     disk.fill()
     refused = ""
     for assign in leased:
-        try:
-            assert await push(rollout, assign, tokens, timeout_s=1.5) is None
-        except Unavailable as busy:
-            refused = busy.why
+        result = await push(rollout, assign, tokens)
+        if result.code is Code.BUSY:
+            refused = result.detail
             break
+        assert result.code is None
         taken.append(assign)
     assert taken, "void: nothing was taken before the disk was full"
     assert "is full" in refused, "void: nothing was refused"
@@ -120,7 +128,9 @@ async def test_a_shard_on_a_full_disk_refuses_pushes_serves_reads_and_goes_on_by
     assert {item.group for item in items} <= {assign.group for assign in taken}
     disk.empty()
     late = leased[len(taken)]
-    assert await push(rollout, late, tokens, timeout_s=20) is None  # the same process
+    room = await rollout.shards[0].ask(PushGroups(items=[]), Results, timeout_s=20)  # the same process
+    assert room.results == []
+    assert (await push(rollout, late, tokens)).code is None
     held = (await run.status(run.where.trajectories[0]))["groups"]
     assert sum(held.values()) == len(taken) + 1
 

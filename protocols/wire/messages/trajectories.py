@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
-from staleflow.protocols.wire.messages.base import Count, Message, Part, TensorSpec
+from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha, TensorSpec
 
 
 class GetRows(Message, frozen=True, kw_only=True):
@@ -14,6 +14,8 @@ class GetRows(Message, frozen=True, kw_only=True):
     groups: list[GroupId]
     partials: list[LeaseId] = msgspec.field(default_factory=list[LeaseId])
     """Empty, or for each group the lease under which its samples so far were put; 0: none are wanted."""
+    most_bytes: Count = 64 << 20
+    """Of the answer, but for its first group."""
 
 
 class PartialFrames(Part, frozen=True, kw_only=True):
@@ -25,7 +27,8 @@ class PartialFrames(Part, frozen=True, kw_only=True):
 
 
 class Rows(Message, frozen=True, kw_only=True):
-    """In the order asked: the columns of each row, and the samples so far; None when they are not wanted, or lost."""
+    """Of as many of the first groups as fit, in the order asked: the columns of each row, and the samples so far; None
+    when they are not wanted, or lost."""
 
     rows: list[dict[str, Any]]
     partials: list[PartialFrames | None] = msgspec.field(default_factory=list[PartialFrames | None])
@@ -87,7 +90,8 @@ class PushItem(Part, frozen=True, kw_only=True):
 
 
 class PushGroups(Message, frozen=True, kw_only=True):
-    """Finished groups, with their arrays (``trajectory.GroupPayload``). Answered when durable *and* registered.
+    """Finished groups, with their arrays (``trajectory.GroupPayload``). Answered when durable *and* registered; a group
+    that finds no room is ``busy``. Without any it asks whether there is room, and is refused ``busy`` until there is.
 
     -> Results, one a group
     """
@@ -106,6 +110,10 @@ class TakeStage(Message, frozen=True, kw_only=True):
     """As in ``FetchGroups``."""
     held: list[int] = msgspec.field(default_factory=list[int])
     """Tickets of groups that it has and goes on with. What else it was given here never came, and is given anew."""
+    checks: bool = False
+    """The worker checks the sha256 of every payload itself; else the shard does before it answers."""
+    most_bytes: Count = 64 << 20
+    """Of the answer's frames, but for its first group."""
 
 
 class StageItem(Part, frozen=True, kw_only=True):
@@ -116,16 +124,18 @@ class StageItem(Part, frozen=True, kw_only=True):
     ticket: int
     row: dict[str, Any]
     frames: list[TensorSpec]
+    """What other stages made of it and this one needs. The packed payload is the frame behind these, or has a place."""
+    sha: Sha
+    """Of the packed payload."""
     place: Place | None = None
-    """Where the packed payload lies, which is not in ``frames`` then."""
-    sha: str = ""
-    """Of what lies there."""
 
 
 class StageWork(Message, frozen=True, kw_only=True):
     items: list[StageItem]
     folder: str = ""
     """Of the slabs."""
+    waited_ms: Count = 0
+    """So long there was nothing: the rest of the time the answer was on its way."""
 
 
 class StageResult(Part, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import TypeVar
 
 from staleflow.clients.attachment import attach
 from staleflow.clients.parameters import TRIES, damaged
@@ -37,6 +38,8 @@ from staleflow.sim.faults.journal import Committed, Fetched
 from staleflow.sim.faults.payload import is_what_was_written, manifest_of, weights_of
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
+
+T = TypeVar("T")
 
 CHUNK = 64
 OTHER_RANK_SHARE = 0.2
@@ -127,6 +130,11 @@ class Trainer:
         ahead = asyncio.ensure_future(self._batch(stream, Step(version)))
         while True:
             batch = await self._next(ahead, version)
+            now = await self._next(asyncio.ensure_future(stream.sealed(batch.step)), version)
+            if now.batch != batch.batch:
+                self._scene.counts["a batch was taken back before it was trained"] += 1
+                ahead = asyncio.ensure_future(self._batch(stream, batch.step))
+                continue
             self._note(batch)
             ahead = asyncio.ensure_future(self._batch(stream, Step(batch.step + 1)))
             try:
@@ -169,8 +177,8 @@ class Trainer:
                     return joined(parts, piece.batch)
         raise AssertionError("the pieces of a step end with its batch")
 
-    async def _next(self, coming: "asyncio.Future[TrainBatch]", version: Version) -> TrainBatch:
-        """The batch. While it does not come, a newest version that was damaged is published again."""
+    async def _next(self, coming: "asyncio.Future[T]", version: Version) -> T:
+        """What comes next. While nothing does, a newest version that was damaged is published again."""
         while not (await asyncio.wait((coming,), timeout=LOOK_S))[0]:
             if await damaged(self._parameters, self._from, version):
                 term = self._scene.wrote[self._from, version]
@@ -203,8 +211,8 @@ class Trainer:
     async def _publish(self, version: Version, batch: BatchId | None) -> None:
         """Bytes first, then the commit; from the start if the server has forgotten the upload.
 
-        A batch that was taken back meanwhile (a member is corrupt) cannot be published: that ends the trainer, as it
-        ends the shipped one, and it comes back from its checkpoint.
+        A batch that was taken back while it was trained (a member is corrupt) cannot be published: that ends the
+        trainer, as it ends the shipped one, and it comes back from its checkpoint.
         """
         wrote = self._scene.wrote
         wrote[self._lineage, version] = max(self._term, wrote.get((self._lineage, version), self._term))

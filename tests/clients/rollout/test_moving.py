@@ -10,6 +10,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import LeaseId
 from staleflow.protocols.wire.messages import Abort, GetRows, Interrupt, Yield
 from staleflow.protocols.wire.trajectory import Finish
+from staleflow.runtime.portions import FIRST_BYTES
 from tests.clients.rollout.peers import assign, pull
 from tests.clients.rollout.test_worker import Paced, Play, loaded, playing
 from tests.clients.rollout.waiting import until
@@ -75,7 +76,7 @@ async def test_a_group_that_arrives_goes_on_from_what_the_other_lease_left(short
         play.scheduler.order(assign(1, lease=5, partial=1), assign(2))
         await until(lambda: play.engine.stats().running == 8)
         assert play.shard.asked[-1] == GetRows(
-            groups=[assign(1).group, assign(2).group], partials=[LeaseId(1), LeaseId(0)]
+            groups=[assign(1).group, assign(2).group], partials=[LeaseId(1), LeaseId(0)], most_bytes=FIRST_BYTES
         )
         play.scheduler.order(Interrupt(lease=LeaseId(5)))
         await until(lambda: 1 in play.shard.payloads)
@@ -151,7 +152,8 @@ async def test_what_was_lost_on_the_way_is_begun_anew(short_dir: Path) -> None:
         await loaded(play)
         play.scheduler.order(assign(1, lease=5, partial=3))
         await until(lambda: 1 in play.shard.payloads)
-        assert play.shard.asked == [GetRows(groups=[assign(1).group], partials=[LeaseId(3)])]
+        ask = GetRows(groups=[assign(1).group], partials=[LeaseId(3)], most_bytes=FIRST_BYTES)
+        assert play.shard.asked == [ask]
         assert play.shard.payloads[1].num_tokens == play.engine.stats().generated_tokens
 
 

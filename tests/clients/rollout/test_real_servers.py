@@ -37,7 +37,7 @@ from staleflow.protocols.wire.messages import (
     Status,
     TakeStage,
 )
-from staleflow.protocols.wire.tensors import arrays
+from staleflow.protocols.wire.tensors import unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from tests.clients.rollout.waiting import until
@@ -108,8 +108,7 @@ async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]
             work, frames = await shard.call(TakeStage(stage="reward", worker=ME, max_groups=4), timeout_s=None)
             assert isinstance(work, StageWork)
             for item in work.items:
-                mine, frames = frames[: len(item.frames)], frames[len(item.frames) :]
-                payload = GroupPayload.from_arrays({n: np.array(a) for n, a in arrays(item.frames, mine).items()})
+                payload = GroupPayload.from_arrays({n: np.array(a) for n, a in unpack(frames.pop(0)).items()})
                 taken.append((item, payload))
     shard.close()
     return taken

@@ -8,6 +8,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -426,6 +427,56 @@ async def test_a_map_of_a_file_is_read_by_the_engine_itself(
     await engine.load(weights, Lineage(0), Version(1))
     sample = await engine.generate(ask(0, [7, 8], 10))
     np.testing.assert_allclose(sample.logprobs, trainer_logprobs(model, [7, 8], sample.token_ids), atol=1e-4)
+
+
+async def test_a_file_that_vllms_process_cannot_open_is_told_with_what_is_needed() -> None:
+    from staleflow.clients.rollout.vllm_receiver import Places, mapped
+
+    with pytest.raises(
+        OSError, match=r"cannot read the rollout worker's weights: .*/proc/0/fd/9.* as one user, in one"
+    ):
+        list(mapped(Places("/proc/0/fd/9", [])))
+
+
+async def test_a_load_shows_as_stuck_while_a_parcel_hangs_and_not_while_it_gets_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call of the engine core looks 100 s long, and the third parcel never returns."""
+    from staleflow.clients.rollout import vllm_weights
+    from staleflow.clients.rollout.vllm_counters import Counters
+    from staleflow.clients.rollout.vllm_engine import VllmEngine
+
+    model, counters, begun = build(), Counters(), list[float]()
+    hangs = asyncio.Event()
+
+    async def call(*_: Any, **__: Any) -> None:
+        begun.append(engine.stuck_s())
+        engine._busy_since = counters.stepped_at = time.monotonic() - 100
+        if len(begun) == 4:
+            hangs.set()
+            await asyncio.Event().wait()
+
+    async def at_once(*_: Any, **__: Any) -> None: ...
+
+    core = SimpleNamespace(
+        errored=False,
+        pause_generation=at_once,
+        start_weight_update=call,
+        update_weights=call,
+        shutdown=lambda timeout: None,
+    )
+    llm: Any = core
+    engine: Any = VllmEngine(llm, counters, model, [], context=512)
+    engine._drafts[0] = SimpleNamespace(name="", task=None)
+    engine._busy()
+    monkeypatch.setattr(vllm_weights, "SPOOL_BYTES", 1)
+    load = asyncio.ensure_future(engine.load(published(model), Lineage(0), Version(1)))
+    await asyncio.wait_for(hangs.wait(), 60)
+    assert max(begun) < 50, begun
+    assert engine.stuck_s() >= 100
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
+    await engine.close()
 
 
 async def test_a_request_that_cannot_be_served_is_refused_with_the_reason(make: Make) -> None:

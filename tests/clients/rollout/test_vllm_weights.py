@@ -1,6 +1,9 @@
 """Where published tensors lie, told without vLLM."""
 
 import mmap
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,16 @@ def read(path: str, place: Place) -> Any:
 
 
 def ours(parcel: Parcel) -> bool:
-    return Path(parcel.path).name.startswith("staleflow-weights-")
+    return os.path.realpath(parcel.path).startswith("/memfd:staleflow-weights")
+
+
+def open_spools() -> int:
+    """Files of ours that this process has."""
+    links: list[str] = []
+    for found in Path("/proc/self/fd").iterdir():
+        if found.is_symlink():  # but for the one that lists them
+            links.append(os.readlink(found))
+    return sum(link.startswith("/memfd:staleflow-weights") for link in links)
 
 
 def mapped(path: Path, content: bytes, access: int = mmap.ACCESS_READ) -> memoryview:
@@ -41,21 +53,45 @@ def test_tensors_in_one_map_of_a_file_are_named_by_their_offsets(tmp_path: Path)
     assert read(parcel.path, parcel.tensors[0]).tolist() == tensors["a"].tolist()
 
 
+def test_a_map_is_named_in_parcels_that_are_read_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "MAPPED_BYTES", 80)
+    data = mapped(tmp_path / "version", np.arange(100, dtype=np.float32).tobytes())
+    ends = {"a": (0, 10), "b": (10, 20), "c": (20, 21), "large": (21, 60), "d": (60, 70)}
+    tensors: dict[str, Any] = {name: np.frombuffer(data, np.float32)[slice(*end)] for name, end in ends.items()}
+    found = list(parcels(tensors))
+    assert [[name for name, *_ in parcel.tensors] for parcel in found] == [["a", "b"], ["c"], ["large"], ["d"]]
+    assert {parcel.path for parcel in found} == {str(tmp_path / "version")}
+    for parcel in found:
+        for place in parcel.tensors:
+            assert read(parcel.path, place).tolist() == tensors[place[0]].tolist()
+
+
 def test_what_is_no_map_goes_through_short_lived_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_weights, "SPOOL_BYTES", 100)
     tensors: dict[str, Any] = {name: np.arange(10, dtype=np.float32) + index for index, name in enumerate("abcde")}
     tensors["t"] = np.arange(6, dtype=np.float32).reshape(2, 3).T  # not in C order
-    seen: list[Path] = []
     names: list[list[str]] = []
     for parcel in parcels(tensors):
-        assert [path.exists() for path in seen] == [False] * len(seen)
+        assert open_spools() == 1
         for place in parcel.tensors:
             assert read(parcel.path, place).tolist() == tensors[place[0]].tolist()
         assert ours(parcel)
-        seen.append(Path(parcel.path))
         names.append([place[0] for place in parcel.tensors])
     assert names == [["a", "b"], ["c", "d"], ["e", "t"]]
-    assert not any(path.exists() for path in seen)
+    assert open_spools() == 0
+
+
+def test_other_processes_read_a_file_that_has_no_name_and_so_ends_with_this_process() -> None:
+    coming = parcels({"a": np.arange(10, dtype=np.float32)})
+    path = next(coming).path
+    assert os.stat(path).st_nlink == 0
+    reading = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read(40))"
+    child = subprocess.run([sys.executable, "-c", reading, path], capture_output=True, check=True)
+    assert np.frombuffer(child.stdout, np.float32).tolist() == list(range(10))
+    coming.close()
+    assert open_spools() == 0
 
 
 def test_a_file_that_was_replaced_or_deleted_or_changed_in_memory_alone_is_not_named(tmp_path: Path) -> None:

@@ -201,6 +201,24 @@ async def test_what_a_shard_calls_stale_is_thrown_away_and_counted(short_dir: Pa
         assert play.scheduler.released == []
 
 
+async def test_a_group_that_the_shard_puts_off_keeps_no_other_waiting_and_can_be_aborted(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.clients.rollout.pushes.BUSY_S", 1e6)
+    async with playing(short_dir) as play:
+        play.shard.codes = {1: [Code.BUSY] * 10}
+        await loaded(play)
+        play.scheduler.order(assign(1))
+        await until(lambda: play.shard.offered == [1])
+        for group in (2, 3):
+            play.scheduler.order(assign(group))
+            await until(partial(play.shard.payloads.__contains__, group))
+        await until(lambda: play.scheduler.held == [1])
+        play.scheduler.order(Abort(lease=LeaseId(1)))
+        await until(lambda: play.scheduler.held == [])
+        assert play.shard.offered == [1, 2, 3]
+
+
 async def test_what_goes_wrong_with_a_group_costs_that_group_alone(short_dir: Path) -> None:
     async with playing(short_dir) as play:
         play.shard.rows = {1: {"prompt": "x" * 21}, 2: {"question": "?"}, 3: {"prompt": ""}}

@@ -40,6 +40,15 @@ def hangs(prompt: str, completion: str) -> float:
     return 1.0
 
 
+def raises_or_hangs(prompt: str, completion: str, *, marker: str) -> float:
+    if completion == "hang":
+        Path(marker).touch()
+        time.sleep(3600)
+    if completion == "raise":
+        raise ValueError("cannot judge it")
+    return 1.0
+
+
 def hangs_for_good(prompt: str, completion: str, *, marker: str) -> float:
     Path(marker).touch()
     time.sleep(3600)

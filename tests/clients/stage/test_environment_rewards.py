@@ -29,12 +29,12 @@ def payload(**returned: list[float]) -> GroupPayload:
     )
 
 
-async def rewards(function: str, group: GroupPayload) -> Made:
-    """What the stage makes of one group."""
+async def rewards(function: str, group: GroupPayload, **row: float) -> Made:
+    """What the stage makes of one group of a row with these columns beside its prompt."""
     runner = RewardRunner(f"{REWARDS}:{function}", timeout_s=10.0, retries=0) if function else None
     stage = RewardStage(runner, ids_as_text)
     try:
-        (made,) = await stage.make([StageGroup(group=GroupId(1), row={"prompt": "p"}, payload=group)])
+        (made,) = await stage.make([StageGroup(group=GroupId(1), row={"prompt": "p", **row}, payload=group)])
     finally:
         if runner is not None:
             await runner.close()
@@ -55,6 +55,25 @@ async def test_a_reward_that_the_environment_returned_is_the_reward(function: st
 async def test_without_one_the_function_scores_the_text_of_all_turns_and_is_told_the_other_numbers() -> None:
     assert column(await rewards("length", payload(other=[1.0, 2.0]))) == [len("1 2 3"), len("4")]
     assert column(await rewards("told", payload(other=[1.0, 2.0]))) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "says"),
+    [
+        ("answer", {}, '"answer" comes from the prompt\'s row and from environment'),
+        ("prompt", {}, '"prompt" comes from the prompt\'s row and from environment'),
+        ("completion", {}, '"completion" comes from the sample and from environment'),
+        ("score", {"stage/judge/score": [0.0, 1.0]}, '"score" comes from environment and from judge'),
+    ],
+)
+async def test_no_number_takes_the_place_of_another_argument(
+    name: str, others: dict[str, list[float]], says: str
+) -> None:
+    group = payload(**{name: [0.5, 1.0]})
+    group.stages.update({column: np.array(values, np.float32) for column, values in others.items()})
+    made = await rewards("length", group, answer=4.0)
+    assert isinstance(made, Failed)
+    assert made.why == f"{says}; the reward takes one value of a name"
 
 
 async def test_without_either_the_group_fails_with_the_reason() -> None:

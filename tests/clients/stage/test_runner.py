@@ -120,6 +120,19 @@ async def test_calls_beside_one_that_blocks_the_process_run_again_and_are_not_ch
         assert runner.failed_calls == 1
 
 
+async def test_a_call_that_nobody_waits_for_any_more_does_not_cost_the_next_one_its_time(tmp_path: Path) -> None:
+    def marked(*completions: str) -> list[Sample]:
+        columns = {"marker": str(tmp_path / "marker")}
+        return [Sample(prompt="", completion=completion, columns=columns) for completion in completions]
+
+    async with running("raises_or_hangs", timeout_s=1.0) as runner:
+        with pytest.raises(RewardFailed, match="cannot judge it"):
+            await runner.score(marked("raise", "hang"))
+        assert await runner.score(marked("fine")) == [1.0]
+        assert (tmp_path / "marker").exists(), "void: no call was under way"
+        assert runner.failed_calls == 1
+
+
 async def test_a_reward_that_kills_its_process_is_named_and_the_next_call_has_a_new_one() -> None:
     async with running("dies", retries=1) as runner:
         with pytest.raises(RewardFailed, match=r"process ended with code 3 \(2 tries\)"):

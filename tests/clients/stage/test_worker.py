@@ -3,16 +3,29 @@
 import asyncio
 import signal
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 
 from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
 from staleflow.clients.trainer.client import TrainerClient
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import FinishStage, Result, Results, StageItem, StageWork, TakeStage
-from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.protocols.wire.messages import (
+    FinishStage,
+    Pong,
+    Request,
+    Result,
+    Results,
+    StageItem,
+    StageWork,
+    TakeStage,
+)
+from staleflow.protocols.wire.tensors import pack
+from staleflow.runtime import portions
+from staleflow.runtime.portions import FIRST_BYTES
 from tests.clients.stage.judged import group
 from tests.clients.trainer.service import REWARDS, Service, serving
 
@@ -62,6 +75,16 @@ def test_a_reward_that_cannot_be_imported_ends_the_worker_before_it_joins() -> N
         assert [event["role"] for event in service.trace("attach")].count("stage") == 0
 
 
+def packed(one: StageGroup) -> memoryview:
+    return memoryview(pack(one.payload.to_arrays()))
+
+
+def given(one: StageGroup, ticket: int) -> StageItem:
+    """What is said of a group whose packed payload is a frame."""
+    sha = sha256(packed(one)).hexdigest()
+    return StageItem(group=one.group, lease=LeaseId(1), ticket=ticket, row={}, frames=[], sha=sha)
+
+
 class Shard:
     """Has these groups for a stage, once."""
 
@@ -69,12 +92,8 @@ class Shard:
         self._groups = groups
 
     async def call(self, *_: object, **__: object) -> tuple[StageWork, list[memoryview]]:
-        items, frames = list[StageItem](), list[memoryview]()
-        for one in self._groups:
-            specs, more = specs_and_frames(one.payload.to_arrays())
-            items.append(StageItem(group=one.group, lease=LeaseId(1), ticket=1, row={}, frames=specs))
-            frames += more
-        return StageWork(items=items), frames
+        items, blobs = [given(one, 1) for one in self._groups], [packed(one) for one in self._groups]
+        return StageWork(items=items), blobs
 
 
 class Broken:
@@ -116,12 +135,8 @@ class Stream:
         numbers = range(self._last + 1, self._last + body.max_groups + 1)
         self._last += body.max_groups
         self.most = max(self.most, len(body.held) + body.max_groups)
-        items, frames = list[StageItem](), list[memoryview]()
-        for number in numbers:
-            specs, more = specs_and_frames(group(number).payload.to_arrays())
-            items.append(StageItem(group=group(number).group, lease=LeaseId(1), ticket=number, row={}, frames=specs))
-            frames += more
-        return StageWork(items=items), frames
+        items = [given(group(number), number) for number in numbers]
+        return StageWork(items=items), [packed(group(number)) for number in numbers]
 
     async def ask(self, body: FinishStage, *_: object, **__: object) -> Results:
         self.finished += [result.ticket for result in body.results]
@@ -156,6 +171,38 @@ async def test_a_slow_group_holds_up_its_own_place_only() -> None:
     assert stream.most == 3  # never more than its places
     assert stream.asked[0].held == []
     assert all(2 in ask.held for ask in stream.asked[1:])  # it says that it goes on with it
+
+
+class Late(Stream):
+    """Answers each question long after it came, for want of groups or because it is far away."""
+
+    def __init__(self, waited_ms: int) -> None:
+        super().__init__(enough=1)
+        self._waited_ms = waited_ms
+
+    async def call(self, body: TakeStage, **_: object) -> tuple[StageWork, list[memoryview]]:
+        await asyncio.sleep(0.05)
+        work, frames = await super().call(body)
+        return msgspec.structs.replace(work, waited_ms=self._waited_ms), frames
+
+    async def ask(self, body: Request, *_: object, **__: object) -> Any:
+        return await super().ask(body) if isinstance(body, FinishStage) else Pong()
+
+
+@pytest.mark.parametrize(("waited_ms", "portion"), [(0, FIRST_BYTES // 2), (60_000, FIRST_BYTES)])
+async def test_an_answer_that_is_long_on_its_way_makes_the_next_one_smaller(
+    monkeypatch: pytest.MonkeyPatch, waited_ms: int, portion: int
+) -> None:
+    monkeypatch.setattr(portions, "LATE_S", 0.01)
+    worker = StageWorker(worker=WorkerId("reward-0.x"), name="reward", stage=Whole(), max_groups=2)
+    late = Late(waited_ms)
+    shard: Any = late
+    serving = asyncio.create_task(worker.serve([shard]))
+    async with asyncio.timeout(5):
+        while len(late.asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    serving.cancel()
+    assert [ask.most_bytes for ask in late.asked[:2]] == [FIRST_BYTES, portion]
 
 
 class Whole(Slow):

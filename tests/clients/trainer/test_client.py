@@ -102,7 +102,8 @@ def test_a_trainer_that_comes_back_is_served_the_same_batch_byte_for_byte(servic
     with joined(service) as trainer:
         again = one(trainer)
     assert same(first, again)
-    assert (again.batch, again.attempt) == (first.batch, first.attempt + 1)
+    assert again.batch == first.batch
+    assert again.attempt > first.attempt
 
 
 def test_coming_back_from_an_older_version_rolls_the_run_back_and_replays_its_batches(service: Service) -> None:

@@ -242,6 +242,21 @@ def test_the_third_bad_step_in_a_row_is_not_consumed_and_stops_the_run_with_its_
     assert again.published == []
 
 
+def test_a_step_whose_batch_was_taken_back_is_neither_saved_nor_the_end_of_the_run(tmp_path: Path) -> None:
+    class Refusing(Told):
+        def commit(self, weights: Weights) -> Version:
+            if self._current == 3:
+                raise BadVersion("step 3: batch 4 was taken back")
+            return super().commit(weights)
+
+    client = Refusing()
+    with pytest.raises(BadVersion, match="batch 4 was taken back"):
+        loop(tmp_path, client, Counting()).run()
+    assert client.published[-1] == (3, [3.0])
+    assert client.told == [("join", 0, 0), ("checkpointed", 0, 2)]
+    assert kept(tmp_path) == [2]
+
+
 class Small(Counting):
     """Has no room for step 3; ``can_save``: nor does another rank wait for it there."""
 

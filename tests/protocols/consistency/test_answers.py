@@ -108,12 +108,22 @@ def test_steps_are_consumed_in_order_and_only_as_they_are_sealed() -> None:
     scene.occupy(3)
     first, second = scene.consume_event(0), scene.consume_event(1)
     assert refused(scene, second) is Code.BAD_VERSION
-    assert refused(scene, replace(first, batch=BatchId(9))) is Code.STALE
-    assert refused(scene, replace(first, step=Step(1))) is Code.STALE
+    assert refused(scene, replace(first, batch=BatchId(9))) is Code.BAD_VERSION
+    assert refused(scene, replace(first, step=Step(1))) is Code.BAD_VERSION
     scene.apply(first)
     scene.apply(second)
     assert scene.machine.version == 2
-    assert refused(scene, first) is Code.STALE
+    assert refused(scene, first) is Code.BAD_VERSION
+
+
+def test_a_batch_that_was_taken_back_makes_no_version_and_the_one_sealed_instead_does() -> None:
+    scene = one_step()
+    void = scene.consume_event(0)
+    scene.quarantine(0)
+    scene.finish(2)
+    assert refused(scene, void) is Code.BAD_VERSION
+    scene.train(0)
+    assert scene.machine.version == 1
 
 
 def test_version_0_is_published_once() -> None:

@@ -20,6 +20,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
     monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: relays are reached from everywhere
+    monkeypatch.setattr(tree, "ROOT_READERS", 0)
 
     def readers_on(host: str) -> None:
         monkeypatch.setattr(mapped, "boot_id", lambda: host)

@@ -13,7 +13,8 @@ from staleflow.protocols.wire.messages import KeepVersions, Registered, Versions
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters import catalog
 from staleflow.servers.parameters.catalog import Catalog
-from staleflow.servers.parameters.versions import About, VersionKey, Versions
+from staleflow.servers.parameters.versions import About, Staged, VersionKey, Versions
+from tests.servers.parameters.crowded import holds
 
 MIB = 1 << 20
 
@@ -48,11 +49,11 @@ def about_of(version: int) -> About:
 class Store:
     """A catalog of versions of one MiB each, with room for four."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keep_versions: int = 1, budget: int = 4 * MIB) -> None:
         self.scheduler = Scheduler()
         scheduler: Any = self.scheduler
         self._versions = Versions(folder, durability="process")
-        self.catalog = Catalog(self._versions, scheduler, keep_versions=1, budget_bytes=4 * MIB)
+        self.catalog = Catalog(self._versions, scheduler, keep_versions=keep_versions, budget_bytes=budget)
 
     async def begun(self) -> "Store":
         """A new one, whose folder is empty."""
@@ -75,8 +76,8 @@ class Store:
     def collect(self) -> "asyncio.Task[None]":
         return asyncio.ensure_future(self.catalog.collect())
 
-    def make_room(self, mib: int) -> "asyncio.Task[None]":
-        return asyncio.ensure_future(self.catalog.make_room(VersionKey(Lineage(0), Version(9)), mib * MIB, 0))
+    def stage(self, mib: int) -> "asyncio.Task[Staged]":
+        return asyncio.ensure_future(self.catalog.stage(VersionKey(Lineage(0), Version(9)), mib * MIB, 0))
 
     def versions(self) -> list[int]:
         return [int(row["version"]) for row in self.catalog.status()]
@@ -86,7 +87,7 @@ class Store:
 async def test_two_who_want_the_same_version_deleted_delete_it_once(tmp_path: Path, order: tuple[int, int]) -> None:
     store = await Store(tmp_path).begun()
     await store.add(0, 1, 2)
-    both = [store.collect(), store.make_room(3)]
+    both = [store.collect(), store.stage(2)]
     await asyncio.sleep(0)
     for number in order:
         store.scheduler.answer(number, 2)
@@ -97,15 +98,73 @@ async def test_two_who_want_the_same_version_deleted_delete_it_once(tmp_path: Pa
 async def test_what_is_registered_while_they_ask_is_not_deleted_by_an_answer_from_before(tmp_path: Path) -> None:
     store = await Store(tmp_path).begun()
     await store.add(0, 1)
-    collecting, making = store.collect(), store.make_room(3)
+    collecting, staging = store.collect(), store.stage(3)
     await asyncio.sleep(0)
     await store.add(2, 3)
     for number in range(2):
         store.scheduler.answer(number, 1)
     await collecting
+    while len(store.scheduler.asked) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    store.scheduler.answer(2, 1, 2)
     with pytest.raises(Refused, match="3 of 4 MiB"):
-        await making
+        await staging
     assert store.versions() == [1, 2, 3]
+
+
+async def test_on_a_full_disk_the_oldest_go_that_are_kept_by_count_or_as_a_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await Store(tmp_path, keep_versions=9, budget=0).begun()
+    await store.add(0, 1, 2, 3, 4)
+    holds(monkeypatch, tmp_path, 5 * MIB)
+    pins = store.catalog.pins
+    for version in (1, 2):
+        pins.add("reader.1", VersionKey(Lineage(0), Version(version)))
+    pins.keep_as_base("reader.1", VersionKey(Lineage(0), Version(1)))
+    for mib, number in ((2, 0), (1, 2)):
+        staging = store.stage(mib)
+        while not staging.done():
+            if len(store.scheduler.asked) > number:
+                store.scheduler.answer(number, 0)
+                number += 1
+            await asyncio.sleep(0.001)
+        if mib == 2:
+            assert (await staging).path.stat().st_size == 2 * MIB
+        else:
+            with pytest.raises(Refused, match="No space left on device") as no:
+                await staging
+            assert no.value.code is Code.BUSY
+        assert store.versions() == [0, 2, 4]
+
+
+async def test_a_version_that_is_deleted_before_it_is_looked_at_is_not_corrupt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await Store(tmp_path).begun()
+    await store.add(0, 1)
+    key = VersionKey(Lineage(0), Version(0))
+    stored = store.catalog.find(key)
+    collecting = store.collect()
+    await asyncio.sleep(0)
+    store.scheduler.answer(0, 1)
+    await collecting
+    with pytest.raises(Refused, match="is not here"):
+        await store.catalog.verified("reader.1", key, stored, doubted=False)
+    assert "corrupt" not in caplog.text
+
+
+def test_what_is_published_again_while_its_old_file_is_removed_stays(tmp_path: Path) -> None:
+    versions, about = Versions(tmp_path, durability="process"), about_of(0)
+
+    def publish() -> None:
+        versions.stored[about.key] = versions.keep(versions.stage(about.key, MIB), about, in_place=True)
+
+    publish()
+    aside = versions.put_aside(about.key)
+    publish()
+    versions.remove(aside)
+    assert {path.name for path in tmp_path.iterdir()} == {"0-0.bin", "0-0.json"}
 
 
 async def test_what_a_fenced_trainer_says_once_more_after_a_restart_deletes_no_version_of_the_run(

@@ -1,6 +1,9 @@
 """A second server on the same folder is refused before it removes what the first one is writing; a relay waits."""
 
+import errno
+import fcntl
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -41,6 +44,20 @@ def test_a_relay_that_waited_in_vain_leaves_to_be_started_again(
         assert (folder / "upload-1.part").exists()
     assert f"waits for {folder}: another relay still has it" in caplog.text
     assert "in use by another process" in caplog.text
+
+
+def test_a_folder_whose_file_system_has_no_locks_is_refused_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    why = re.escape("(flock: Function not implemented, errno 38)")
+    with pytest.raises(ConfigError, match=why), owned(tmp_path / "parameters"):
+        pass
+    assert relayed(tmp_path) == 2  # it waits for nobody
+    assert "another relay" not in caplog.text
 
 
 def test_a_relay_that_waits_can_be_stopped(tmp_path: Path) -> None:

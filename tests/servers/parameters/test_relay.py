@@ -1,6 +1,8 @@
 """Relays: the same bytes, never a damaged one, as they arrive, for as long as there is a way to them."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +20,10 @@ from staleflow.protocols.wire.messages import (
     Finished,
     GetChunk,
     GetDelta,
+    GetStatus,
     JoinRelays,
     ManifestOf,
+    Status,
 )
 from staleflow.runtime import weights
 from staleflow.runtime.daemon import Stop
@@ -257,6 +261,27 @@ async def test_a_relay_without_room_says_no_and_its_readers_do_without_it(
     with pytest.raises(Refused, match="this relay has no room: 0 bytes are free"):
         await client.ask(manifest_of(0), ManifestOf)
     same((await pulled(grown.reader()))[0])
+
+
+async def test_a_relay_whose_file_gives_an_error_says_so_and_goes_on(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await grown.grow("relay-0")
+    same((await pulled(grown.reader()))[0])
+    client = await grown.client("relay-0")
+    while (await client.ask(GetStatus(), Status)).values["coming"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Versions, "read", broken)
+        with pytest.raises(Refused, match="Input/output error") as no:
+            await client.call(chunk(0, 4))
+    assert no.value.code is Code.BAD_VERSION
+    _, frames = await client.call(chunk(0, 4))
+    assert bytes(frames[0]) == LARGE["first"].tobytes()[:4]
 
 
 async def test_a_relay_that_is_nowhere_is_refused(grown: Grown) -> None:

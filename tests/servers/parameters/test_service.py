@@ -3,7 +3,8 @@
 import asyncio
 import errno
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, V
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import (
     BeginPublish,
+    Chunk,
     CommitPublish,
     Done,
     GetChunk,
+    GetDelta,
     GetManifest,
     Manifest,
     ManifestOf,
@@ -28,9 +31,13 @@ from staleflow.protocols.wire.messages import (
     Registered,
 )
 from staleflow.protocols.wire.tensors import Array
+from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
+from staleflow.servers.parameters import uploads as uploads_module
+from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.uploads import Uploads
 from staleflow.servers.parameters.versions import VersionKey, Versions
+from tests.servers.parameters.crowded import holds
 from tests.servers.running import WEIGHTS, Run, StageWorker, Trainer, eventually, produced
 
 BYTES = np.arange(100, dtype=np.float32).tobytes()
@@ -91,17 +98,84 @@ async def test_a_version_with_other_bytes_is_a_conflict_and_the_first_wins(run: 
     assert {path.name for path in (run.run_dir / "parameters").iterdir()} == {"0-0.bin", "0-0.json"}
 
 
-async def test_a_publisher_that_leaves_while_its_version_finds_no_room_leaves_no_file(tmp_path: Path) -> None:
+async def test_what_a_publisher_left_goes_after_a_while_unless_it_may_still_become_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = Versions(tmp_path, durability="process")
     uploads, ask = Uploads(held), BeginPublish(**ANNOUNCED)
     upload = uploads.add("trainer.1", ask, held.stage(VersionKey(ask.lineage, ask.version), ask.nbytes))
+    uploads.leave("trainer.1")
+    await uploads.forget_left()
+    assert uploads.find(upload.number) is upload  # it is there again
+    monkeypatch.setattr(uploads_module, "LEFT_S", -1.0)
+    await uploads.forget_left()
+    assert uploads.find(upload.number) is upload
+    uploads.leave("trainer.1")
     upload.committing = asyncio.create_task(asyncio.sleep(0))  # type: ignore[arg-type]
-    uploads.forget_peer("trainer.1")
-    assert [name[-5:] for name in os.listdir(tmp_path)] == [".part"]  # it may still become a version
-    uploads.reopen(upload)
+    await uploads.forget_left()
+    assert [name[-5:] for name in os.listdir(tmp_path)] == [".part"]
+    upload.committing = None
+    await uploads.forget_left()
     assert os.listdir(tmp_path) == []
     with pytest.raises(Refused, match="begin again"):
         uploads.find(upload.number)
+
+
+async def test_an_upload_goes_on_after_its_publisher_was_gone(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, gone, on_gone = WorkerId("trainer.7"), asyncio.Event(), ParameterService.on_gone
+
+    def told(self: ParameterService, peer: str) -> None:
+        on_gone(self, peer)
+        if peer == publisher:
+            gone.set()
+
+    monkeypatch.setattr(ParameterService, "on_gone", told)
+    run = make_run()
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    first = Client(run.where.parameters, worker=publisher)
+    to = await first.ask(begin(trainer), PublishTo)
+    await first.ask(PublishChunk(upload=to.upload, offset=0), Done, [BYTES[:200]])
+    first.close()
+    async with asyncio.timeout(60):
+        await gone.wait()
+    again = run.client(run.where.parameters, publisher)
+    await again.ask(PublishChunk(upload=to.upload, offset=200), Done, [BYTES[200:]])
+    published = await again.ask(CommitPublish(upload=to.upload, manifest=manifest()), Registered)
+    assert published == Registered(lineage=Lineage(0), version=Version(0))
+
+
+async def test_slow_work_on_files_is_done_in_threads(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[bool]] = {name: set() for name in ("write", "remove", "discard")}
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            threads[name].add(threading.current_thread() is threading.main_thread())
+            return real(*given)
+
+        return call
+
+    for name in threads:
+        monkeypatch.setattr(Versions, name, noted(name, getattr(Versions, name)))
+    run = make_run(parameters={"keep_versions": 1})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    await upload(run, trainer, begin(trainer))
+    await upload(run, trainer, begin(trainer))
+    async with produced(run):
+        await train(trainer, range(6))
+
+    async def removed() -> bool:
+        return bool(threads["remove"])
+
+    await eventually(removed)
+    assert threads == {"write": {False}, "remove": {False}, "discard": {False}}
 
 
 async def test_a_publish_by_an_older_trainer_is_fenced_at_every_step(run: Run) -> None:
@@ -133,12 +207,22 @@ async def test_a_term_that_has_not_begun_fences_nobody(run: Run, ahead: int) -> 
     assert (await successor.publish(0, WEIGHTS)).version == 0
 
 
-async def test_a_version_that_the_scheduler_refuses_is_forgotten(run: Run) -> None:
-    trainer = await run.trainer()
+class Counted:
+    """Weights that know how often they were sent."""
+
+    passes = 0
+
+    def items(self) -> Iterable[tuple[str, Array]]:
+        self.passes += 1
+        return WEIGHTS.items()
+
+
+async def test_a_version_that_the_scheduler_refuses_is_sent_once_and_forgotten(run: Run) -> None:
+    trainer, weights = await run.trainer(), Counted()
     await trainer.publish(0, WEIGHTS)
-    with pytest.raises(Refused) as no:
-        await trainer.publish(1, WEIGHTS, BatchId(77))
-    assert no.value.code is Code.STALE
+    with pytest.raises(Refused, match="batch 77 is not the sealed batch of step 0") as no:
+        await trainer.publish(1, weights, BatchId(77))
+    assert (no.value.code, weights.passes) == (Code.BAD_VERSION, 1)
     assert list(await versions(run)) == [0]
 
 
@@ -269,6 +353,24 @@ async def test_where_the_budget_is_full_unused_versions_go_and_a_publish_waits_f
     puller.close()
 
 
+async def test_where_the_disk_is_full_unused_versions_go(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(parameters={"keep_versions": 9})
+    for start in (run.scheduler, run.trajectories, run.parameters):
+        start()
+    trainer = await run.trainer()
+    mib = {"w": np.zeros(1 << 18, np.float32)}
+    holds(monkeypatch, run.run_dir / "parameters", 3 << 20)
+    await trainer.publish(0, mib)
+    async with produced(run):
+        for step in range(4):
+            batch = await trainer.next_batch(step)
+            async with asyncio.timeout(60):
+                await trainer.publish(step + 1, mib, batch.batch)
+    assert sorted(await versions(run)) == [0, 3, 4]  # 0 is the checkpoint
+
+
 async def test_a_pin_ends_with_its_worker(run: Run) -> None:
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
@@ -310,6 +412,51 @@ async def test_a_file_that_changed_is_not_served_until_it_is_published_again(run
         await client.call(GetChunk(lineage=Lineage(0), version=Version(0), offset=0, nbytes=4))
     await trainer.publish(0, WEIGHTS)
     assert isinstance((await client.call(ask))[0], ManifestOf)
+
+
+@pytest.mark.parametrize("by", ["look", "piece"])
+async def test_a_file_that_gives_an_error_is_named_and_not_served_and_the_server_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    client = run.client(run.where.parameters, WorkerId("reader.1"))
+    ask = GetManifest(worker=WorkerId("reader.1"), lineage=Lineage(0), version=Version(0), doubted=True)
+
+    def broken(descriptor: int, *_: object) -> Any:
+        assert os.readlink(f"/proc/self/fd/{descriptor}").endswith("0-0.bin")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread" if by == "piece" else "preadv", broken)
+        with pytest.raises(Refused, match=r"version 0 of lineage 0 is corrupt: .*Input/output error") as no:
+            await client.call(
+                GetChunk(lineage=Lineage(0), version=Version(0), offset=0, nbytes=4) if by == "piece" else ask
+            )
+        assert no.value.code is Code.BAD_VERSION
+    assert "Input/output error" in (await versions(run))[0]["corrupt"]
+    await trainer.publish(0, WEIGHTS)
+    assert isinstance((await client.call(ask))[0], ManifestOf)
+
+
+async def test_a_delta_from_a_file_that_gives_an_error_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, WEIGHTS)
+    client = run.client(run.where.parameters, WorkerId("reader.1"))
+    lineage, version = Lineage(0), Version(0)
+    ask = GetDelta(
+        lineage=lineage, version=version, base_lineage=lineage, base_version=version, offset=0, nbytes=8, width=4
+    )
+
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Versions, "read", broken)
+        with pytest.raises(Refused, match="Input/output error") as no:
+            await client.call(ask)
+    assert no.value.code is Code.BAD_VERSION
+    assert isinstance((await client.call(ask))[0], Chunk)
 
 
 async def test_a_publish_waits_for_a_scheduler_that_is_away_and_pulls_go_on(run: Run) -> None:

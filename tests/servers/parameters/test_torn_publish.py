@@ -189,7 +189,7 @@ def recycling(folder: Path) -> Versions:
     versions = Versions(folder, durability="process")
     publish(versions, 0)
     publish(versions, 1)
-    versions.delete(VersionKey(Lineage(0), Version(0)), reuse=True)
+    versions.remove(versions.put_aside(VersionKey(Lineage(0), Version(0)), reuse=True))
     assert {path.name for path in folder.iterdir()} == {"0-1.bin", "0-1.json", "spare.part"}
     spare = folder / "spare.part"
     spare.chmod(0o644)

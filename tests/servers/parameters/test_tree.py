@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.servers.parameters.tree import FANOUT, ROOT, Tree
+from staleflow.servers.parameters.tree import FANOUT, ROOT, ROOT_READERS, Tree
 
 
 def tree(*relays: tuple[str, str]) -> Tree:
@@ -34,14 +34,20 @@ def test_a_relay_whose_source_left_gets_another_that_is_not_below_itself() -> No
     assert grown.relays[f"r{FANOUT}"].parent == ROOT
 
 
-def test_a_reader_gets_the_relay_of_its_host_else_who_has_the_fewest_readers() -> None:
-    grown = tree(("r0", "h0"), ("r1", "h1"))
-    assert grown.sources("reader-a", "h1") == ["tcp://10.0.0.1:2"]
-    assert grown.sources("reader-b", "h1") == ["tcp://10.0.0.1:2"]
-    assert grown.sources("reader-c", "h2") == ["tcp://10.0.0.1:1"]  # the root has two relays, r1 two readers
-    assert grown.sources("reader-d", "h2") == ["tcp://10.0.0.1:1"]
-    assert grown.sources("reader-e", "h2") == []
-    assert grown.sources("reader-c", "h2") == ["tcp://10.0.0.1:1"]  # stays
+def test_a_reader_gets_the_relay_of_its_host_else_the_root_else_who_has_the_fewest_readers() -> None:
+    grown = tree(*((f"r{n}", f"h{n}") for n in range(FANOUT)))
+    for n in range(ROOT_READERS + 1):
+        assert grown.sources(f"near-{n}", "h1") == ["tcp://10.0.0.1:2"]
+    for n in range(ROOT_READERS):  # though the root has its relays, and r0 nobody
+        assert grown.sources(f"far-{n}", "elsewhere") == []
+    grown.leave("r2")
+    grown.leave("r3")
+    for n in range(ROOT_READERS + 2):  # as many as the root has readers and relays
+        assert grown.sources(f"late-{n}", "elsewhere") == ["tcp://10.0.0.1:1"]
+    assert grown.sources("later", "elsewhere") == ["tcp://10.0.0.1:2"]
+    grown.leave("far-0")
+    assert grown.sources("later", "elsewhere") == ["tcp://10.0.0.1:2"]  # stays
+    assert grown.sources("last", "elsewhere") == []
 
 
 def test_a_reader_without_its_relay_gets_another() -> None:

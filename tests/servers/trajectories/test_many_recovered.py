@@ -2,24 +2,28 @@
 
 import asyncio
 import hashlib
+import tracemalloc
+from pathlib import Path
 from typing import cast
 
 import msgspec
 import numpy as np
+import pytest
 
-from staleflow.configs.schema import Config, Prompts, Reward
+from staleflow.configs.schema import Config, Prompts, Reward, Stage
 from staleflow.configs.stages import graph
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Operations, RegisterPush, Result, Results
 from staleflow.runtime.client import Client
+from staleflow.runtime.lmdb_store import Store
 from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import BATCH, Registrar
 from staleflow.servers.trajectories.shard import RECOVER_AT_ONCE, Shard
-from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
+from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore
 
 STORED = 20 * RECOVER_AT_ONCE
 MAP_BYTES = 64 << 20
@@ -118,3 +122,70 @@ def test_rewards_that_came_with_a_group_are_there_after_a_restart_with_what_the_
     assert one.read_columns([held])[0]["stage/reward/reward"].tolist() == [0.25, 1.0]
     asyncio.run(one.recover())
     assert held.keep
+
+
+LEASES = range(1, 41)
+COLUMN = (1).to_bytes(8, "big") * 2 + b"judge"
+"""The key of what stage ``judge`` made of the first."""
+VALUES = np.linspace(0, 1, 1 << 16, dtype=np.float32)
+JUDGED = graph(
+    Config(prompts=Prompts(), reward=Reward(run=""), stage=[Stage(name="judge", run="m:f", makes=["values:token"])])
+)
+
+
+def judged(path: Path) -> Store:
+    """What an earlier process had: groups that have a reward each, and a large column of another stage."""
+    store = Store(path, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
+    trajectories = TrajectoryStore(store, map_bytes=MAP_BYTES)
+    for one in map(pushed, LEASES):
+        trajectories.write_pushes([one])
+        reward = Columns(one.key, "reward", {"stage/reward/reward": np.asarray([0.5], np.float32)})
+        trajectories.write_columns([reward, Columns(one.key, "judge", {"stage/judge/values:token": VALUES})])
+    return store
+
+
+def started(store: Store) -> Shard:
+    registrar = Registrar(cast("Client", Ledger()))
+    return Shard(TrajectoryStore(store, map_bytes=MAP_BYTES), registrar, shard=0, stages=JUDGED, keep=FILTERS["none"])
+
+
+def test_a_start_reads_of_what_stages_made_the_rewards_and_nothing_else(tmp_path: Path) -> None:
+    store = judged(tmp_path)
+    tracemalloc.start()
+    try:
+        one = started(store)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < VALUES.nbytes
+    assert [held.done for held in one.holdings] == [{"reward": -1, "judge": -1}] * len(LEASES)
+    found = one.read_columns([*one.holdings])
+    assert all(np.array_equal(columns["stage/judge/values:token"], VALUES) for columns in found)
+    store.close()
+
+
+def test_a_column_that_has_changed_is_found_when_it_is_read(tmp_path: Path) -> None:
+    store = judged(tmp_path)
+    with store.write() as txn:
+        value = bytearray(txn.get("columns", COLUMN) or b"")
+        value[-1] ^= 1
+        txn.put("columns", COLUMN, value)
+    one = started(store)
+    held = one.holdings.find(pushed(1).key)
+    assert held is not None
+    with pytest.raises(CorruptRecord) as found:
+        one.read_columns([held])
+    assert found.value.key == held.key
+    store.close()
+
+
+def test_a_record_with_a_column_of_no_stage_is_damaged(tmp_path: Path) -> None:
+    store = judged(tmp_path)
+    with store.write() as txn:
+        value = txn.get("columns", COLUMN) or b""
+        txn.delete("columns", COLUMN)
+        txn.put("columns", COLUMN.replace(b"judge", b"jufge"), value)
+    one = started(store)
+    assert one.holdings.find(pushed(1).key) is None
+    assert pushed(1).key in one.retainable()
+    store.close()

@@ -12,6 +12,7 @@ import pytest
 from staleflow.clients.mapped import MappedSlabs
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.rollout.slabs import SlabWriter
+from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.stage.worker import Made, StageGroup
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.batches import FetchedGroup
@@ -327,7 +328,12 @@ async def test_a_stage_worker_maps_what_it_judges_or_asks_again_for_frames(
     slabbed.close()
 
 
-async def test_a_stage_never_judges_a_byte_that_changed_in_a_slab(run: Run) -> None:
+@pytest.mark.parametrize("host", ["", "another"], ids=["mapped", "in frames"])
+async def test_a_stage_never_judges_a_byte_that_changed_in_a_slab(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    if host:
+        monkeypatch.setattr(stage_worker, "boot_id", lambda: host)
     trainer, _, slabbed, assigns = await begun(run, 3)
     await slabbed.push(*assigns)
     (slab,) = slabs_of(run)
@@ -343,4 +349,10 @@ async def test_a_stage_never_judges_a_byte_that_changed_in_a_slab(run: Run) -> N
     working.cancel()
     assert assigns[0].group not in judge.seen
     assert {member.group for member in batch.members} <= {*judge.seen} & {assign.group for assign in assigns[1:]}
+
+    async def quarantined() -> bool:
+        return bool((await run.status(run.where.scheduler))["totals"]["releases"].get("aborted") == 1)
+
+    assert await eventually(quarantined)
+    assert f"quarantined: the payload of group {assigns[0].group}" in caplog.text  # the shard has looked
     slabbed.close()

@@ -1,5 +1,6 @@
 """Samples of groups that change their instance: kept in memory, for whoever names the lease that left them."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -9,8 +10,9 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Done, GetRows, PartialFrames, PutPartial, Rows
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import worker_id
+from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.errors import Refused
+from staleflow.servers.trajectories import service
 from staleflow.servers.trajectories.partials import OVERHEAD_BYTES, Partial, Partials
 from staleflow.servers.trajectories.records import Key
 from tests.servers.running import WEIGHTS, Run, payload
@@ -97,6 +99,34 @@ def test_what_many_small_ones_take_is_bounded_too() -> None:
     for group in range(1_000):
         partials.put(key(group, 5), *samples())
     assert 0 < len(partials) <= (1 << 20) // OVERHEAD_BYTES
+
+
+async def left(run: Run) -> tuple[Client, GetRows]:
+    """Groups 3, 4 and 5 were left by lease 5, group 3 with many samples; and the question for all."""
+    shard, groups = run.shard(worker_id("rollout-9")), [GroupId(group) for group in (3, 4, 5)]
+    for group in groups:
+        header, frames = samples(5_000 if group == 3 else 5)
+        assert await shard.ask(PutPartial(group=group, lease=LeaseId(5), partial=header), Done, frames) == Done()
+    return shard, GetRows(groups=groups, partials=[LeaseId(5)] * 3)
+
+
+async def test_an_answer_has_as_many_of_the_first_groups_as_fit_and_at_least_one(run: Run) -> None:
+    shard, ask = await left(run)
+    for most_bytes, groups in ((1, 1), (1 << 10, 1), (1 << 20, 3)):
+        answer, frames = await shard.call(msgspec.structs.replace(ask, most_bytes=most_bytes))
+        assert isinstance(answer, Rows)
+        assert (len(answer.rows), len(answer.partials)) == (groups, groups)
+        assert len(frames) == sum(len(partial.frames) for partial in answer.partials if partial is not None) > 0
+
+
+async def test_samples_that_fit_no_answer_keep_no_others_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MOST_ROW_BYTES", 4 * NBYTES)
+    shard, ask = await left(run)
+    answer, frames = await shard.call(ask)
+    assert isinstance(answer, Rows)
+    assert [row["prompt"] for row in answer.rows] == ["3 + 1", "4 + 1", "5 + 1"]
+    assert answer.partials == [None, samples()[0], samples()[0]]
+    assert [bytes(frame) for frame in frames] == 2 * [bytes(frame) for frame in samples()[1]]
 
 
 async def test_they_come_with_the_rows_and_go_with_the_process(run: Run) -> None:

@@ -13,6 +13,7 @@ from staleflow.protocols.wire.messages import Assign, GetRows, PushGroups, PushI
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
+from tests.servers.trajectories.remote_engine import Engine
 
 
 async def started(run: Run, capacity: int = 8) -> Rollout:
@@ -123,12 +124,17 @@ async def test_a_small_map_refuses_pushes_and_recovers_alone(make_run: Callable[
     run.parameters()
     rollout = await started(run, capacity=48)
     leased = (await rollout.leases(24))[:24]
-    pushes = [asyncio.create_task(_push_large(rollout, assign)) for assign in leased]
-    _, waiting = await asyncio.wait(pushes, timeout=1)
-    assert waiting, "the map was never full"
-    status = await run.status(run.where.trajectories[0])
+    engine = Engine(rollout, rollout.shards[0])
+    engine.put(*leased)
+    status: dict[str, Any] = {}
+
+    async def full() -> bool:
+        nonlocal status
+        status = await run.status(run.where.trajectories[0])
+        return bool(status["full"] == "map")
+
+    await eventually(full)
     assert status["used_share"] <= 1.0
-    assert status["full"] == "map"
     assert len(status["groups"]) > 0
 
     async def why() -> str:
@@ -145,18 +151,14 @@ async def test_a_small_map_refuses_pushes_and_recovers_alone(make_run: Callable[
             items, _ = await stage.take(wait_ms=500)
             await stage.finish(items, rewards=(1.0, 1.0))
             done += len(items)
-    assert {result.code for push in pushes for result in await push} == {None}
+    await engine.idle()
+    assert engine.codes == {assign.group: [None] for assign in leased}
+    engine.close()
 
     async def unnamed() -> bool:
         return "is full" not in await why()
 
     await eventually(unnamed)
-
-
-async def _push_large(rollout: Rollout, assign: Assign) -> Any:
-    specs, frames = specs_and_frames(payload(assign.version, seed=assign.group, tokens=5000).to_arrays())
-    item = PushItem(group=assign.group, lease=assign.lease, worker=rollout.worker, truncated=False, frames=specs)
-    return (await rollout.shards[0].ask(PushGroups(items=[item]), Results, frames, timeout_s=None)).results
 
 
 async def test_a_payload_that_never_fits_is_refused_for_good(make_run: Callable[..., Run]) -> None:

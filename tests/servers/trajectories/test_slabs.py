@@ -1,5 +1,6 @@
 """What a record refers to in a slab is never written again, and a slab is of use to one worker only."""
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -18,6 +19,7 @@ from staleflow.runtime.errors import Refused
 from staleflow.runtime.host import boot_id
 from staleflow.servers.trajectories.records import Key
 from staleflow.servers.trajectories.slabs import MOST_UNPUSHED_BYTES, Slabs
+from tests.servers.trajectories.scarce import no_descriptor, no_room
 
 MB = 1 << 20
 ME, OTHER = WorkerId("rollout-0.1"), WorkerId("rollout-1.1")
@@ -182,12 +184,73 @@ async def test_a_worker_that_cannot_open_its_slab_gives_it_back_and_asks_no_more
 
 
 def test_a_full_disk_is_no_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
     assert slabs(tmp_path).give(ask(1), ROOM).name == ""
     assert os.listdir(tmp_path / "slabs") == []
+
+
+@pytest.mark.parametrize("call", ["mkdir", "statvfs"])
+def test_a_disk_that_takes_no_folder_and_tells_nothing_of_itself_is_no_slab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    of = slabs(tmp_path)
+    with monkeypatch.context() as at_present:
+        at_present.setattr(os, call, no_room)
+        assert of.give(ask(1), ROOM).name == ""
+        assert of.store(key(1), [b"payload"], 7, lambda: ROOM) is None
+    assert of.give(ask(2), ROOM).name
+    assert of.store(key(1), [b"payload"], 7, lambda: ROOM)
+
+
+def test_without_a_descriptor_there_is_no_slab_and_with_one_again_there_is(tmp_path: Path) -> None:
+    of, first = slabs(tmp_path), ask(1)
+    with no_descriptor():
+        assert of.give(first, ROOM).name == ""
+        assert of.store(key(1), [b"payload"], 7, lambda: ROOM) is None
+    assert of.give(ask(2), ROOM).name
+    assert of.store(key(1), [b"payload"], 7, lambda: ROOM)
+
+
+def test_a_slab_of_the_shards_own_that_cannot_be_opened_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def scarce(path: Path, mode: str = "r") -> Any:
+        if mode == "r+b":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, mode)
+
+    of = slabs(tmp_path)
+    with monkeypatch.context() as at_present:
+        at_present.setattr(Path, "open", scarce)
+        for _ in range(3):
+            assert of.store(key(1), [b"payload"], 7, lambda: ROOM) is None
+            assert of.nbytes == 0
+    assert of.store(key(1), [b"payload"], 7, lambda: ROOM)
+    assert of.counts() == {"files": 1, "holding": 1, "bytes": MB}
+
+
+def test_a_slab_that_cannot_be_deleted_goes_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = slabs(tmp_path)
+    name = of.give(ask(1), ROOM).name
+    of.hold(key(1), name)
+    of.lose(ME)
+    with monkeypatch.context() as at_present:
+        at_present.setattr(os, "unlink", no_room)
+        of.free([key(1)])
+        assert (os.listdir(tmp_path / "slabs"), of.nbytes) == ([name], 0)
+        slabs(tmp_path).clear()
+    slabs(tmp_path).clear()
+    assert os.listdir(tmp_path / "slabs") == []
+
+
+def test_no_record_is_lost_because_there_is_no_descriptor(tmp_path: Path) -> None:
+    name = slabs(tmp_path).give(ask(1), ROOM).name
+    after = slabs(tmp_path)
+    with no_descriptor(), pytest.raises(OSError, match="Too many open files"):
+        after.find(key(1), name, 64, 7)
+    assert slabs(tmp_path).find(key(1), name, 64, 7)
 
 
 def test_after_a_restart_slabs_with_records_are_kept_and_given_to_nobody(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from staleflow.servers.trajectories.registrar import Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
+from tests.servers.trajectories.scarce import no_descriptor
 
 Step = tuple[str, WorkerId, int, int]
 MB = 1 << 20
@@ -64,7 +65,13 @@ class World:
     """A shard with room for few slabs, and workers that write over every byte of a slab that they are given."""
 
     def __init__(
-        self, folder: Path, *, map_bytes: int = 5 * MB, store: Store | None = None, scheduler: Any = None
+        self,
+        folder: Path,
+        *,
+        map_bytes: int = 5 * MB,
+        store: Store | None = None,
+        scheduler: Any = None,
+        sync: bool = False,
     ) -> None:
         self.folder = folder / "slabs"
         self.slabs = Slabs(self.folder, map_bytes=map_bytes)
@@ -72,7 +79,7 @@ class World:
         registrar: Any = scheduler or Scheduler()
         kept: Any = self.store
         self.shard = Shard(
-            TrajectoryStore(kept, map_bytes=map_bytes, slabs=self.slabs),
+            TrajectoryStore(kept, map_bytes=map_bytes, slabs=self.slabs, sync=sync),
             registrar,
             shard=0,
             stages=graph(Config(prompts=Prompts(), reward=Reward(run=""))),
@@ -238,6 +245,19 @@ async def test_a_push_again_of_a_damaged_record_leaves_nothing_of_what_was_there
     assert [(held.key, held.done) for held in again.shard.holdings] == [(key, {})]
     assert again.shard.retainable() == []  # it is to be registered, and no damaged record is left
     await again.shard.recover()
+
+
+def test_a_push_that_cannot_be_synced_for_want_of_a_descriptor_is_busy_and_is_taken_later(tmp_path: Path) -> None:
+    world, me = World(tmp_path, sync=True), WORKERS[0]
+    name = world.get(me)
+    world.push(me, 1, name)
+    with no_descriptor():
+        world.shard.commit()
+    assert (world.told, world.shard.full()) == ([Code.BUSY], "disk")
+    world.push(me, 1, name)
+    world.shard.commit()
+    assert (world.told, world.shard.full()) == ([Code.BUSY, None], "")
+    world.end()
 
 
 async def test_a_shard_that_drains_is_busy_and_says_nothing_of_slabs(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The queue of one stage, without sockets and clocks."""
 
+from typing import ClassVar
+
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.servers.trajectories.records import Key
 from staleflow.servers.trajectories.stage_queue import MAX_TRIES, StageQueue
@@ -80,3 +82,24 @@ def test_a_forgotten_group_is_neither_handed_out_nor_finished() -> None:
     queue.forget(B)
     assert not queue.finish(A, ticket.number, "w")
     assert queue.take("w", 1, now_s=0, seconds_each=1) == []
+
+
+class Counting(Key):
+    """Counts how often a key is compared with another."""
+
+    compared: ClassVar[int] = 0
+    __hash__ = Key.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counting.compared += 1
+        return super().__eq__(other)
+
+
+def test_to_forget_a_group_takes_no_walk_over_those_that_wait() -> None:
+    keys = [Counting(GroupId(number), LeaseId(1)) for number in range(1, 1001)]
+    queue = queue_of(*keys)
+    Counting.compared = 0
+    for key in (*keys[::2], *(Counting(GroupId(number), LeaseId(1)) for number in range(2001, 2501))):
+        queue.forget(key)
+    assert Counting.compared <= 4 * 1_000
+    assert [t.key for t in queue.take("w", 1000, now_s=0, seconds_each=1)] == keys[1::2]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,16 +18,20 @@ from staleflow.protocols.wire.messages import (
     FinishStage,
     GetStatus,
     Results,
+    StageItem,
     StageResult,
     StageWork,
     Status,
     TakeStage,
 )
-from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
 from staleflow.runtime.client import worker_id
 from staleflow.runtime.errors import Refused
+from staleflow.servers.trajectories import stage_calls
+from staleflow.servers.trajectories.records import Key, Record
+from staleflow.servers.trajectories.store import unpacked
 from tests.runtime.conftest import RawPeer
-from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually
+from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
 
 
 async def pushed(run: Run, count: int = 2) -> Rollout:
@@ -96,6 +101,65 @@ async def test_a_take_whose_answer_was_lost_gets_the_same_groups_again(run: Run)
     assert second != first
     assert (await take(8), await take(9)) == ([], second)
     peer.zmq.close()
+
+
+async def test_an_answer_has_no_more_bytes_than_are_asked_for_but_for_its_first_group(run: Run) -> None:
+    rollout = await pushed(run, count=4)
+    stage, size = StageWorker(run), len(pack(payload(0).to_arrays()))
+    taken = list[StageItem]()
+    for most_bytes, groups in ((1, 1), (2 * size, 2), (4 * size - 1, 3), (4 * size, 4)):
+        ask = TakeStage(stage="reward", worker=stage.worker, max_groups=4, most_bytes=most_bytes)
+        work, frames = await stage.client.call(ask)
+        assert isinstance(work, StageWork)
+        assert (len(work.items), len(frames)) == (groups, groups)
+        taken = work.items
+    await rollout.push(*(await rollout.leases(1))[:1])
+    rest, _ = await stage.take(held=taken)  # what an answer had no room for was waiting again
+    assert {r.code for r in await stage.finish([*taken, *rest])} == {None}
+
+
+async def test_a_newer_question_of_a_worker_ends_the_one_before(run: Run) -> None:
+    """The worker has given the older one up: groups that answered it would be read by nobody."""
+    stage = StageWorker(run)
+    older = asyncio.create_task(stage.take(wait_ms=20_000))
+    await stage.client.ask(GetStatus(), Status)  # behind it
+    newer = asyncio.create_task(stage.take(wait_ms=20_000))
+    async with asyncio.timeout(10):
+        assert await older == ([], [])
+        await pushed(run)
+        items, _ = await newer
+    assert items
+
+
+async def test_an_answer_says_how_long_there_was_nothing(run: Run) -> None:
+    stage = StageWorker(run)
+    work, _ = await stage.client.call(TakeStage(stage="reward", worker=stage.worker, max_groups=1, wait_ms=100))
+    assert isinstance(work, StageWork)
+    assert 90 <= work.waited_ms < 5_000
+    await pushed(run)
+    work, _ = await stage.client.call(TakeStage(stage="reward", worker=stage.worker, max_groups=1))
+    assert isinstance(work, StageWork)
+    assert (len(work.items), work.waited_ms) == (1, 0)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+async def test_payload_is_looked_at_by_its_worker_or_else_by_the_shard(
+    run: Run, monkeypatch: pytest.MonkeyPatch, checks: bool
+) -> None:
+    looked = list[int]()
+
+    def spied(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
+        looked.append(key.group)
+        return unpacked(key, record, blob)
+
+    monkeypatch.setattr(stage_calls, "unpacked", spied)
+    await pushed(run)
+    stage = StageWorker(run)
+    work, frames = await stage.client.call(TakeStage(stage="reward", worker=stage.worker, max_groups=1, checks=checks))
+    assert isinstance(work, StageWork)
+    assert [sha256(frame).hexdigest() for frame in frames] == [item.sha for item in work.items]
+    assert len(frames) == 1
+    assert looked == ([] if checks else [work.items[0].group])
 
 
 async def test_a_worker_that_asks_for_more_keeps_what_it_names_and_loses_what_it_does_not(run: Run) -> None:

@@ -1,5 +1,6 @@
 """A server that cannot serve says why in one line, with exit code 2, and leaves everything as it was."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +42,15 @@ async def test_other_prompts_than_those_of_the_run_are_refused(run: Run) -> None
     (run.run_dir / "prompts.jsonl").write_text('{"prompt": "changed"}\n')
     with pytest.raises(ConfigError, match="it refuses trajectories-0"):
         await trajectories.serve_until(Stop(), config, run.run_dir, 0)
+
+
+async def test_a_column_for_the_reward_that_the_rows_have_too_is_named(make_run: Callable[..., Run]) -> None:
+    stage = {"name": "judge", "run": "m:f", "makes": ["answer"]}
+    run = make_run(stage=[stage], reward={"run": "m:f", "needs": ["judge/answer"]})
+    stop = Stop()
+    asyncio.get_running_loop().call_later(10, stop.set, "it serves")
+    with pytest.raises(ConfigError, match=r'reward\.needs is "judge/answer"; the rows of prompts\.path have a column'):
+        await trajectories.serve_until(stop, run.config, run.run_dir, 0)
 
 
 async def test_a_server_waits_for_its_scheduler_and_can_be_stopped_meanwhile(make_run: Callable[..., Run]) -> None:

@@ -1,0 +1,19 @@
+"""A folder of versions on a small disk."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+
+def holds(patched: pytest.MonkeyPatch, folder: Path, nbytes: int) -> None:
+    """No more than so many bytes fit into the folder."""
+    allocate = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        if sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".bin", ".part")) > nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(descriptor, offset, length)
+
+    patched.setattr(os, "posix_fallocate", full)
