@@ -143,6 +143,7 @@ async def guarded(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: "the relay's host")
     monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: it is reached from everywhere
+    monkeypatch.setattr(tree, "ROOT_READERS", 0)
     for module in (mapped, relays):
         monkeypatch.setattr(module, "boot_id", lambda: "far away")
     guarded = Guarded(short_dir)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from staleflow.clients.parameters.remote import Remote
+from staleflow.clients.stage import worker as stage_worker
 from staleflow.protocols.consistency import production, rollback, settle, snapshot, training
 from staleflow.protocols.consistency.effects import Pushed
 from staleflow.protocols.consistency.events import Push
@@ -26,7 +27,6 @@ from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.trajectories import service as trajectory_service
-from staleflow.servers.trajectories import stage_calls
 from staleflow.servers.trajectories.shard import Shard
 
 Change = Callable[[Any], Any]
@@ -195,6 +195,16 @@ def _any_bytes_do(real: Any) -> Any:
         real(self, pushed, lambda result: then(Result() if result.code == "conflict" else result))
 
     return push
+
+
+def _believing(real: Any) -> Any:
+    def checked(data: Any, sha: str) -> Any:
+        try:
+            return unpack(data)
+        except Exception:
+            return real(data, sha)
+
+    return checked
 
 
 def _without_looking(real: Any) -> Any:
@@ -394,9 +404,9 @@ MUTANTS = (
     ),
     Mutant(
         "payload is handed to stages unchecked",
-        stage_calls,
-        "unpacked",
-        _without_looking,
+        stage_worker,
+        "checked",
+        _believing,
         _rules("SERVED"),
         ("flip a byte of a payload", "flip a byte of a payload", "slow link", "stop shortly"),
         every_s=0.4,
