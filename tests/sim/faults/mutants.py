@@ -461,6 +461,6 @@ MUTANTS = (
         _always_done,
         _rules("SERVED"),
         KILLS,
-        seed=32,
+        seed=53,
     ),
 )
