@@ -229,16 +229,10 @@ class TrainerClient:
         return PieceStream(self._scheduler, self._shards, term, size=size, rank=rank, world=world)
 
     def _stands(self, stream: BatchStream, batch: TrainBatch | Batch) -> bool:
-        """Whether a batch is still the one of its step: a corrupt member takes it back, also while it lies here."""
-        asking = self._thread.start(stream.sealed(batch.step))
-        try:
-            now = self._next(lambda: _left(asking))
-        finally:
-            asking.cancel()
-        if now.batch == batch.batch:
-            return True
-        log.warning("batch %d of step %d was taken back, batch %d is fetched", batch.batch, batch.step, now.batch)
-        return False
+        stands = self._wait(stream.stands(batch))
+        if not stands:
+            log.warning("batch %d of step %d was taken back, another is fetched", batch.batch, batch.step)
+        return stands
 
     def _next(self, coming: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What comes next. Nothing may, while the newest version is damaged at the server and loaded by nobody."""
@@ -417,11 +411,6 @@ async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
         if not limit.expired():
             raise
         return None
-
-
-async def _left(asking: Future[T]) -> T:
-    """Its result; to wait for it no longer leaves it be."""
-    return await asyncio.shield(asyncio.wrap_future(asking))
 
 
 def _always(_: object) -> bool:

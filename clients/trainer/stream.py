@@ -16,7 +16,7 @@ from staleflow.clients.trainer.shares import shares
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Step, TrainerTerm
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import Batch, MemberRef, NextBatch
+from staleflow.protocols.wire.messages import Batch, CheckBatch, Done, MemberRef, NextBatch
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.retry import Backoff
@@ -88,6 +88,17 @@ class BatchStream:
             if refused.code is Code.DENIED:
                 raise NoBatch(refused.detail) from refused
             raise
+
+    async def stands(self, batch: TrainBatch | Batch) -> bool:
+        """Whether it is still the one of its step: a corrupt member takes a batch back, also while it lies ready."""
+        check = CheckBatch(trainer_term=self._trainer_term, step=batch.step, batch=batch.batch)
+        try:
+            await self._scheduler.ask(check, Done, timeout_s=None)
+        except Refused as refused:
+            if refused.code is not Code.CONFLICT:
+                raise
+            return False
+        return True
 
     def _mine(self, members: Sequence[MemberRef]) -> Sequence[MemberRef]:
         """Whole groups, about equally many tokens a rank; every rank works out the same."""

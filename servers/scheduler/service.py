@@ -125,6 +125,7 @@ class Service:
             messages.Described: self._described,
             messages.Join: self._training.join,
             messages.NextBatch: self._training.next_batch,
+            messages.CheckBatch: self._training.check_batch,
             messages.NextGroups: self._training.next_batch,
             messages.RegisterVersion: self._training.register_version,
             messages.RegisterCheckpoint: self._training.register_checkpoint,

@@ -15,6 +15,7 @@ from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
 from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.wire.messages import (
     Batch,
+    CheckBatch,
     Claims,
     Done,
     Join,
@@ -126,6 +127,15 @@ class Training:
         self._waiting.append(Waiting(call, body, self._interpreter.clock.now_ms()))
         self._end = max(self._end, body.step + 1)
         self._sealed = True
+
+    def check_batch(self, call: Call, body: CheckBatch) -> None:
+        if not self.current(call, body.trainer_term):
+            return
+        sealed = self._interpreter.machine.sealed_batch(body.step)
+        if sealed is not None and sealed.batch == body.batch:
+            self._answers.hold(call, Done())
+        else:
+            self._answers.refuse(call, Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
 
     def deliver(self) -> None:
         """Hand out the batches that are sealed by now and the groups that may be claimed; turn away who was fenced."""

@@ -40,6 +40,7 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Described: frozenset((_O,)),
     m.Join: frozenset((_T,)),
     m.NextBatch: frozenset((_T,)),
+    m.CheckBatch: frozenset((_T,)),
     m.NextGroups: frozenset((_T,)),
     m.RegisterVersion: frozenset((_O,)),
     m.RegisterCheckpoint: frozenset((_T,)),

@@ -173,7 +173,8 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
         *("FindSources", *pulling),
     }
     assert may[Role.TRAINER] == common | {
-        *("Join", "NextBatch", "NextGroups", "RegisterCheckpoint", "Metrics", "Finished", "FetchGroups", "GetStatus"),
+        *("Join", "NextBatch", "CheckBatch", "NextGroups", "RegisterCheckpoint", "Metrics"),
+        *("Finished", "FetchGroups", "GetStatus"),
         *("BeginPublish", "PublishChunk", "CommitPublish", "FindSources", *pulling),
     }
     servers = {

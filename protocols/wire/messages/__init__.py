@@ -68,6 +68,7 @@ from staleflow.protocols.wire.messages.prompts import FEATURES, Describe, Descri
 from staleflow.protocols.wire.messages.stages import StageLoad, StageLoads
 from staleflow.protocols.wire.messages.training import (
     Batch,
+    CheckBatch,
     Claims,
     Finished,
     Join,
@@ -118,6 +119,7 @@ Request = (
     | Described
     | Join
     | NextBatch
+    | CheckBatch
     | NextGroups
     | RegisterVersion
     | RegisterCheckpoint
@@ -177,6 +179,7 @@ __all__ = [
     "Attached",
     "Batch",
     "BeginPublish",
+    "CheckBatch",
     "Chunk",
     "Claims",
     "Command",

@@ -36,6 +36,14 @@ class NextBatch(Message, frozen=True, kw_only=True):
     wait_ms: int = 1000
 
 
+class CheckBatch(Message, frozen=True, kw_only=True):
+    """Rank 0 is about to train a batch that has lain ready. -> Done, or Refusal ``conflict`` if it was taken back"""
+
+    trainer_term: TrainerTerm
+    step: Step
+    batch: BatchId
+
+
 class NextGroups(Message, frozen=True, kw_only=True):
     """A trainer that streams waits for more groups of ``step``. -> Claims, or Batch once the step is sealed
 

@@ -130,8 +130,7 @@ class Trainer:
         ahead = asyncio.ensure_future(self._batch(stream, Step(version)))
         while True:
             batch = await self._next(ahead, version)
-            now = await self._next(asyncio.ensure_future(stream.sealed(batch.step)), version)
-            if now.batch != batch.batch:
+            if not await stream.stands(batch):
                 self._scene.counts["a batch was taken back before it was trained"] += 1
                 ahead = asyncio.ensure_future(self._batch(stream, batch.step))
                 continue

@@ -22,7 +22,7 @@ from staleflow.clients.trainer.stream import BatchStream
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
-from staleflow.protocols.wire.messages import Batch, Joined, MemberRef, NextBatch, NextGroups
+from staleflow.protocols.wire.messages import Batch, CheckBatch, Done, Joined, MemberRef, NextBatch, NextGroups
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from tests.clients.trainer.making import payload
@@ -39,8 +39,12 @@ class Sealed:
         self.fetched: list[tuple[int, int]] = []
         """(rank, batch) of every fetch."""
 
-    async def ask(self, body: NextBatch, _: type[Batch], *, timeout_s: float | None) -> Batch:
-        return await self._batch(body.step)
+    async def ask(self, body: NextBatch | CheckBatch, _: type[Batch], *, timeout_s: float | None) -> Batch | Done:
+        if isinstance(body, NextBatch):
+            return await self._batch(body.step)
+        if self.batches.get(body.step) != body.batch:
+            raise Refused(Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
+        return Done()
 
     async def call(self, body: NextGroups, *, timeout_s: float | None) -> tuple[Batch, list[memoryview]]:
         return await self._batch(body.step), []
@@ -132,7 +136,7 @@ def test_a_batch_that_is_taken_back_while_the_one_before_is_trained_is_fetched_a
             trainer.commit(WEIGHTS)
     assert trainer.published == [(1, 1), (2, 3)]
     assert list(dict.fromkeys(sealed.fetched)) == [(0, 1), (0, 2), (0, 3)]
-    assert "batch 2 of step 1 was taken back, batch 3 is fetched" in caplog.text
+    assert "batch 2 of step 1 was taken back, another is fetched" in caplog.text
 
 
 def test_a_trainer_whose_batch_was_taken_back_looks_around_until_another_is_sealed(
