@@ -88,7 +88,7 @@ class Publisher:
             except OSError as error:  # a file system may reserve room, and have none all the same
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                log.warning("no room: %s, version %d", error.strerror, version)
+                log.warning("no room: %s", error)
                 await asyncio.sleep(FULL_S)
 
     async def damaged(self, lineage: Lineage, version: Version) -> bool:

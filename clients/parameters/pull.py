@@ -179,6 +179,9 @@ class Puller:
             await self._doubt(asked)
             await unpin(self._client, asked)
             raise
+        except Refused:
+            await unpin(self._client, asked)
+            raise
 
     async def _through(self, relay: Client, asked: GetManifest, manifest: Manifest) -> PulledVersion:
         """The relay's file where that is on this host, else its bytes in memory."""

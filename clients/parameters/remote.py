@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.configs.errors import ConfigError
 from staleflow.protocols.wire import delta
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, Unpin
@@ -164,6 +165,6 @@ def verify(manifest: Manifest, data: memoryview) -> None:
 
 async def unpin(client: Client, asked: GetManifest, *, base: bool = False) -> None:
     """The server may forget the version, as far as this worker is concerned; a ``base`` when it has to."""
-    with suppress(Refused, Unavailable):
+    with suppress(Refused, Unavailable, ProtocolError, ConfigError):
         message = Unpin(worker=asked.worker, lineage=asked.lineage, version=asked.version, base=base)
         await client.ask(message, Done, timeout_s=UNPIN_TIMEOUT_S)

@@ -261,7 +261,8 @@ async def _asked(shard: Client, take: TakeStage, portion: Portion) -> tuple[Stag
     work, frames = await portion.watch(shard, call, take.most_bytes, divisible=take.max_groups > 1)
     if not isinstance(work, StageWork):
         raise ProtocolError(Code.MALFORMED, f"{shard.address} answered TakeStage with {type(work).__name__}")
-    portion.took(sum(frame.nbytes for frame in frames), clock() - began - work.waited_ms / 1000)
+    if frames:  # of an answer without any only this loop's own pauses would be learned
+        portion.took(sum(frame.nbytes for frame in frames), clock() - began - work.waited_ms / 1000)
     return work, frames
 
 

@@ -25,7 +25,16 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.turns import Looks
-from staleflow.servers.parameters.versions import About, CorruptVersion, NoRoom, Staged, Stored, VersionKey, Versions
+from staleflow.servers.parameters.versions import (
+    About,
+    CorruptVersion,
+    NoRoom,
+    Scarce,
+    Staged,
+    Stored,
+    VersionKey,
+    Versions,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +76,7 @@ class Catalog:
 
     async def verified(self, worker: str, key: VersionKey, stored: Stored, *, doubted: bool) -> None:
         """Look at the bytes of a pinned version, closely if they are ``doubted``. ``Refused``, and no longer pinned, if
-        they are corrupt."""
+        they are corrupt, or cannot be read at present."""
         try:
             if doubted:
                 await self._looks.at(stored)
@@ -77,6 +86,9 @@ class Catalog:
         except CorruptVersion as error:
             self.pins.remove(worker, key)
             raise self.quarantined(key, stored, error) from error
+        except Scarce as error:
+            self.pins.remove(worker, key)
+            raise Refused(Code.BUSY, str(error)) from error
 
     def quarantined(self, key: VersionKey, stored: Stored, error: Exception) -> Refused:
         """Serve a version no more whose bytes are wrong, or cannot be read. Returns what to say of it."""
@@ -157,7 +169,7 @@ class Catalog:
         except CorruptVersion as error:
             log.error("a publish is refused: %s", error)
             raise Refused(Code.STALE, f"{error}; begin again") from error
-        except NoRoom as error:
+        except (NoRoom, Scarce) as error:
             log.error("no room: %s", error)
             raise Refused(Code.BUSY, str(error)) from error
         self._versions.stored[key] = stored

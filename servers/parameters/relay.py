@@ -43,7 +43,7 @@ from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.relay_arrivals import Arrivals
 from staleflow.servers.parameters.relay_sources import Upstream
 from staleflow.servers.parameters.turns import Looks, Turns
-from staleflow.servers.parameters.versions import CorruptVersion, VersionKey, Versions
+from staleflow.servers.parameters.versions import CorruptVersion, Scarce, VersionKey, Versions
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class RelayService:
                 data = await piece
             except Refused as no:
                 _refuse(call, no)
-            except OSError as error:  # nobody pinned it, and it went meanwhile; or it cannot be read
+            except (OSError, Scarce) as error:  # nobody pinned it, and it went meanwhile; or it cannot be read
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=offset), [data])
@@ -181,6 +181,8 @@ class RelayService:
             if self._versions.stored.get(key) is stored:
                 await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
             raise Refused(Code.BAD_VERSION, f"{key} is damaged at this relay") from error
+        except Scarce as error:
+            raise Refused(Code.BAD_VERSION, str(error)) from error
 
     async def _path(self, key: VersionKey, *, may_wait: bool) -> str:
         """The file of a version that is here; empty while it comes."""

@@ -30,7 +30,7 @@ from staleflow.runtime.weights import Load, Moved, Source, changes, credited, is
 from staleflow.servers.parameters.deltas import KEPT_BYTES, Deltas
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.relay_sources import Upstream
-from staleflow.servers.parameters.versions import About, NoRoom, Staged, Stored, VersionKey, Versions
+from staleflow.servers.parameters.versions import About, NoRoom, Scarce, Staged, Stored, VersionKey, Versions
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class Arrivals:
         manifest = await self._upstream.manifest(key)
         try:
             staged = await self._stage(key, manifest.nbytes)
-        except NoRoom as error:
+        except (NoRoom, Scarce) as error:
             await self._upstream.let_go(key)
             raise Refused(Code.BAD_VERSION, f"this relay has no room: {error}") from error
         return Arrival(manifest, staged, _mapped(staged.path, manifest.nbytes))
@@ -352,7 +352,7 @@ class Arrivals:
         )
         try:
             stored = await asyncio.to_thread(self._versions.keep, arrival.staged, about, in_place=True)
-        except NoRoom as error:
+        except (NoRoom, Scarce) as error:
             raise Refused(Code.BAD_VERSION, f"this relay has no room: {error}") from error
         self._versions.stored[key] = stored
         log.info("%s is here, %d bytes, sha %s", key, about.manifest.nbytes, about.manifest.sha[:12])

@@ -43,6 +43,7 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.host import boot_id
+from staleflow.runtime.seldom import Seldom
 from staleflow.servers.attached import Tasks
 from staleflow.servers.parameters import turns
 from staleflow.servers.parameters.catalog import Catalog
@@ -50,7 +51,7 @@ from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.tree import Tree
 from staleflow.servers.parameters.turns import Turns
 from staleflow.servers.parameters.uploads import Upload, Uploads
-from staleflow.servers.parameters.versions import About, NoRoom, Stored, VersionKey, Versions
+from staleflow.servers.parameters.versions import About, NoRoom, Scarce, Stored, VersionKey, Versions
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class ParameterService:
         self.run = ""
         """Id of the run, once the scheduler has said it."""
         self._beginning = asyncio.Lock()
+        self._said = Seldom()
         self._draining = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
@@ -160,6 +162,8 @@ class ParameterService:
                 _refuse(call, no)
             except ProtocolError as error:
                 call.refuse(error.code, error.detail)
+            except Scarce as error:
+                _refuse(call, Refused(Code.BUSY, str(error)))
             else:
                 call.reply(reply)
 
@@ -196,7 +200,8 @@ class ParameterService:
         except FileNotFoundError as error:  # it was forgotten meanwhile
             raise Refused(Code.STALE, f"upload {ask.upload} is not known; begin again") from error
         except NoRoom as error:
-            log.error("no room: %s", error)
+            if (more := self._said.due()) is not None:
+                log.error("no room: %s", f"{error}{more}")
             raise Refused(Code.BUSY, str(error)) from error
         return Done()
 
@@ -259,6 +264,9 @@ class ParameterService:
                 data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
             except FileNotFoundError:  # nobody pinned it, and it went meanwhile
                 data = b""
+            except Scarce as error:
+                _refuse(call, Refused(Code.BUSY, str(error)))
+                return
             except OSError as error:
                 _refuse(call, self._catalog.quarantined(key, stored, error))
                 return
@@ -281,7 +289,7 @@ class ParameterService:
         async def answering() -> None:
             try:
                 delta = await self._deltas.make(ask, old, new)
-            except OSError as error:  # which of the two it is, who reads the whole version finds out
+            except (OSError, Scarce) as error:  # which of the two it is, who reads the whole version finds out
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=ask.offset), [delta])

@@ -11,10 +11,11 @@
 """
 
 import errno
+import logging
 import os
 import secrets
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,9 @@ from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, V
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.manifest import Digest, check
 from staleflow.protocols.wire.messages import Manifest
-from staleflow.runtime.shared_file import hold, take
+from staleflow.runtime.shared_file import SCARCE, hold, take
+
+log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20
 """Read at once when a file is verified: no more than stays in a core's cache."""
@@ -84,6 +87,10 @@ class NoRoom(Exception):
     """There is no room for a version."""
 
 
+class Scarce(Exception):
+    """This process, or the machine, has no descriptor or memory left to read or write a version with, at present."""
+
+
 class Versions:
     """The folder; made if it is missing, cleaned if it is there."""
 
@@ -120,7 +127,7 @@ class Versions:
                     file.truncate(nbytes)
                     if nbytes:
                         os.posix_fallocate(file.fileno(), 0, nbytes)
-        except NoRoom:
+        except (NoRoom, Scarce):
             path.unlink(missing_ok=True)
             raise
         return Staged(key=key, path=path, recycled=recycled)
@@ -190,28 +197,35 @@ class Versions:
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def verify(self, stored: Stored, *, doubted: bool = False) -> None:
-        """``CorruptVersion`` unless the bytes are right. Cheap, unless ``doubted``, while the file is untouched."""
+        """``CorruptVersion`` unless the bytes are right, or ``Scarce``. Cheap, unless ``doubted``, while the file is
+        untouched."""
         identity = _identity(stored.path)
         if doubted or stored.verified != identity:
             _verify(stored.path, stored.about.manifest)
             stored.verified = identity
 
     def read(self, stored: Stored, offset: int, nbytes: int) -> bytes:
-        """Some bytes of a version; fewer at its end. ``FileNotFoundError`` when it is deleted."""
-        descriptor = hold(stored.path)
-        try:
-            return os.pread(descriptor, nbytes, offset)
-        finally:
-            os.close(descriptor)
+        """Some bytes of a version; fewer at its end. ``FileNotFoundError`` when it is deleted; ``Scarce``."""
+        with _room(stored.path.name):
+            descriptor = hold(stored.path)
+            try:
+                return os.pread(descriptor, nbytes, offset)
+            finally:
+                os.close(descriptor)
 
     def put_aside(self, key: VersionKey, *, reuse: bool = False) -> Path:
         """Forget a version at once; who has it mapped keeps the bytes. Returns the file to ``remove``, whose name the
         version may have again meanwhile. ``reuse``: it may take the next version, and is no longer there then."""
         path, aside = self.stored.pop(key).path, self._folder / f"gone-{secrets.token_hex(8)}.part"
         path.with_suffix(".json").unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
+        try:
             if not (reuse and not self._spare.exists() and take(path, self._spare)):
                 path.replace(aside)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # a full disk may have no room for another name
+            log.warning("%s is deleted at once: %s", path.name, error)
+            path.unlink(missing_ok=True)
         return aside
 
     def remove(self, aside: Path) -> None:
@@ -234,12 +248,14 @@ class Versions:
 
 @contextmanager
 def _room(what: str) -> Generator[None]:
-    """``NoRoom`` when the disk is full."""
+    """``NoRoom`` when the disk is full, and ``Scarce``."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise NoRoom(f"{what}: {error.strerror}") from error
+        if error.errno in SCARCE:
+            raise Scarce(f"{what}: {error.strerror}") from error
         raise
 
 
@@ -255,7 +271,8 @@ def _read(path: Path) -> About | None:
 
 def _identity(path: Path) -> tuple[int, int, int]:
     try:
-        found = path.stat()
+        with _room(path.name):
+            found = path.stat()
     except FileNotFoundError as error:
         raise CorruptVersion(f"{path.name} is gone") from error
     except OSError as error:
@@ -267,11 +284,12 @@ def _verify(path: Path, manifest: Manifest) -> None:
     if (size := _identity(path)[1]) != manifest.nbytes:
         raise CorruptVersion(f"{path.name} has {size} bytes; its manifest says {manifest.nbytes}")
     try:
-        descriptor = hold(path)
-        try:
-            _compare(descriptor, path.name, manifest)
-        finally:
-            os.close(descriptor)
+        with _room(path.name):
+            descriptor = hold(path)
+            try:
+                _compare(descriptor, path.name, manifest)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         raise CorruptVersion(f"{path.name} cannot be read: {error.strerror or 'it is gone'}") from error
 

@@ -13,7 +13,6 @@
   of the last two may be whole: no record is given up for it.
 """
 
-import errno
 import mmap
 import os
 import secrets
@@ -29,6 +28,7 @@ from staleflow.protocols.wire.messages import GetSlab, Place, Slab
 from staleflow.protocols.wire.tensors import ALIGNMENT
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.host import boot_id
+from staleflow.runtime.shared_file import SCARCE
 from staleflow.servers.trajectories.records import Key
 
 MOST_SLAB_BYTES = 16 << 20
@@ -44,8 +44,6 @@ MOST_UNPUSHED_BYTES = 64 << 20
 most before it pushes them, and of two slabs that follow each other it fills more than one."""
 UNPUSHED_SHARE = 4
 """Of a small map it is this part."""
-SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Why a file that is whole may not be opened or mapped at present."""
 
 
 @dataclass(slots=True, eq=False)

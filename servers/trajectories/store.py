@@ -18,6 +18,7 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.shared_file import SCARCE
 from staleflow.runtime.store import (
     FULL_SHARE,
     DiskFull,
@@ -31,7 +32,7 @@ from staleflow.runtime.store import (
     number_key,
 )
 from staleflow.servers.trajectories.records import Key, Pushed, Record
-from staleflow.servers.trajectories.slabs import SCARCE, Slabs
+from staleflow.servers.trajectories.slabs import Slabs
 
 TABLES = ("records", "payloads", "columns", "turns")
 _SHA_BYTES = 32

@@ -4,10 +4,14 @@ A hold is a shared ``flock``. The kernel ends it with the last descriptor of tha
 it (which keeps a duplicate), or with the process, however that ends. A process that is merely stopped still holds.
 """
 
+import errno
 import fcntl
 import os
 import stat
 from pathlib import Path
+
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Why a file that is whole may not be opened or mapped at present."""
 
 
 def hold(path: Path) -> int:

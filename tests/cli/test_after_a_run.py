@@ -70,9 +70,7 @@ def test_the_story_of_a_group_goes_from_its_lease_to_its_batch(cli: Cli, ended: 
     group = next(event for event in events if event["ev"] == "seal")["members"][0]["group"]
     headline, *told = cli("trace", "show", ended, group).out.splitlines()
     assert headline.startswith(f"group {group}: trained by step 0, 1 lease, ")
-    assert [line.split()[2] for line in told] == [
-        "reserve", "push", "occupy", "seal", "deliver", "deliver", "consume",
-    ]  # fmt: skip
+    assert [line.split()[2] for line in told] == ["reserve", "push", "occupy", "seal", "deliver", "consume"]
     assert all(line.lstrip().startswith("+") for line in told)
     assert json.loads(cli("trace", "show", ended, group, "--json").out.splitlines()[0])["ev"] == "reserve"
     assert "never mentions it" in cli("trace", "show", ended, 999_999_999).err

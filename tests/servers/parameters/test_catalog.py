@@ -1,6 +1,8 @@
 """Who deletes versions at the same time, and what comes while they ask what is in use."""
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from staleflow.protocols.wire.messages import KeepVersions, Registered, Versions
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters import catalog
 from staleflow.servers.parameters.catalog import Catalog
-from staleflow.servers.parameters.versions import About, Staged, VersionKey, Versions
+from staleflow.servers.parameters.versions import About, Scarce, Staged, VersionKey, Versions
 from tests.servers.parameters.crowded import holds
 
 MIB = 1 << 20
+KEY = VersionKey(Lineage(0), Version(0))
 
 
 class Scheduler:
@@ -165,6 +168,47 @@ def test_what_is_published_again_while_its_old_file_is_removed_stays(tmp_path: P
     publish()
     versions.remove(aside)
     assert {path.name for path in tmp_path.iterdir()} == {"0-0.bin", "0-0.json"}
+
+
+@pytest.mark.parametrize("doubted", [False, True])
+async def test_a_version_that_cannot_be_opened_at_present_is_not_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubted: bool
+) -> None:
+    store = await Store(tmp_path).begun()
+    await store.add(0)
+    stored = store.catalog.find(KEY)
+    stored.verified = None
+
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("staleflow.servers.parameters.versions.hold", none_left)
+        store.catalog.pins.add("reader", KEY)
+        with pytest.raises(Refused, match="Too many open files") as no:
+            await store.catalog.verified("reader", KEY, stored, doubted=doubted)
+        assert no.value.code is Code.BUSY
+        assert not store.catalog.pins.of(KEY)
+        with pytest.raises(Scarce):
+            Versions(tmp_path, durability="process").read(stored, 0, 4)
+    assert store.catalog.find(KEY) is stored
+
+
+def test_a_version_goes_also_where_a_full_disk_has_no_room_for_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = Versions(tmp_path, durability="process")
+    about = about_of(0)
+    versions.stored[KEY] = versions.keep(versions.stage(KEY, MIB), about, in_place=True)
+
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        versions.delete(KEY)
+    assert list(tmp_path.iterdir()) == []
+    assert versions.stored == {}
 
 
 async def test_what_a_fenced_trainer_says_once_more_after_a_restart_deletes_no_version_of_the_run(
