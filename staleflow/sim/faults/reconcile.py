@@ -96,14 +96,12 @@ class Told:
                 self.live[event["group"]] = event
                 self.over[event["lease"]] = (now_s, "push")
             case "release":
-                self.live.pop(event["group"], None)
+                self._let_go(event["group"], now_s)
                 self.over.setdefault(event["lease"], (now_s, event["why"]))
             case "drop":
-                push = self.live.pop(event["group"], None)
-                if push is not None:
-                    self.dropped_s[push["group"], push["lease"]] = now_s
-                    if event["why"] == "quarantine":
-                        self.quarantined.append((push["group"], push["lease"]))
+                push = self._let_go(event["group"], now_s)
+                if push is not None and event["why"] == "quarantine":
+                    self.quarantined.append((push["group"], push["lease"]))
             case "seal":
                 self.seals[event["batch"]] = self.by_step[event["step"]] = event
             case "unseal":
@@ -120,6 +118,13 @@ class Told:
             case _:
                 pass
 
+    def _let_go(self, group: int, now_s: float) -> dict[str, Any] | None:
+        """The push of a group that nobody will train; None when it was not pushed."""
+        push = self.live.pop(group, None)
+        if push is not None:
+            self.dropped_s[group, push["lease"]] = now_s
+        return push
+
     def _bring_back(self, version: int) -> None:
         """Batches of later steps are undone; the drops that follow in the trace take what must go."""
         for step in [step for step in self.by_step if step >= version]:
@@ -133,7 +138,7 @@ class Told:
         return {(group, push["lease"]) for group, push in self.live.items()} | may_return
 
     def dropped_late(self) -> set[tuple[int, int]]:
-        """What was dropped when the run ended: shards that ask what may go are told no more."""
+        """What was dropped or released when the run ended: shards that ask what may go are told no more."""
         return {key for key, dropped_s in self.dropped_s.items() if self.end_s - dropped_s < 2 * RETAIN_EVERY_S}
 
 
