@@ -117,7 +117,7 @@ class Environment(Section, frozen=True, kw_only=True):
     A class with ``async def rollout(self, client, row)``, in processes of its own. One call is one sample: it speaks to
     the policy through ``client`` (the calls of ``openai.AsyncOpenAI``) and returns the reward, several numbers by name
     (``reward`` among them, or not), or None: then ``reward.run`` scores the text of the whole completion and gets other
-    numbers as keyword arguments. It writes the messages itself: ``prompts.chat_template`` is without effect.
+    numbers as keyword arguments, named as no column of it. ``prompts.chat_template`` has no effect on what it writes.
     """
 
     run: Text = ""
@@ -445,7 +445,7 @@ class Parameters(Section, frozen=True, kw_only=True):
     durability: Durability = "process"
     """What a published version survives: ``kill -9``, or a power failure too (synced before it counts)."""
     keep_versions: Positive = 2
-    """Newest versions kept even if nobody uses them."""
+    """Newest versions kept even if nobody uses them, as long as budget and disk have room for the next one."""
     budget_mb: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     """MiB of all versions together; 0: what the disk holds. Where a new version would not fit, older ones go that
     nobody uses, whatever ``keep_versions`` says; a publish waits while all are in use. At least two versions must

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from staleflow.api import Result, Run, Trace, connect, run
-    from staleflow.clients.trainer.client import Fenced, TrainerClient
+    from staleflow.clients.trainer.backend import NoBatch
+    from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.load import load
     from staleflow.runtime.errors import Refused, Unavailable
 
 __all__ = [
+    "BadVersion",
     "ConfigError",
     "Fenced",
+    "NoBatch",
     "Refused",
     "Result",
     "Run",
@@ -30,7 +33,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 _TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.runtime.errors"
-_ELSEWHERE = {"Fenced": _TRAINER, "TrainerClient": _TRAINER, "Refused": _ERRORS, "Unavailable": _ERRORS}
+_ELSEWHERE = {
+    "BadVersion": _TRAINER,
+    "Fenced": _TRAINER,
+    "NoBatch": "staleflow.clients.trainer.backend",
+    "TrainerClient": _TRAINER,
+    "Refused": _ERRORS,
+    "Unavailable": _ERRORS,
+}
 """What a training loop on another machine needs comes without the rest of ``staleflow.api``."""
 
 

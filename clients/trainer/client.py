@@ -10,6 +10,7 @@
 
 Blocking; the sockets live on a loop in a thread of their own, so heartbeats and the next batch go on while a step
 computes. Every call may raise ``Fenced``: another trainer has joined, and nothing that this one does counts any more.
+``join`` and ``commit`` may raise ``BadVersion``, ``batches`` and ``stream`` ``NoBatch``.
 """
 
 import asyncio

@@ -149,7 +149,7 @@ class RelayService:
                 data = await piece
             except Refused as no:
                 _refuse(call, no)
-            except (OSError, Scarce) as error:  # nobody pinned it, and it went meanwhile; or it cannot be read
+            except OSError as error:  # nobody pinned it, and it went meanwhile; or it cannot be read
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=offset), [data])

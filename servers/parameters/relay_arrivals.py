@@ -243,12 +243,15 @@ class Arrivals:
 
     async def _begin(self, key: VersionKey) -> Arrival:
         manifest = await self._upstream.manifest(key)
+        staged = None
         try:
             staged = await self._stage(key, manifest.nbytes)
-        except (NoRoom, Scarce) as error:
+            return Arrival(manifest, staged, _mapped(staged.path, manifest.nbytes))
+        except (NoRoom, OSError) as error:
+            if staged is not None:
+                self._versions.discard(staged)
             await self._upstream.let_go(key)
             raise Refused(Code.BAD_VERSION, f"this relay has no room: {error}") from error
-        return Arrival(manifest, staged, _mapped(staged.path, manifest.nbytes))
 
     async def _stage(self, key: VersionKey, nbytes: int) -> Staged:
         """A file to write the version into. Until there is room for it, older versions go that are at most somebody's

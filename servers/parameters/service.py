@@ -289,7 +289,7 @@ class ParameterService:
         async def answering() -> None:
             try:
                 delta = await self._deltas.make(ask, old, new)
-            except (OSError, Scarce) as error:  # which of the two it is, who reads the whole version finds out
+            except OSError as error:  # which of the two it is, who reads the whole version finds out
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=ask.offset), [delta])

@@ -87,7 +87,7 @@ class NoRoom(Exception):
     """There is no room for a version."""
 
 
-class Scarce(Exception):
+class Scarce(OSError):
     """This process, or the machine, has no descriptor or memory left to read or write a version with, at present."""
 
 
@@ -116,7 +116,8 @@ class Versions:
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def stage(self, key: VersionKey, nbytes: int) -> Staged:
-        """A file of the right size to write the version into; its bytes are any. ``NoRoom`` when it does not fit."""
+        """A file of the right size to write the version into; its bytes are any. ``NoRoom`` when it does not fit;
+        ``Scarce``."""
         path = self._folder / f"upload-{secrets.token_hex(8)}.part"
         try:
             with _room(str(key)):
@@ -156,13 +157,14 @@ class Versions:
             raise NoRoom(f"{key}: it has {nbytes} bytes, {free} are free")
 
     def write(self, staged: Staged, offset: int, data: Data) -> None:
-        """Put some bytes of the version where they belong. ``NoRoom`` where the file system reserved none for them."""
-        descriptor = os.open(staged.path, os.O_WRONLY)
-        try:
-            with _room(str(staged.key)):
+        """Put some bytes of the version where they belong. ``NoRoom`` where the file system reserved none for them;
+        ``Scarce``."""
+        with _room(str(staged.key)):
+            descriptor = os.open(staged.path, os.O_WRONLY)
+            try:
                 _write(descriptor, offset, data)
-        finally:
-            os.close(descriptor)
+            finally:
+                os.close(descriptor)
 
     def discard(self, staged: Staged) -> None:
         """Forget what was written. Nobody's next: the publisher may still be writing."""
@@ -171,7 +173,7 @@ class Versions:
     def keep(self, staged: Staged, about: About, *, in_place: bool = False) -> Stored:
         """Make a version visible in the folder. Its bytes are read once more unless ``in_place``.
 
-        ``CorruptVersion`` if they are not what was announced: they are gone then. ``NoRoom``: try again.
+        ``CorruptVersion`` if they are not what was announced: they are gone then. ``NoRoom``, ``Scarce``: try again.
         """
         try:
             if not in_place:
@@ -273,6 +275,8 @@ def _identity(path: Path) -> tuple[int, int, int]:
     try:
         with _room(path.name):
             found = path.stat()
+    except Scarce:
+        raise
     except FileNotFoundError as error:
         raise CorruptVersion(f"{path.name} is gone") from error
     except OSError as error:
@@ -290,6 +294,8 @@ def _verify(path: Path, manifest: Manifest) -> None:
                 _compare(descriptor, path.name, manifest)
             finally:
                 os.close(descriptor)
+    except Scarce:
+        raise
     except OSError as error:
         raise CorruptVersion(f"{path.name} cannot be read: {error.strerror or 'it is gone'}") from error
 

@@ -9,6 +9,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses
 from staleflow.configs.metrics import read_token
 from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.errors import RestoreError
 from staleflow.protocols.wire.messages import PROTOCOL
 from staleflow.runtime import crashes
 from staleflow.runtime.checked_store import CheckedStore
@@ -87,7 +88,10 @@ def open_service(
         )
     except TraceError as error:
         raise ConfigError("trace", str(run_dir / "trace.jsonl"), str(error)) from error
-    interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), clock)
+    try:
+        interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), clock)
+    except RestoreError as error:
+        raise ConfigError("run directory", str(run_dir), str(error)) from error
     service = Service(config, run_dir, identity, interpreter)
     interpreter.with_commit(lambda txn: identities.save(txn, identity))
     interpreter.open(_opened(config, identity, interpreter))

@@ -28,7 +28,7 @@ class PartialFrames(Part, frozen=True, kw_only=True):
 
 class Rows(Message, frozen=True, kw_only=True):
     """Of as many of the first groups as fit, in the order asked: the columns of each row, and the samples so far; None
-    when they are not wanted, or lost."""
+    when they are not wanted, lost, or larger than an answer may be."""
 
     rows: list[dict[str, Any]]
     partials: list[PartialFrames | None] = msgspec.field(default_factory=list[PartialFrames | None])
@@ -54,7 +54,7 @@ class GetSlab(Message, frozen=True, kw_only=True):
     number: Count
     """1, 2, ... of this worker. An echo of an older question changes nothing."""
     held: list[str]
-    """Its segments that it still writes into, or whose pushes wait for their answers; the others may be given anew."""
+    """Its slabs that it still writes into, or whose pushes wait for their answers; the others may be given anew."""
 
 
 class Slab(Message, frozen=True, kw_only=True):

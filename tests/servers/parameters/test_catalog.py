@@ -191,6 +191,11 @@ async def test_a_version_that_cannot_be_opened_at_present_is_not_corrupt(
         assert not store.catalog.pins.of(KEY)
         with pytest.raises(Scarce):
             Versions(tmp_path, durability="process").read(stored, 0, 4)
+        patched.setattr(os, "open", none_left)
+        with pytest.raises(Scarce):
+            Versions(tmp_path, durability="process").write(
+                Staged(key=KEY, path=stored.path, recycled=False), 0, b"1234"
+            )
     assert store.catalog.find(KEY) is stored
 
 
