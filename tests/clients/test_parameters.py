@@ -1,5 +1,6 @@
 """Weights published and pulled: mapped or in chunks they are the same bytes, or there is an error."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,6 +170,22 @@ async def test_what_a_reader_finds_corrupt_the_server_looks_at_and_takes_again(r
     assert not await trainer.publisher.damaged(Lineage(0), Version(0))
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, WEIGHTS)
+
+
+@pytest.mark.usefixtures("elsewhere")
+async def test_a_far_reader_lets_go_of_a_version_that_the_server_cannot_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await published(run, WEIGHTS)
+
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", broken)
+    with pytest.raises(Refused, match="Input/output error"):
+        await reader(run).pull(Lineage(0), Version(0))
+    (version,) = (await run.status(run.where.parameters))["versions"]
+    assert (version["pinned_by"], "Input/output error" in version["corrupt"]) == ([], True)
 
 
 async def test_bytes_that_were_not_written_as_their_digests_say_are_served_to_nobody(

@@ -3,6 +3,8 @@
 # pyright: reportPrivateUsage=false
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -293,3 +295,20 @@ async def test_where_the_disk_is_full_an_older_version_goes_that_nobody_uses(
         stored = await relay.arrivals.stored(NEXT)
     assert stored.path.read_bytes() == DATA[NEXT]
     assert list(relay.versions.stored) == [NEXT]
+
+
+async def test_a_relay_without_a_descriptor_says_so_keeps_nothing_and_brings_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> memoryview:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with asyncio.TaskGroup() as tasks:
+        relay = Relay(tmp_path, tasks, first=DATA[NEXT], root=DATA[NEXT])
+        with monkeypatch.context() as patched:
+            patched.setattr(relay_arrivals, "_mapped", none_left)
+            with pytest.raises(Refused, match="Too many open files"):
+                await relay.arrivals.stored(NEXT)
+        assert [name for name in os.listdir(tmp_path) if name.endswith(".part")] == []
+        stored = await relay.arrivals.stored(NEXT)
+    assert stored.path.read_bytes() == DATA[NEXT]
