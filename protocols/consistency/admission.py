@@ -54,6 +54,7 @@ def migrate(ledger: Ledger, event: Migrate, now_ms: int) -> None:
 def detach(ledger: Ledger, event: Detach) -> None:
     for group in ledger.leases.of(event.worker):
         ledger.release(group, event.why)
+    ledger.leases.leave(event.worker)
 
 
 def tick(ledger: Ledger, now_ms: int) -> None:

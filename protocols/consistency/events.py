@@ -89,6 +89,8 @@ class Release:
     group: GroupId
     lease: LeaseId
     why: ReleaseWhy
+    retire: bool = False
+    """The group is never leased again, whatever the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,17 @@ class Leases:
         if holder is not None:
             holder.heard_ms = now_ms
 
+    def heard(self, group: Group) -> bool:
+        """Whether the holder was heard since it got this lease. Nothing is known of one that has no lease."""
+        holder = self.holders.get(group.worker)
+        return holder is not None and holder.heard_ms >= group.granted_ms
+
+    def leave(self, worker: WorkerId) -> None:
+        """Whatever was heard of it, it is gone."""
+        holder = self.holders.get(worker)
+        if holder is not None:
+            holder.heard_ms = -1
+
     def of(self, worker: WorkerId) -> list[Group]:
         holder = self.holders.get(worker)
         return list(holder.leases.values()) if holder is not None else []

@@ -168,8 +168,9 @@ class Ledger:
         self.window.enter(group)
         self.out.append(Occupied(group=group.id))
 
-    def release(self, group: Group, why: ReleaseWhy, *, rebuilding: bool = False) -> None:
-        """Give up a leased or pushed group. ``rebuilding``: the window is empty and will be filled anew."""
+    def release(self, group: Group, why: ReleaseWhy, *, rebuilding: bool = False, retire: bool = False) -> None:
+        """Give up a leased or pushed group, for good if ``retire`` or for some reasons. ``rebuilding``: the window is
+        empty and will be filled anew."""
         pushed = group.state is PUSHED
         if not rebuilding:
             self.window.leave(group)
@@ -179,7 +180,7 @@ class Ledger:
         group.state = RELEASED
         self.releases += 1
         self.dirty[group.id] = None
-        if why in RETIRING:
+        if retire or why in RETIRING:
             self.retire(group.id)
         self.out.append(
             Released(

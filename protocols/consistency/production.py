@@ -60,7 +60,7 @@ def release(ledger: Ledger, event: Release) -> None:
             code = Code.DUPLICATE
     elif group.lease == event.lease:
         if group.state <= PUSHED:
-            return ledger.release(group, event.why)
+            return ledger.release(group, event.why, retire=event.retire)
         code = Code.DUPLICATE if group.state is RELEASED else Code.STALE
     return ledger.refuse("release", code, group=event.group, lease=event.lease)
 

@@ -138,14 +138,17 @@ def _truncate(ledger: Ledger, bucket: Bucket, count: int) -> None:
 
 
 def _retry(ledger: Ledger, now_ms: int) -> bool:
-    """Lease each pinning group of an older version anew at the newest one."""
+    """Lease each pinning group of an older version anew at the newest one. A worker that was not heard under its lease
+    gets no other one, whose term would begin anew: that group is dealt to somebody else."""
     newest = ledger.window.version
     acted = False
     for bucket, count in ledger.window.pinning():
         for group in list(islice(bucket.unfinished(), count)):
             if group.version < newest:
+                heard = ledger.leases.heard(group)
                 ledger.release(group, ReleaseWhy.OVERDUE)
-                ledger.reserve(group.id, group.worker, newest, False, now_ms)
+                if heard:
+                    ledger.reserve(group.id, group.worker, newest, False, now_ms)
                 acted = True
     return acted
 

@@ -96,7 +96,7 @@ def claimable(ledger: Ledger) -> Group | None:
 def deliver(ledger: Ledger, event: Deliver) -> None:
     if _fenced(ledger, "deliver", event.trainer_term):
         return
-    steps = range(ledger.window.version, ledger.window.step)
+    steps = range(max(ledger.window.version, 0), ledger.window.step)
     batch = next((b for step in steps if (b := ledger.batches[Step(step)]).sealed.batch == event.batch), None)
     if batch is None:
         return ledger.refuse("deliver", Code.STALE, f"batch {event.batch} is not sealed")

@@ -164,6 +164,8 @@ class Attachments:
         if process is not None:
             self._interpreter.with_commit(lambda txn: registry.forget(txn, process.name))
             self._leave(process, body.why[:MOST_WHY_CHARS] or "goodbye")
+        else:  # perhaps once more, after a commit that failed: its leases are there
+            self._interpreter.apply(events.Detach(worker=body.worker, why=ReleaseWhy.ABORTED))
         self._answers.hold(call, Done())
 
     def _leave(self, process: Process, why: str) -> None:

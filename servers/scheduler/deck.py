@@ -94,6 +94,11 @@ class Deck:
         return bool(self._changes) or self._moved or self.lengths.changed
 
     @property
+    def endless(self) -> bool:
+        """Whether every row comes round again."""
+        return self._fresh.endless
+
+    @property
     def rows(self) -> int:
         """Rows of the prompt source; 0 before a trajectory server has said so."""
         return self._fresh.rows

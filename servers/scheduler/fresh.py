@@ -75,6 +75,11 @@ class Fresh:
         """Bit i: the place i behind the first one that was not dealt was dealt out of turn."""
         return self._ahead.to_bytes((self._ahead.bit_length() + 7) // 8, "little")
 
+    @property
+    def endless(self) -> bool:
+        """Whether there is always another epoch."""
+        return not self._epochs
+
     def left(self) -> int:
         """Groups that can still be dealt; a large number when there is no end."""
         return self._end() - self.dealt

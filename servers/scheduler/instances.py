@@ -209,7 +209,7 @@ class Instances:
     def answer(self) -> None:
         """Send what was ordered to every instance that waits."""
         for instance in self._to_answer.values():
-            if instance.commands.pending and instance.call is not None:
+            if (instance.commands.pending or self.draining) and instance.call is not None:
                 self._reply(instance)
         self._to_answer.clear()
 
@@ -220,11 +220,9 @@ class Instances:
                 self._reply(instance)
 
     def drain(self) -> None:
-        """No more work: every instance that waits is told at once, the others when they report."""
+        """No more work: every instance is told, those that wait with the next ``answer``."""
         self.draining = True
-        for instance in self:
-            if instance.call is not None:
-                self._reply(instance)
+        self._to_answer = dict(self._by_worker)
 
     def _reply(self, instance: Instance) -> None:
         call, instance.call = instance.call, None

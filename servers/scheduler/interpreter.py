@@ -51,7 +51,8 @@ class Interpreter:
         """The resource that has no room, or nothing."""
         self.failed = False
         """A commit failed, and the store was not seen to take writes since."""
-        self._told = False
+        self._told = self._told_durably = False
+        """Overload has begun, and the trace says so: with the next commit, and as it was committed last."""
         self._opening: Open | None = None
         self._listeners: dict[type, list[Callable[[Any], None]]] = {}
         self._extra: list[Callable[[Write], None]] = []
@@ -121,6 +122,7 @@ class Interpreter:
             with self.store.write() as txn:
                 txn.delete("room", b"probe")
         except StoreCorrupt:
+            self.trace.forget()
             raise
         except StoreError as error:
             log.warning("the store takes no writes yet: %s", error)
@@ -136,6 +138,7 @@ class Interpreter:
             with self.store.write() as txn:
                 self._write(txn)
         except StoreCorrupt:
+            self.trace.forget()
             raise
         except StoreError as error:
             log.warning("commit failed, going back to the last one: %s", error)
@@ -150,12 +153,14 @@ class Interpreter:
     def _forget(self) -> None:
         """The lines since the last commit never happened, but that an incarnation has begun."""
         self.trace.forget()
+        self._told = self._told_durably
         if self._opening is not None:
             self.trace.add(self._opening)
 
     def _written(self) -> None:
         """A transaction is durable: its lines may go to the file."""
         self._opening = None
+        self._told_durably = self._told
         self._touched = False
         self._extra.clear()
         self.deck.saved()

@@ -74,18 +74,27 @@ class Metrics:
     def on_released(self, effect: Released) -> None:
         self._since_ms.pop(effect.lease, None)
 
+    def resume(self, machine: Machine) -> None:
+        """Know again what is sealed and not consumed."""
+        for step in range(max(machine.version, 0), machine.next_step):
+            if (sealed := machine.sealed_batch(Step(step))) is not None:
+                self._remember(sealed)
+
     def on_sealed(self, effect: Sealed) -> None:
+        self._remember(effect)
+        oldest = effect.step - self._limits.max_staleness if self._limits.bound is Bound.TRAJECTORY else 0
+        self._totals.sealed(effect, Version(oldest))
+
+    def _remember(self, effect: Sealed) -> None:
         self._batches[effect.batch] = effect
         while len(self._batches) > 64:
             del self._batches[next(iter(self._batches))]
         ages = [effect.step - member.version for member in effect.members]
         masked = effect.masked_tokens / effect.tokens if effect.tokens else 0.0
         self._staleness[effect.step] = (sum(ages) / len(ages), max(ages), masked)
-        oldest = effect.step - self._limits.max_staleness if self._limits.bound is Bound.TRAJECTORY else 0
-        self._totals.sealed(effect, Version(oldest))
 
     def on_consumed(self, effect: Consumed) -> None:
-        sealed = self._batches.pop(effect.batch, None)
+        sealed = self._batches.get(effect.batch)  # the commit may fail: then it is consumed once more
         if sealed is not None:
             samples = len(sealed.members) * self._group_size
             self._totals.consumed(effect, sealed, samples)

@@ -86,7 +86,7 @@ class GroupOperations:
     def _apply(self, peer: str, op: LedgerOp) -> Result:
         """What the ledger says to something that may be asked."""
         try:
-            told = self._interpreter.apply(_event(op))
+            told = self._interpreter.apply(self._event(op))
         except TransitionError as error:
             return self._no(peer, op, Code.DENIED, str(error))
         if told and isinstance(refused := told[0], Refused):
@@ -134,13 +134,20 @@ class GroupOperations:
 
     def _put_off(self, group: GroupId) -> None:
         """A prompt that was given up on (its reward failed, say) would fail again and keep its slot for ever: it comes
-        back after as many others as there are prompts."""
+        back with the next epoch, or, where that may be the end, after as many others as there are prompts."""
         deck = self._interpreter.deck
         deck.take(group)
-        deck.again(group, deck.rows)
+        if not deck.endless:
+            deck.again(group, deck.rows)
+
+    def _event(self, op: LedgerOp) -> events.Event:
+        if isinstance(op, RegisterRelease):
+            retire = op.why is ReleaseWhy.ABORTED and self._interpreter.deck.endless
+            return events.Release(group=op.group, lease=op.lease, why=op.why, retire=retire)
+        return _event(op)
 
 
-def _event(op: LedgerOp) -> events.Event:
+def _event(op: RegisterPush | RegisterOccupy | RegisterQuarantine | RegisterMissing) -> events.Event:
     match op:
         case RegisterPush():
             return events.Push(
@@ -156,8 +163,6 @@ def _event(op: LedgerOp) -> events.Event:
             )
         case RegisterOccupy():
             return events.Occupy(group=op.group, lease=op.lease)
-        case RegisterRelease():
-            return events.Release(group=op.group, lease=op.lease, why=op.why)
         case RegisterQuarantine() | RegisterMissing():
             return events.Quarantine(group=op.group)
         case _:

@@ -24,7 +24,7 @@ MOST_OVER = 4_096
 class Process:
     """One attached process."""
 
-    __slots__ = ("alive", "attach", "heard", "key", "seen_ms")
+    __slots__ = ("alive", "attach", "generated", "heard", "key", "seen_ms")
 
     def __init__(self, attach: Attach, now_ms: int, *, alive: bool) -> None:
         self.attach = attach
@@ -34,6 +34,8 @@ class Process:
         self.seen_ms = now_ms
         self.key = ""
         """That it came with; empty without keys, and after a restart until it is heard."""
+        self.generated: int | None = 0 if alive else None
+        """Tokens that it has generated, by its last report; None after a restart until it reports."""
 
     @property
     def worker(self) -> WorkerId:
@@ -71,7 +73,10 @@ class Registry:
         older = self._names.get(attach.name)
         if older is not None:
             self._workers.pop(older.worker, None)
-        self._know(Process(attach, self._clock.now_ms(), alive=True))
+        process = Process(attach, self._clock.now_ms(), alive=True)
+        if older is not None and older.worker == attach.worker:
+            process.generated = older.generated
+        self._know(process)
         if older is None or older.worker == attach.worker:
             return None
         self._end(older, f"a newer process has taken the name of {older.worker}")

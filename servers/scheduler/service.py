@@ -85,6 +85,7 @@ class Service:
             deck.lengths,
             clock,
         )
+        self._metrics.resume(interpreter.machine)
         self._setbacks = Setbacks()
         self._loads = Loads(shards, stages(config), self._answers)
         self._deadlock = Deadlock(config, interpreter, self._instances, self._setbacks)
@@ -323,14 +324,20 @@ class Service:
             code = Code.FENCED if over else Code.DENIED
             self._answers.refuse(call, code, over or f"{worker} is not attached")
             return
-        generated = body.stats.generated_tokens - instance.stats.generated_tokens
-        self._interpreter.totals.counts.tokens_generated += max(generated, 0)
+        self._count_generated(worker, body.stats.generated_tokens)
         self._interpreter.apply(events.Renew(worker=worker))
         self._cycle.heard(worker, body.stats)
         ordered, since_ms, now = instance.pull, instance.pull_ms, self._clock.now_ms()
         self._instances.report(instance, call, body, now)
         if ordered is not None and instance.pull is None:
             self._metrics.pulled((now - since_ms) / 1000)
+
+    def _count_generated(self, worker: WorkerId, generated: int) -> None:
+        """An engine counts from its own beginning; what it did before this process began is counted already."""
+        process = self._registry.get(worker)
+        if process is not None:
+            before, process.generated = process.generated, generated
+            self._interpreter.totals.counts.tokens_generated += max(generated - before, 0) if before is not None else 0
 
     def _pulled(self, call: Call, body: messages.Pulled) -> None:
         self._interpreter.trace.add(

@@ -67,15 +67,17 @@ class Machine:
                         return code
                 return 0
             finally:
-                drain(self._children, self._tell, say, stop.second)
-                self._tell()
-                self._lifeline.close()
+                try:
+                    drain(self._children, self._tell, say, stop.second)
+                    self._tell()
+                finally:
+                    self._lifeline.close()
 
     def _look_after(self) -> int | None:
         for child in self._children:
             if child.restart_at is not None:
-                if child.restart_if_due():
-                    say(f"{child.name} started again (restart {child.restarts})")
+                if said := child.restart_if_due():
+                    say(said)
             elif child.exit_code is None or child in self._ended:
                 continue
             elif (code := self._died(child)) is not None:

@@ -34,10 +34,16 @@ class Holder(NamedTuple):
 def read_allowed(path: Path) -> dict[bytes, Holder]:
     """Public keys (Z85) and their holders. ``ConfigError`` when it is not an allow-list."""
     try:
-        check_private(path)
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _read(path)
     except OSError as error:
         raise ConfigError("allow-list", str(path), f"it cannot be read: {error.strerror}") from None
+
+
+def _read(path: Path) -> dict[bytes, Holder]:
+    """The same, or ``OSError``."""
+    check_private(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("allow-list", str(path), f"it must be TOML: {error}") from None
     found: dict[bytes, Holder] = {}
@@ -74,6 +80,8 @@ class AllowList:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen = self._signature()
+        self._unread = False
+        """The file as it was seen last could not be read: it is tried again, although it has not changed."""
         self._holders = read_allowed(path)
 
     def find(self, public: bytes) -> Holder | None:
@@ -83,14 +91,18 @@ class AllowList:
     def refresh(self) -> bool:
         """Look at the file; True if the list is another one now."""
         signature = self._signature()
-        if signature == self._seen:
+        known = signature == self._seen
+        if known and not self._unread:
             return False
-        self._seen = signature
+        self._seen, self._unread = signature, False
         try:
-            holders = read_allowed(self._path)
+            holders = _read(self._path)
             if _has_server(self._holders) and not _has_server(holders):
                 raise ConfigError("allow-list", str(self._path), "it has lost the key of the servers")
-        except ConfigError as error:
+        except (OSError, ConfigError) as error:
+            self._unread = isinstance(error, OSError)
+            if known and self._unread:  # said before
+                return False
             log.error("the allow-list stays as it was: %s", error)
             return False
         if holders == self._holders:

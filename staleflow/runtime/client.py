@@ -3,7 +3,8 @@
 - A call is over when its answer comes. Until then its request is sent again, with the same id: after a while without
   an answer, and when the server was busy.
 - A server not heard from for three heartbeats may be behind a dead connection: the socket is replaced, and what
-  waits is sent again. Only the caller's ``timeout_s`` ends a call without an answer.
+  waits is sent again. Where there can be no new one, that is tried again each heartbeat. Only the caller's
+  ``timeout_s`` ends a call without an answer.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from concurrent.futures import Future as ThreadFuture
 from typing import Any, Final, TypeVar
 
 import uvloop
+import zmq
 
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
@@ -95,6 +97,7 @@ class Client:
         self._last_id = 0
         self._transport = transport
         self._link: Link | None = None
+        """None before the first call, and while the socket cannot be replaced."""
         self._heard_s = 0.0
         self._said_s = 0.0
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -108,6 +111,7 @@ class Client:
         """
         pending = self._ask(body, frames, timeout_s)
         try:
+            self._transmit(pending, pending.started_s)
             reply, answer_frames = await pending.future
         finally:
             self._forget(pending)
@@ -145,13 +149,12 @@ class Client:
         self._last_id += 1
         parts: list[Data] = [encode_request(self._last_id, body), *frames]
         self._check_size(parts)
-        if self._link is None:
+        if self._heartbeat is None:
             self._connect(now)
         pending = _Pending(self._last_id, parts, loop.create_future(), now)
         if timeout_s is not None:
             pending.deadline_s = now + timeout_s
         self._pending[pending.id] = pending
-        self._transmit(pending, now)
         return pending
 
     def _check_size(self, parts: list[Data]) -> None:
@@ -166,14 +169,15 @@ class Client:
     # Sending -----------------------------------------------------------------------------------------------------
 
     def _transmit(self, pending: _Pending, now: float) -> None:
-        """Send, and set the timer that sends again."""
+        """Send, if there is a socket, and set the timer that sends again."""
         pending.attempt += 1
-        assert self._link is not None
+        self._set_timer(pending, now, self._backoff.delay_s(pending.attempt))
+        if self._link is None:
+            return
         if pending.nbytes > PING_BEFORE_BYTES:
             self._link.send((_PING,))
         if self._link.send(pending.parts):
             self._said_s = now
-        self._set_timer(pending, now, self._backoff.delay_s(pending.attempt))
 
     def _set_timer(self, pending: _Pending, now: float, delay_s: float) -> None:
         if pending.timer is not None:
@@ -243,8 +247,9 @@ class Client:
     # The connection ----------------------------------------------------------------------------------------------
 
     def _connect(self, now: float) -> None:
-        self._link = self._transport.connect(self.address, self._route, limits=self._limits, on_message=self._receive)
-        self._link.start()
+        link = self._transport.connect(self.address, self._route, limits=self._limits, on_message=self._receive)
+        link.start()
+        self._link = link
         self._heard_s = now
         self._beat_later(self._limits.heartbeat_s * random.random())  # so that a thousand clients do not beat as one
 
@@ -256,17 +261,30 @@ class Client:
     def _beat(self, due_s: float) -> None:
         """Ping, or replace a dead connection. A beat that is late itself proves nothing: answers may lie unread."""
         now = asyncio.get_running_loop().time()
-        assert self._link is not None
-        if now - self._heard_s > self._limits.silence_s and now < due_s + self._limits.heartbeat_s / 2:
-            self._link.close(linger_ms=0)
-            self._connect(now)
-            for pending in self._pending.values():
-                if not pending.future.done():
-                    self._transmit(pending, now)
+        late = now >= due_s + self._limits.heartbeat_s / 2
+        if self._link is None or (now - self._heard_s > self._limits.silence_s and not late):
+            self._replace(now)
             return
-        if now - self._said_s > self._limits.heartbeat_s / 2 and self._link.send((_PING,)):
-            self._said_s = now
         self._beat_later(self._limits.heartbeat_s)
+        # What is sent again while the server works on it has no answer: a ping shows that the server is there.
+        quiet_s = now - min(self._said_s, self._heard_s)
+        if quiet_s > self._limits.heartbeat_s / 2 and self._link.send((_PING,)):
+            self._said_s = now
+
+    def _replace(self, now: float) -> None:
+        """A new socket, and what waits is sent again; at the next beat if there can be none now."""
+        link, self._link = self._link, None
+        try:
+            if link is not None:
+                link.close(linger_ms=0)
+            self._connect(now)
+        except (zmq.ZMQError, OSError) as error:
+            log.warning("no new connection to %s for now: %s", self.address, error)
+            self._beat_later(self._limits.heartbeat_s)
+            return
+        for pending in self._pending.values():
+            if not pending.future.done():
+                self._transmit(pending, now)
 
 
 class BlockingClient:

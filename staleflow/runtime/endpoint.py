@@ -4,6 +4,7 @@
 - A request that is sent again while its call is pending is dropped; sent again after the answer, it is a new call:
   operations are idempotent.
 - A peer not heard from for three heartbeats is gone: its calls are done, unanswered.
+- What a connection left unread when another replaced it is dropped: its peer sends that again by the new one.
 - Nothing that a peer sends ends the server or delays another peer: it is refused, counted, and forgotten.
 - With keys, what a peer may ask depends on the role of its key (``roles``), and a name belongs to one key while its
   owner is there. A key that only looks makes no name its own, so that it keeps nobody from his.
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 DEFAULT_LIMITS: Final = TransportLimits()
 LOG_EVERY_S: Final = 1.0
 """Of what is denied."""
+_RENAMED: Final = b"\0"
+"""Begins a name that ZeroMQ gave: to a connection that another one replaced, or that came without a name."""
 _PONG: Final = Pong()
 _ROLES: Final = {role.encode(): role for role in Role}
 _LOOKING: Final = tuple(role.encode() for role in LOOKING)
@@ -196,6 +199,8 @@ class Endpoint:
 
     def _receive(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
         route, header = head[:2]
+        if route.startswith(_RENAMED):
+            return
         key = head[2:] or _NO_KEYS
         limits = self._limits
         if len(header) > limits.max_header_bytes:

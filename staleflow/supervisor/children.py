@@ -90,6 +90,7 @@ class Child:
 
     def start(self) -> None:
         """Starts it. Its own session: Ctrl-C in the terminal reaches the supervisor only."""
+        self._started_at = time.monotonic()
         self._output.parent.mkdir(parents=True, exist_ok=True)
         self._told.unlink(missing_ok=True)
         with self._output.open("ab") as output:
@@ -103,8 +104,6 @@ class Child:
                 pass_fds=(self._lifeline.read_fd,),
                 start_new_session=True,
             )
-        self._started_at = time.monotonic()
-        self.restart_at = None
 
     def _environment(self) -> dict[str, str]:
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.role.threads))
@@ -146,13 +145,20 @@ class Child:
             case Works.MACHINE:
                 return 0.0 if self.exit_code == GAVE_UP else time.monotonic() - self._started_at
 
-    def restart_if_due(self) -> bool:
-        """Starts it again when its time has come."""
+    def restart_if_due(self) -> str:
+        """Starts it again when its time has come; what there is to say of it. A start that fails (no memory, no
+        descriptor left) counts as a death at once: after the last one that is answered, it is dead and waits for
+        nothing."""
         if self.restart_at is None or time.monotonic() < self.restart_at:
-            return False
+            return ""
+        self.restart_at = None
+        try:
+            self.start()
+        except OSError as error:
+            self.plan_restart()
+            return f"{self.name} could not be started again: {error}"
         self.restarts += 1
-        self.start()
-        return True
+        return f"{self.name} started again (restart {self.restarts})"
 
     def signal(self, number: signal.Signals) -> None:
         """To the process itself, which looks after its own children."""

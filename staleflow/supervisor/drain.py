@@ -5,6 +5,7 @@ Each is asked (SIGTERM), given time, and swept. The next ones are asked only whe
 that whoever drains still has the servers it needs.
 """
 
+import contextlib
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ def drain(
     children: Sequence[Child], show: Callable[[], None], say: Callable[[str], object], at_once: threading.Event
 ) -> None:
     """Afterwards none of ``children`` runs, nor anything they started. ``at_once`` cuts the waiting short. ``say``: who
-    is waited for longer than others are."""
+    is waited for longer than others are. What ``show`` and ``say`` raise changes nothing."""
     for child in children:
         child.restart_at = None
     for kinds in ORDER:
@@ -43,8 +44,10 @@ def drain(
             saving = [child.name for child in alive if child.alive and lasts_s >= LIMITS_S[child.role.kind]]
             if saving and not told:
                 told = True
-                say(f"{', '.join(saving)} may still be writing a checkpoint: a second Ctrl-C does not wait for it")
-            show()
+                with contextlib.suppress(Exception):  # boundary: who looks on keeps nobody alive
+                    say(f"{', '.join(saving)} may still be writing a checkpoint: a second Ctrl-C does not wait for it")
+            with contextlib.suppress(Exception):
+                show()
             at_once.wait(LOOK_S)
         for child in asked:
             child.sweep()

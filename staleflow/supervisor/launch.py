@@ -1,7 +1,8 @@
 """The ranks of a trainer on this machine: started together, ended together.
 
 They are told by torchrun's variables who they are, and meet on a socket that is bound to loopback before they start.
-One that dies takes the others along: without it none of them can take another step. None outlives this process.
+One that dies takes the others along: without it none of them can take another step. None outlives this process,
+nor does what they start.
 """
 
 import contextlib
@@ -37,13 +38,15 @@ def launch(command: Sequence[str], nproc: int, *, watched: bool) -> int:
         lifeline = Lifeline()
         ranks: list[subprocess.Popen[bytes]] = []
         try:
-            ranks += [_start(command, rank, nproc, meeting, lifeline) for rank in range(nproc)]
+            for rank in range(nproc):  # one by one: those that started end with a later one that cannot
+                ranks.append(_start(command, rank, nproc, meeting, lifeline))
             meeting.close()  # rank 0 has it
             return _until_ended(ranks, asked, watched=watched)
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            for started in ranks:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(started.pid, signal.SIGKILL)
+                started.wait()
             lifeline.close()
 
 

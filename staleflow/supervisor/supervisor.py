@@ -81,9 +81,11 @@ class Supervisor:
                 self._watch.ask_now()
                 status = self._watch.newest
             finally:
-                self._drain()
-                self._lifeline.close()
-                self._view.stop()
+                try:
+                    self._drain()
+                finally:
+                    self._lifeline.close()
+                    self._view.stop()
         summary = self._summary(outcome, error, status)
         return self._report(summary, outcome, error)
 
@@ -177,8 +179,8 @@ class Supervisor:
     def _look_after(self, children: list[Child]) -> None:
         for child in children:
             if child.restart_at is not None:
-                if child.restart_if_due():
-                    self._view.say(f"{child.name} started again (restart {child.restarts})")
+                if said := child.restart_if_due():
+                    self._view.say(said)
             elif child.exit_code is not None:
                 self._died(child)
 

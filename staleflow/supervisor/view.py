@@ -1,9 +1,8 @@
 """What the supervisor tells whoever looks on: a terminal, a log, a test."""
 
 import contextlib
-import errno
 import termios
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,7 +65,7 @@ class View(Protocol):
 
 
 class Undisturbed:
-    """A view whose terminal may be gone: nobody is told then, and nothing else changes.
+    """A view whose terminal may be gone, or the disk of whose file full: nobody is told then, and nothing else changes.
 
     Nor does it when the view cannot show something, which is said once.
     """
@@ -101,12 +100,5 @@ class Undisturbed:
             self._view.summary(summary)
 
 
-@contextlib.contextmanager
-def _gone() -> Generator[None]:
-    try:
-        yield
-    except termios.error:
-        pass
-    except OSError as error:
-        if error.errno not in (errno.EIO, errno.EPIPE):
-            raise
+def _gone() -> contextlib.suppress:
+    return contextlib.suppress(OSError, termios.error)

@@ -83,11 +83,10 @@ class Network:
         return client
 
     def dealer(self, address: str, route: bytes = b"") -> RawPeer:
-        """A raw peer of an endpoint."""
+        """A raw peer of an endpoint, with a route of its own if none is given."""
         peer = RawPeer(zmq.DEALER)
+        peer.zmq.set(zmq.ROUTING_ID, route or f"raw-{len(self.raw)}/0".encode())
         self.raw.append(peer)
-        if route:
-            peer.zmq.set(zmq.ROUTING_ID, route)
         peer.zmq.connect(address)
         return peer
 

@@ -1,6 +1,8 @@
 """The client side: answers come whatever happens to the connection, or the caller is told plainly."""
 
 import asyncio
+import errno
+import os
 import socket
 import threading
 import time
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import zmq
 
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
@@ -18,7 +21,9 @@ from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Pong, S
 from staleflow.runtime.client import BlockingClient, Client, worker_id
 from staleflow.runtime.endpoint import Call, Endpoint
 from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.retry import Backoff
+from staleflow.runtime.transport import Link, OnMessage, Sockets
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Network
@@ -117,6 +122,63 @@ async def test_a_dead_connection_is_replaced(network: "Network") -> None:
         network.endpoint(address, echo)
         async with asyncio.timeout(10):
             assert (await call)[0] == Done()
+
+
+class Scarce(Sockets):
+    """Counts the sockets that clients ask for, and has none for them while ``out``."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__()
+        self.reason = reason
+        self.out = False
+        self.given = self.refused = 0
+
+    def connect(self, address: str, route: bytes, *, limits: TransportLimits, on_message: OnMessage) -> Link:
+        if self.out:
+            self.refused += 1
+            raise self.reason
+        self.given += 1
+        return super().connect(address, route, limits=limits, on_message=on_message)
+
+
+@pytest.mark.parametrize("reason", [zmq.ZMQError(errno.EMFILE), OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
+async def test_a_connection_that_cannot_be_replaced_now_is_replaced_later(
+    network: "Network", ipc: str, caplog: pytest.LogCaptureFixture, reason: Exception
+) -> None:
+    mute, sockets = network.router(ipc), Scarce(reason)
+    client = Client(ipc, worker=WorkerId("worker-0.1"), limits=network.limits, transport=sockets)
+    network.clients.append(client)
+    lasting = asyncio.create_task(client.call(GetStatus(), timeout_s=None))
+    ending = asyncio.create_task(client.call(GetStatus(), timeout_s=2 * network.limits.silence_s))
+    await mute.hear()
+    sockets.out = True
+    await network.until(lambda: sockets.refused >= 2)
+    async with asyncio.timeout(10):
+        with pytest.raises(Unavailable):
+            await ending
+        with pytest.raises(Unavailable):
+            await client.call(GetStatus(), timeout_s=0.1)
+    assert f"no new connection to {ipc} for now: Too many open files" in caplog.text.replace("[Errno 24] ", "")
+    mute.zmq.close(0)
+    await bound_again(network, ipc)
+    sockets.out = False
+    async with asyncio.timeout(10):
+        assert (await lasting)[0] == Done()
+        assert (await client.call(GetStatus()))[0] == Done()
+    assert sockets.given == 2
+
+
+async def test_what_is_sent_again_all_the_time_leaves_room_for_pings(network: "Network", ipc: str) -> None:
+    endpoint, sockets = network.endpoint(ipc, lambda call: None), Scarce(OSError())
+    limits = replace(network.limits, retry_s=0.02, retry_cap_s=0.04)  # something is said all the time
+    client = Client(ipc, worker=WorkerId("worker-0.1"), limits=limits, transport=sockets)
+    network.clients.append(client)
+    call = asyncio.create_task(client.call(GetStatus(), timeout_s=None))
+    await network.until(lambda: endpoint.counts.pings >= 5)  # more than three heartbeats
+    assert endpoint.counts.repeated > 5
+    assert sockets.given == 1
+    call.cancel()
+    await asyncio.wait((call,))
 
 
 async def test_a_slow_answer_is_waited_for_while_the_server_lives(network: "Network", ipc: str) -> None:

@@ -1,6 +1,7 @@
 """The server side against real clients and raw sockets."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ import zmq
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import PROTOCOL, Done, Drain, GetStatus, Ping, Pong, Refusal, Status
-from staleflow.runtime.endpoint import Call
+from staleflow.runtime.endpoint import Call, Endpoint
 from staleflow.runtime.limits import TransportLimits
+from staleflow.runtime.transport import Link, OnMessage, Sockets
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Network
@@ -76,6 +78,43 @@ async def test_a_retry_of_a_pending_call_runs_once_and_of_an_answered_one_again(
     peer.zmq.send(STATUS)
     await network.until(lambda: len(held) >= 2)
     assert (endpoint.counts.calls, endpoint.counts.replies) == (2, 1)
+
+
+class Watched(Sockets):
+    """Notes the route of each message that an endpoint is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routes: list[bytes] = []
+
+    def bind(
+        self, address: str, *, limits: TransportLimits, on_message: OnMessage, on_drained: Callable[[], None] | None
+    ) -> tuple[Link, str]:
+        def noted(head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
+            self.routes.append(head[0])
+            on_message(head, frames, oversize)
+
+        return super().bind(address, limits=limits, on_message=noted, on_drained=on_drained)
+
+
+async def test_what_a_replaced_connection_left_unread_does_not_run_as_anothers(network: "Network", ipc: str) -> None:
+    """ZeroMQ gives the older of two connections of one name another one, and hands out what lay unread by it."""
+    callers: set[str] = set()
+    watched = Watched()
+    endpoint = Endpoint(ipc, on_call=lambda call: callers.add(call.peer), transport=watched)
+    network.endpoints.append(endpoint)
+    network.tasks.append(asyncio.create_task(endpoint.serve()))
+    async with asyncio.timeout(10):
+        while not any(route.startswith(b"\0") for route in watched.routes):
+            for _ in range(2):  # while nothing is read: the loop stands still
+                peer = network.dealer(ipc, b"worker.1/0")
+                for id in range(1, 101):
+                    peer.zmq.send(encode_request(id, GetStatus()))
+                peer.zmq.close(5_000)
+            await asyncio.sleep(0.01)
+    assert b"worker.1/0" in watched.routes
+    assert callers == {"worker.1"}
+    assert endpoint.peers == ["worker.1"]
 
 
 async def test_replies_held_until_the_drain_leave_together(network: "Network", ipc: str) -> None:

@@ -1,5 +1,6 @@
 """Keys in files, who is allowed, and what each role may ask."""
 
+import errno
 import os
 import re
 import typing
@@ -121,6 +122,27 @@ def test_an_allow_list_that_cannot_be_read_stays_as_it_was(keys: Path, caplog: p
         assert not allowed.refresh()
         assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
     assert caplog.text.count("the allow-list stays as it was") == len(spoils)
+
+
+def test_a_revocation_that_cannot_be_read_at_first_is_applied_later(
+    keys: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = keys / "allowed.toml"
+    held, allowed = read_key(keys / "rollout.key").public, AllowList(path)
+    write_allowed(path, {public: holder for public, holder in read_allowed(path).items() if public != held})
+
+    def no_descriptor(path: Path, encoding: str) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", no_descriptor)
+        for _ in range(3):
+            assert not allowed.refresh()
+    assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
+    assert caplog.text.count("the allow-list stays as it was") == 1
+    assert allowed.refresh()
+    assert allowed.find(held) is None
+    assert not allowed.refresh()
 
 
 @pytest.mark.parametrize("written", [0, 1, 10])

@@ -1,5 +1,6 @@
 """Real processes: watched, restarted, ended with everything they started."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -108,6 +109,34 @@ def test_only_who_has_come_to_work_counts_anew(
     lifeline.close()
 
 
+def test_a_start_that_fails_is_tried_again_and_not_for_ever(
+    start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Restarts, "CAP_S", 0.0)
+    monkeypatch.setattr(Restarts, "STABLE_S", 0.5)
+    child = start("import time; time.sleep(0.6); raise SystemExit(7)")  # it worked; a start that fails has not
+    asked, popen = list[bool](), subprocess.Popen
+
+    def full(*_: object, **__: object) -> None:
+        asked.append(True)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    until(lambda: child.exit_code == 7)
+    assert child.plan_restart()
+    monkeypatch.setattr(subprocess, "Popen", full)
+    assert child.restart_if_due() == "one could not be started again: [Errno 11] Resource temporarily unavailable"
+    assert (child.restarts, child.state().state) == (0, "waiting to restart")
+    with monkeypatch.context() as room:
+        room.setattr(subprocess, "Popen", popen)
+        assert child.restart_if_due() == "one started again (restart 1)"
+    until(lambda: child.exit_code == 7)
+    while child.restart_at is not None or child.plan_restart():
+        assert child.restart_if_due()
+        assert len(asked) <= 1 + Restarts.TRIES
+    assert len(asked) == 1 + Restarts.TRIES
+    assert (child.restarts, child.exit_code, child.restart_at) == (1, 7, None)
+
+
 def test_a_child_has_its_own_session_its_threads_and_its_output(start: Callable[..., Child]) -> None:
     child = start("import os; print(os.getsid(0) == os.getpid(), os.environ['OMP_NUM_THREADS'])")
     until(lambda: child.exit_code == 0)
@@ -204,6 +233,27 @@ def test_a_trainer_that_has_joined_has_time_to_save(
     lifeline.close()
     assert (child.exit_code, child.output(1)) == ((0, ["saved"]) if joined else (-signal.SIGKILL, ["up"]))
     assert len(said) == joined
+
+
+def test_who_looks_on_cannot_break_off_a_drain(start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(drain_module.LIMITS_S, Kind.TRAINER, 0.0)
+    monkeypatch.setattr(drain_module, "MACHINE_S", 0.5)
+    trainer, scheduler = start(DEAF, "trainer", Kind.TRAINER), start(SLEEP, "scheduler", Kind.SCHEDULER)
+    for child in (trainer, scheduler):
+        until(partial(child.output, 1))
+    called = set[str]()
+
+    def show() -> None:
+        called.add("show")
+        raise ValueError
+
+    def say(text: str) -> None:
+        called.add("say")
+        raise OSError
+
+    drain([trainer, scheduler], show, say, threading.Event())
+    assert called == {"show", "say"}
+    assert (trainer.exit_code, scheduler.exit_code) == (-signal.SIGKILL, -signal.SIGTERM)
 
 
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:

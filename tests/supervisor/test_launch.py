@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,32 @@ def test_a_rank_that_dies_takes_the_others_along_and_gives_the_exit_code(how: st
     began = time.monotonic()
     assert ranks(f"import os, sys, time\nif os.environ['RANK'] == '1': {how}\ntime.sleep(60)") == code
     assert time.monotonic() - began < LIMIT_S
+
+
+def test_what_a_rank_has_started_ends_with_the_launch(tmp_path: Path) -> None:
+    code = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open(os.path.join({str(tmp_path)!r}, str(child.pid)), "w").close()
+sys.exit(3)
+"""
+    assert ranks(code) == 3
+    assert all(gone(pid) for pid in pids(tmp_path))
+
+
+def test_a_rank_that_cannot_be_started_takes_those_before_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, popen = list["subprocess.Popen[bytes]"](), subprocess.Popen[bytes]
+
+    def start(*words: Any, **more: Any) -> "subprocess.Popen[bytes]":
+        if first:
+            raise BlockingIOError
+        first.append(popen(*words, **more))
+        return first[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(BlockingIOError):
+        ranks("import time; time.sleep(60)")
+    assert [rank.returncode for rank in first] == [-signal.SIGKILL]
 
 
 def test_a_signal_is_passed_on_once_and_ranks_may_take_their_time(tmp_path: Path) -> None:

@@ -1,14 +1,21 @@
 """Whoever looks at a run does not end it."""
 
+import io
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
+from staleflow.monitor.plain import PlainView
 from staleflow.supervisor import rundir
+from staleflow.supervisor import supervisor as supervisor_module
+from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.supervisor import Supervisor
-from staleflow.supervisor.view import Snapshot
+from staleflow.supervisor.view import Snapshot, Undisturbed
 from tests.supervisor.test_supervisor import QUICK, SIMULATED
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
@@ -39,3 +46,53 @@ def test_a_view_that_raises_says_so_once_and_the_run_goes_on(short_dir: Path) ->
         assert Supervisor(config, run_dir, view, "").run() == 0, view.heard
     said = "what is shown here failed, the run goes on: ValueError: cannot convert float NaN to integer"
     assert view.heard == [said, "finished"]
+
+
+def test_a_view_whose_disk_is_full_ends_nothing() -> None:
+    summary = Summary(name="a", run_dir="run", outcome="finished", steps_wanted=1, max_staleness=0, bound="samples")
+    with io.TextIOWrapper(Path("/dev/full").open("wb", buffering=0), write_through=True) as full:
+        plain = PlainView(full, "a", run_dir=Path("run"))
+
+        def calls(view: PlainView | Undisturbed) -> list[Callable[[], None]]:
+            return [
+                view.start,
+                partial(view.show, Snapshot(phase="training", elapsed_s=1.0)),
+                partial(view.say, "rollout-0 died with SIGKILL; it is started again"),
+                partial(view.summary, summary),
+            ]
+
+        for call in calls(plain):
+            with pytest.raises(OSError, match="No space left on device"):
+                call()
+        for call in calls(Undisturbed(PlainView(full, "a", run_dir=Path("run")))):
+            call()
+
+
+def test_children_and_the_view_are_let_go_of_whatever_the_end_raises(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = list[str]()
+
+    class Watched(Blind):
+        def stop(self) -> None:
+            ended.append("view")
+
+    def closes(lifeline: Lifeline) -> None:
+        close(lifeline)
+        ended.append("lifeline")
+
+    def of_another_version(*_: object) -> tuple[str, str]:
+        raise ConfigError("protocol of ipc:///run", 5, "this client speaks 6")
+
+    def fails(*_: object) -> None:
+        ended.append("drain")
+        raise RuntimeError
+
+    close = Lifeline.close
+    monkeypatch.setattr(Lifeline, "close", closes)
+    monkeypatch.setattr(Supervisor, "_outcome", of_another_version)
+    monkeypatch.setattr(supervisor_module, "drain", fails)
+    config, run_dir = load(SIMULATED, QUICK), short_dir / "run"
+    with rundir.claim(config, run_dir, resume=False), pytest.raises(RuntimeError):
+        Supervisor(config, run_dir, Watched(), "").run()
+    assert ended == ["drain", "lifeline", "view"]

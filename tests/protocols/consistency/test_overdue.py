@@ -3,6 +3,8 @@
 import pytest
 
 from staleflow.protocols.consistency.effects import Released, ReleaseWhy, Reserved, Truncate
+from staleflow.protocols.consistency.events import Renew
+from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from tests.protocols.consistency.scenes import Scene, seals
@@ -69,6 +71,41 @@ def test_retry_leases_the_straggler_anew_at_the_newest_version_in_one_transactio
     assert (released.group, released.why) == (1, ReleaseWhy.OVERDUE)
     assert (reserved.group, reserved.version, reserved.deadline, reserved.worker) == (1, 1, 2, "w")
     assert seals(tuple(rest)) == [(1, (2, 3))]
+
+
+def test_retry_keeps_no_lease_of_the_dead_alive() -> None:
+    scene = Scene(max_staleness=1, batch_size=1, on_overdue=OnOverdue.RETRY, lease_ms=100)
+    scene.reserve(0, worker="dead")
+    newest = 0
+    for group in range(1, 8):
+        scene.now_ms += 30
+        scene.apply(Renew(worker=WorkerId("w")))
+        if scene.machine.room(Version(newest)):
+            scene.reserve(group, version=newest)
+            scene.finish(group)
+        while scene.machine.sealed_batch(Step(newest)) is not None:
+            scene.train(newest)
+            newest += 1
+    assert newest >= 3
+    assert scene.view(0).state is State.RELEASED
+
+
+def test_what_retry_takes_from_a_stage_goes_to_nobody_who_left() -> None:
+    scene = Scene(max_staleness=1, batch_size=2, on_overdue=OnOverdue.RETRY)
+    scene.reserve(0)
+    scene.reserve(1, worker="gone")
+    scene.reserve(5)
+    scene.finish(0, 5)
+    scene.train(0)
+    scene.reserve(2, 3, 4, version=1)
+    scene.push(1)
+    scene.detach("gone")
+    scene.finish(2)
+    _, released, *rest = scene.finish(3)
+    assert isinstance(released, Released)
+    assert (released.group, released.why) == (1, ReleaseWhy.OVERDUE)
+    assert seals(tuple(rest)) == [(1, (2, 3))]
+    assert not [effect for effect in rest if isinstance(effect, Reserved)]
 
 
 def test_retry_waits_for_a_straggler_that_is_of_the_newest_version_already() -> None:

@@ -111,9 +111,10 @@ class Table:
 
     def flush(self) -> None:
         self.service.flush()
-        self._deliver()
+        self.deliver()
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Answers that were given are heard."""
         while self._answers:
             self._answers.pop(0)()
 
@@ -133,7 +134,7 @@ class Table:
         for _ in range(0, ms, TICK_MS):
             self.clock.ms += TICK_MS
             self.service.tick()
-            self._deliver()
+            self.deliver()
 
     def silent(self, worker: str) -> None:
         """Nothing was heard of it for three seconds."""
