@@ -259,6 +259,15 @@ class Training:
             self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
 
     def register_checkpoint(self, call: Call, body: RegisterCheckpoint) -> None:
+        """Only from who joined: to believe another's is to let the versions go that the trainer can come back at."""
+        if not self.current(call, body.trainer_term):
+            return
+        joined = self._interpreter.machine.trainer
+        if call.peer != joined:
+            refused = Refused(op=type(body).__name__, code=Code.DENIED)
+            self._rejects.refused(call.peer, refused, self._interpreter.clock.now_ms())
+            self._answers.refuse(call, Code.DENIED, f"{call.peer} is not the trainer, {joined} is")
+            return
         event = events.Checkpointed(trainer_term=body.trainer_term, lineage=body.lineage, version=body.version)
         if not self._refuse(call, self._interpreter.apply(event)):
             self._answers.hold(call, Done())

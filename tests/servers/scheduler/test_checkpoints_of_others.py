@@ -1,0 +1,29 @@
+"""Only the trainer that joined says what it can come back at; who believes another lets its checkpoints go."""
+
+from pathlib import Path
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.wire.messages import Done, Refusal, RegisterCheckpoint
+from tests.servers.scheduler.table import Seat, Table
+from tests.servers.scheduler.world import config
+
+
+def test_a_stranger_that_guesses_the_term_moves_no_checkpoint(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(batch_size=2))
+    seat = Seat(table, "a")
+    for group in list(seat.holds())[:2]:
+        seat.finish(group)
+    table.train()
+    kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(1))
+    before = table.interpreter.machine.snapshot()
+    for stranger in ("stranger", "a", "parameters"):
+        refused = table.ask(stranger, kept)
+        assert isinstance(refused, Refusal), refused
+        assert (refused.code, refused.detail) == (Code.DENIED, f"{stranger} is not the trainer, trainer is")
+    assert table.interpreter.machine.snapshot() == before
+    table.join("trainer.2", 0)  # the newest it has; nobody ever saved version 1
+    kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(0))
+    assert isinstance(table.ask("trainer", kept), Refusal)
+    assert table.ask("trainer.2", kept) == Done()
+    table.close()
