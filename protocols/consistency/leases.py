@@ -56,7 +56,7 @@ class Leases:
     def heard(self, group: Group) -> bool:
         """Whether the holder was heard since it got this lease. Nothing is known of one that has no lease."""
         holder = self.holders.get(group.worker)
-        return holder is not None and holder.heard_ms >= group.granted_ms
+        return holder is not None and holder.heard_ms > group.granted_ms
 
     def leave(self, worker: WorkerId) -> None:
         """Whatever was heard of it, it is gone."""

@@ -63,6 +63,7 @@ class Instance:
         "capacity",
         "commands",
         "due_ms",
+        "knows_end",
         "leases",
         "pull",
         "pull_ms",
@@ -92,6 +93,8 @@ class Instance:
         self.call: Call | None = None
         """Its open report."""
         self.due_ms = 0
+        self.knows_end = False
+        """It was told that there is no more work."""
 
     def loaded(self) -> tuple[Lineage, Version]:
         """The weights that it reported last."""

@@ -209,7 +209,8 @@ class Instances:
     def answer(self) -> None:
         """Send what was ordered to every instance that waits."""
         for instance in self._to_answer.values():
-            if (instance.commands.pending or self.draining) and instance.call is not None:
+            to_tell = instance.commands.pending or (self.draining and not instance.knows_end)
+            if to_tell and instance.call is not None:
                 self._reply(instance)
         self._to_answer.clear()
 
@@ -220,14 +221,14 @@ class Instances:
                 self._reply(instance)
 
     def drain(self) -> None:
-        """No more work: every instance is told, those that wait with the next ``answer``."""
+        """No more work: every instance is told once, those that wait with the next ``answer``."""
         self.draining = True
         self._to_answer = dict(self._by_worker)
 
     def _reply(self, instance: Instance) -> None:
         call, instance.call = instance.call, None
         if call is not None and not call.done:
-            commands = instance.commands
+            commands, instance.knows_end = instance.commands, self.draining
             call.reply(
                 Commands(first=commands.acked + 1, commands=commands.take(), version=self.newest, drain=self.draining)
             )

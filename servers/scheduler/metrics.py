@@ -133,13 +133,16 @@ class Metrics:
 
     def _off_policy(self, step: Step) -> Line:
         counts = self._totals.counts
-        mean, most, masked = self._staleness.get(step, (0.0, 0, 0.0))
+        known = self._staleness.get(step)  # not where it was consumed before a restart
+        of_step: Line = {}
+        if known is not None:
+            of_step = dict(
+                zip(("off_policy/mean", "off_policy/max", "staleness/masked_token_ratio"), known, strict=True)
+            )
         self._staleness = {k: v for k, v in self._staleness.items() if k > step}
         return {
-            "off_policy/mean": mean,
-            "off_policy/max": most,
+            **of_step,
             "staleness/violations": counts.violations,
-            "staleness/masked_token_ratio": masked,
             "staleness/dropped": sum(counts.drops.values()),
             "staleness/length_bias": length_bias(self._totals),
         }

@@ -333,7 +333,8 @@ class Service:
             self._metrics.pulled((now - since_ms) / 1000)
 
     def _count_generated(self, worker: WorkerId, generated: int) -> None:
-        """An engine counts from its own beginning; what it did before this process began is counted already."""
+        """An engine counts from its own beginning; what it did before this process began is counted, but for what was
+        not yet saved then."""
         process = self._registry.get(worker)
         if process is not None:
             before, process.generated = process.generated, generated

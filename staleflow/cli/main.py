@@ -1,6 +1,7 @@
 """The verbs, and what every error looks like: one line on stderr; exit 2 is the operator's mistake, 1 is a failure."""
 
 import difflib
+import errno
 import importlib
 import io
 import os
@@ -23,6 +24,7 @@ SECTIONS = {
 }
 VERBS = tuple(verb for verbs in SECTIONS.values() for verb in verbs)
 """In the order of the help; each is ``staleflow.cli.<verb>.command``."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Verbs(click.Group):
@@ -72,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # a terminal that is gone: Python would say so itself, with an exit code of its own
+        except OSError as error:  # a terminal that is gone: Python would say so itself, with an exit code of its own
+            if error.errno in FULL:
+                code = code or _say(f"{stream.name} is not whole: {error.strerror}", 1)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
@@ -97,6 +101,8 @@ def _run(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:  # a path that cannot be written, or read
+        if error.errno in FULL and error.filename is None:
+            return _say(f"what is printed here found no room: {error.strerror}", 1)
         if error.filename is None or error.strerror is None:
             raise
         return _say(f"{os.fsdecode(error.filename)}: {error.strerror}", 2)

@@ -90,7 +90,13 @@ class Machine:
         if code == 2:
             say(f"{child.name} refuses to start")
             return 2
-        if code == 0 and (has_ended(self._connect, self._word, timeout_s=ENDED_S) or not child.plan_restart()):
+        if code == 0 and has_ended(self._connect, self._word, timeout_s=ENDED_S):
+            self._ended.append(child)
+            return None
+        if child.unstarted:
+            say(f"{child.name} could not be started again and again")
+            return 1
+        if code == 0 and not child.plan_restart():
             self._ended.append(child)
             return None
         if code != 0:

@@ -248,7 +248,11 @@ class Client:
 
     def _connect(self, now: float) -> None:
         link = self._transport.connect(self.address, self._route, limits=self._limits, on_message=self._receive)
-        link.start()
+        try:
+            link.start()
+        except BaseException:
+            link.close(linger_ms=0)
+            raise
         self._link = link
         self._heard_s = now
         self._beat_later(self._limits.heartbeat_s * random.random())  # so that a thousand clients do not beat as one

@@ -61,10 +61,14 @@ class Dialer:
         if key is None and not addresses.is_loopback(address):
             log.warning("INSECURE: %s is asked without a key; whoever is on the way can read and change it", address)
         self._socket = DrainedSocket(zmq.DEALER, num_heads=1, limits=limits, on_message=on_message)
-        if key is not None:
-            as_client(self._socket.zmq, key)
-        self._monitor: zmq.Socket[bytes] = self._socket.zmq.get_monitor_socket(_FAILURES)
-        dial(self._socket.zmq, address, route)
+        try:
+            if key is not None:
+                as_client(self._socket.zmq, key)
+            self._monitor: zmq.Socket[bytes] = self._socket.zmq.get_monitor_socket(_FAILURES)
+            dial(self._socket.zmq, address, route)
+        except BaseException:
+            self._socket.close(0)
+            raise
 
     def start(self) -> None:
         self._socket.start()

@@ -50,6 +50,8 @@ class Counts:
     """Requests sent again while their call was pending."""
     malformed: int = 0
     oversize: int = 0
+    nameless: int = 0
+    """Messages of connections that have no name of their own, or whose name another one has taken: dropped."""
     denied: int = 0
     """Requests of peers whose key does not allow them."""
     busy: int = 0
@@ -200,6 +202,7 @@ class Endpoint:
     def _receive(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
         route, header = head[:2]
         if route.startswith(_RENAMED):
+            self.counts.nameless += 1
             return
         key = head[2:] or _NO_KEYS
         limits = self._limits

@@ -104,7 +104,11 @@ class Sockets:
         if address.startswith("tcp://"):
             return Dialer(address, route, limits=limits, on_message=on_message, key=self.key)
         socket = DrainedSocket(zmq.DEALER, num_heads=1, limits=limits, on_message=on_message)
-        dial(socket.zmq, address, route)
+        try:
+            dial(socket.zmq, address, route)
+        except BaseException:
+            socket.close(0)
+            raise
         return socket
 
 

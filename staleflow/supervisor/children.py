@@ -63,11 +63,14 @@ class Child:
         self.restarts = 0
         self.restart_at: float | None = None
         """Monotonic seconds; set while it waits to be started again."""
+        self.unstarted = ""
+        """Why its newest start failed; empty once one succeeds."""
         self._policy = Restarts()
         self._lifeline = lifeline
         self._output = run_dir / "logs" / f"{role.name}.out"
         self._told = (run_dir / "logs" / f".{role.name}.attached").absolute()
         self._process: subprocess.Popen[bytes] | None = None
+        self._swept = False
         self._started_at = 0.0
         self._begins_at = 0
 
@@ -94,7 +97,7 @@ class Child:
         self._output.parent.mkdir(parents=True, exist_ok=True)
         self._told.unlink(missing_ok=True)
         with self._output.open("ab") as output:
-            self._begins_at = output.tell()
+            begins_at = output.tell()
             self._process = subprocess.Popen(
                 self.role.command,
                 stdin=subprocess.DEVNULL,
@@ -104,6 +107,7 @@ class Child:
                 pass_fds=(self._lifeline.read_fd,),
                 start_new_session=True,
             )
+        self._begins_at, self._swept, self.unstarted = begins_at, False, ""
 
     def _environment(self) -> dict[str, str]:
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.role.threads))
@@ -136,6 +140,8 @@ class Child:
         return supervised.attached_at(self._told)
 
     def _worked_s(self) -> float:
+        if self.unstarted:
+            return 0.0
         match self.role.works:
             case Works.STARTED:
                 return time.monotonic() - self._started_at
@@ -155,6 +161,7 @@ class Child:
         try:
             self.start()
         except OSError as error:
+            self.unstarted = str(error)
             self.plan_restart()
             return f"{self.name} could not be started again: {error}"
         self.restarts += 1
@@ -167,13 +174,15 @@ class Child:
             self._process.send_signal(number)
 
     def sweep(self) -> None:
-        """Kills whatever is left of its process group; afterwards nothing of it runs."""
+        """Kills whatever is left of its process group; afterwards nothing of it runs. Once: later its number may be
+        another's."""
         self.restart_at = None
-        if self._process is None:
+        if self._process is None or self._swept:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._swept = True
 
     def output(self, lines: int) -> list[str]:
         """The last lines that its newest process printed."""
@@ -182,7 +191,7 @@ class Child:
                 size = output.seek(0, os.SEEK_END)
                 output.seek(max(self._begins_at, size - 16_384))
                 text = output.read().decode("utf-8", "replace")
-        except FileNotFoundError:
+        except OSError:  # none yet, or no descriptor to read it with
             return []
         return [line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()][-lines:]
 

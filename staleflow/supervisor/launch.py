@@ -36,17 +36,15 @@ def launch(command: Sequence[str], nproc: int, *, watched: bool) -> int:
     with socket.socket() as meeting, _Asked() as asked:
         meeting.bind(("127.0.0.1", 0))
         lifeline = Lifeline()
-        ranks: list[subprocess.Popen[bytes]] = []
+        left: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(nproc):  # one by one: those that started end with a later one that cannot
-                ranks.append(_start(command, rank, nproc, meeting, lifeline))
+                left.append(_start(command, rank, nproc, meeting, lifeline))
             meeting.close()  # rank 0 has it
-            return _until_ended(ranks, asked, watched=watched)
+            return _until_ended(left, asked, watched=watched)
         finally:
-            for started in ranks:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(started.pid, signal.SIGKILL)
-                started.wait()
+            for started in left:
+                _sweep(started)
             lifeline.close()
 
 
@@ -89,9 +87,19 @@ def _start(
     return subprocess.Popen(command, env=os.environ | told, pass_fds=passed, process_group=0)
 
 
-def _until_ended(ranks: Sequence["subprocess.Popen[bytes]"], asked: _Asked, *, watched: bool) -> int:
+def _sweep(rank: "subprocess.Popen[bytes]") -> None:
+    """Ends it and what it has started. Once: when it has been gone for long its group's number may be another's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.pid, signal.SIGKILL)
+    rank.kill()  # it may have gone to another group
+    rank.wait()
+
+
+def _until_ended(left: list["subprocess.Popen[bytes]"], asked: _Asked, *, watched: bool) -> int:
+    """Takes those out of ``left`` that have ended, and sweeps them."""
+    ranks = tuple(left)
     failed, deadline, passed_on = 0, float("inf"), 0
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline and asked.times < 2:
+    while left and time.monotonic() < deadline and asked.times < 2:
         if asked.times > passed_on:
             passed_on = asked.times
             if watched:
@@ -102,12 +110,13 @@ def _until_ended(ranks: Sequence["subprocess.Popen[bytes]"], asked: _Asked, *, w
         if not failed and (failed := _failed(ranks)):
             deadline = min(deadline, time.monotonic() + AFTERMATH_S)
         time.sleep(LOOK_S)
+        for rank in [rank for rank in left if rank.poll() is not None]:
+            left.remove(rank)
+            _sweep(rank)
     code = failed or _failed(ranks)
     if any(rank.returncode == 2 for rank in ranks):
         return 2
-    if any(rank.poll() is None for rank in ranks):
-        return code or 1
-    return code
+    return code or 1 if left else code
 
 
 def _failed(ranks: Sequence["subprocess.Popen[bytes]"]) -> int:

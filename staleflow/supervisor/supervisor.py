@@ -193,6 +193,8 @@ class Supervisor:
             return  # it ended because the run did
         if code == 2:
             raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1))
+        if child.unstarted:
+            raise Failure(_last_words(f"{child.name} cannot be started again: {child.unstarted}", child))
         if not child.plan_restart():
             raise Failure(_last_words(f"{child.name} died again and again, last with {_code(code)}", child))
         if code != 0:
@@ -245,7 +247,10 @@ class Supervisor:
             trained_per_s=self._pace.tokens_per_s,
             restarts={child.name: child.restarts for child in self._children},
         )
-        write(summary, self._run_dir)
+        try:
+            write(summary, self._run_dir)
+        except OSError as full:  # what the run came to is said all the same
+            self._view.say(f"summary.json could not be written: {full}")
         return summary
 
     def _report(self, summary: Summary, outcome: str, error: str) -> int:

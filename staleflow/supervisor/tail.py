@@ -11,12 +11,12 @@ class Tail:
         self._read = path.stat().st_size if path.exists() else 0
 
     def take(self) -> list[str]:
-        """Whole lines since the last call, without their ends."""
+        """Whole lines since the last call, without their ends. What cannot be read now comes with a later one."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError:
             return []
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)

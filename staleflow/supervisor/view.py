@@ -1,6 +1,7 @@
 """What the supervisor tells whoever looks on: a terminal, a log, a test."""
 
 import contextlib
+import errno
 import termios
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,10 @@ class View(Protocol):
     def summary(self, summary: Summary) -> None: ...
 
 
+NOBODY = (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a terminal that is gone, or of a file that cannot grow: there is nobody to tell them to."""
+
+
 class Undisturbed:
     """A view whose terminal may be gone, or the disk of whose file full: nobody is told then, and nothing else changes.
 
@@ -80,10 +85,9 @@ class Undisturbed:
 
     def show(self, snapshot: Snapshot) -> None:
         try:
-            with _gone():
-                self._view.show(snapshot)
+            self._view.show(snapshot)
         except Exception as error:  # boundary: whoever looks on does not end a run
-            if not self._failed:
+            if not self._failed and not _is_gone(error):
                 self._failed = True
                 self.say(f"what is shown here failed, the run goes on: {type(error).__name__}: {error}")
 
@@ -98,6 +102,10 @@ class Undisturbed:
     def summary(self, summary: Summary) -> None:
         with _gone():
             self._view.summary(summary)
+
+
+def _is_gone(error: Exception) -> bool:
+    return isinstance(error, termios.error) or (isinstance(error, OSError) and error.errno in NOBODY)
 
 
 def _gone() -> contextlib.suppress:

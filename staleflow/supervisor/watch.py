@@ -69,12 +69,12 @@ class NewLines:
         self._read = 0
 
     def take(self) -> tuple[Mapping[str, Any], ...]:
-        """The whole lines since the last call; all of them at first."""
+        """The whole lines since the last call; all of them at first. What cannot be read now comes with a later one."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError:
             return ()
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)

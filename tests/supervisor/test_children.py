@@ -137,6 +137,53 @@ def test_a_start_that_fails_is_tried_again_and_not_for_ever(
     assert (child.restarts, child.exit_code, child.restart_at) == (1, 7, None)
 
 
+def test_a_start_that_fails_before_the_old_mark_is_gone_has_not_worked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Restarts, "CAP_S", 0.0)
+    monkeypatch.setattr(Restarts, "STABLE_S", 0.2)
+    code = (
+        "from staleflow.runtime import supervised as s; import time; s.tell_attached(); time.sleep(0.3); print('last')"
+    )
+    role = Role(name="one", kind=Kind.WORKER, command=(sys.executable, "-c", code), works=Works.ATTACHED)
+    lifeline = Lifeline()
+    child = Child(role, tmp_path, lifeline)
+    child.start()
+    until(lambda: child.exit_code == 0)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert child.plan_restart()
+    fails = 0
+    while child.restart_at is not None:
+        fails += bool(child.restart_if_due())
+        assert fails <= Restarts.TRIES
+    assert (fails, child.unstarted) == (Restarts.TRIES, "[Errno 30] Read-only file system")
+    assert child.words() == ["last"], "of the process that ran"
+    child.sweep()
+    lifeline.close()
+
+
+def test_a_group_is_killed_once(start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, killpg = list[int](), os.killpg
+
+    def noted(group: int, number: int) -> None:
+        killed.append(group)
+        killpg(group, number)
+
+    monkeypatch.setattr(os, "killpg", noted)
+    child = start(SLEEP)
+    groups = [child.pid]
+    for _ in range(2):
+        child.sweep()
+    child.start()
+    groups.append(child.pid)
+    child.sweep()
+    assert killed == groups
+
+
 def test_a_child_has_its_own_session_its_threads_and_its_output(start: Callable[..., Child]) -> None:
     child = start("import os; print(os.getsid(0) == os.getpid(), os.environ['OMP_NUM_THREADS'])")
     until(lambda: child.exit_code == 0)

@@ -85,13 +85,29 @@ def test_a_rank_that_dies_takes_the_others_along_and_gives_the_exit_code(how: st
 
 def test_what_a_rank_has_started_ends_with_the_launch(tmp_path: Path) -> None:
     code = f"""
-import os, subprocess, sys
+import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 open(os.path.join({str(tmp_path)!r}, str(child.pid)), "w").close()
+while len(os.listdir({str(tmp_path)!r})) < 2:
+    time.sleep(0.01)
 sys.exit(3)
 """
     assert ranks(code) == 3
     assert all(gone(pid) for pid in pids(tmp_path))
+
+
+def test_the_group_of_a_rank_is_killed_once_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, killpg = dict[int, float](), os.killpg
+
+    def noted(group: int, number: int) -> None:
+        assert group not in killed
+        killed[group] = time.monotonic()
+        killpg(group, number)
+
+    monkeypatch.setattr(os, "killpg", noted)
+    assert ranks("import os, time; time.sleep(1.5 * int(os.environ['RANK']))") == 0
+    first, last = sorted(killed.values())
+    assert last - first > 1.0
 
 
 def test_a_rank_that_cannot_be_started_takes_those_before_it_along(monkeypatch: pytest.MonkeyPatch) -> None:

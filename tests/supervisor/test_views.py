@@ -1,6 +1,8 @@
 """Whoever looks at a run does not end it."""
 
+import errno
 import io
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -66,6 +68,37 @@ def test_a_view_whose_disk_is_full_ends_nothing() -> None:
                 call()
         for call in calls(Undisturbed(PlainView(full, "a", run_dir=Path("run")))):
             call()
+
+
+def test_an_error_of_the_system_that_is_no_lost_terminal_is_said(short_dir: Path) -> None:
+    class Cut(Blind):
+        def show(self, snapshot: Snapshot) -> None:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+    view = Cut()
+    for _ in range(2):
+        Undisturbed(view).show(Snapshot(phase="training", elapsed_s=1.0))
+    assert len(view.heard) == 2
+    seen = Undisturbed(view)
+    for _ in range(2):
+        seen.show(Snapshot(phase="training", elapsed_s=1.0))
+    assert len(view.heard) == 3, "once a view"
+
+
+def test_a_run_whose_summary_finds_no_room_is_told_all_the_same(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seen(Blind):
+        def show(self, snapshot: Snapshot) -> None: ...
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervisor_module, "write", full)
+    view, config, run_dir = Seen(), load(SIMULATED, QUICK), short_dir / "run"
+    with rundir.claim(config, run_dir, resume=False):
+        assert Supervisor(config, run_dir, view, "").run() == 0, view.heard
+    assert view.heard == ["summary.json could not be written: [Errno 28] No space left on device", "finished"]
 
 
 def test_children_and_the_view_are_let_go_of_whatever_the_end_raises(

@@ -175,9 +175,7 @@ class World:
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
             self.scene.journal.ends[kind] += 1
-            known = isinstance(
-                error, (ConfigError, RunOver) if server else (ConfigError, RunOver, Refused, Unavailable)
-            )
+            known = isinstance(error, RunOver if server else (ConfigError, RunOver, Refused, Unavailable))
             if not known:
                 self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
                 self.ended = len(self.history.failures) >= MOST_FAILURES

@@ -18,6 +18,8 @@ def stalled(on_overdue: OnOverdue) -> Scene:
     scene.train(0)
     scene.reserve(2, 3, 4, version=1)
     scene.finish(2)
+    scene.at(1)
+    scene.renew("w")
     return scene
 
 
@@ -88,6 +90,7 @@ def test_retry_keeps_no_lease_of_the_dead_alive() -> None:
             newest += 1
     assert newest >= 3
     assert scene.view(0).state is State.RELEASED
+    assert scene.view(0).lease == 1, "nor does a lease count as a word of its holder"
 
 
 def test_what_retry_takes_from_a_stage_goes_to_nobody_who_left() -> None:
@@ -130,6 +133,8 @@ def test_nothing_is_done_about_a_straggler_while_the_trainer_still_trains(on_ove
     scene.reserve(0, 1, 2)
     scene.finish(0, 2)
     scene.train(0)
+    scene.at(1)
+    scene.renew("w")
     scene.reserve(3, version=1)
     assert [type(effect).__name__ for effect in scene.finish(3)] == ["Occupied"]
     assert scene.machine.pins() == (1,), "step 2 is pinned while step 1 trains"

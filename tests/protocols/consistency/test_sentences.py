@@ -2,7 +2,16 @@
 
 import pytest
 
-from staleflow.protocols.consistency.effects import Code, Occupied, Pushed, Released, ReleaseWhy, Reserved, Sealed
+from staleflow.protocols.consistency.effects import (
+    Code,
+    Occupied,
+    Pushed,
+    Refused,
+    Released,
+    ReleaseWhy,
+    Reserved,
+    Sealed,
+)
 from staleflow.protocols.consistency.errors import TransitionError
 from staleflow.protocols.consistency.events import Release
 from staleflow.protocols.consistency.groups import State
@@ -195,6 +204,21 @@ def test_a_filtered_group_frees_its_slot_and_its_id_retires() -> None:
     assert scene.machine.group(GroupId(0)) is None
     with pytest.raises(TransitionError, match="retired"):
         scene.reserve(0)
+
+
+def test_a_group_that_is_given_up_for_good_is_never_leased_again() -> None:
+    scene = Scene(max_staleness=0, batch_size=1)
+    scene.reserve(0, 1)
+    given_up = Release(group=GroupId(0), lease=scene.view(0).lease, why=ReleaseWhy.ABORTED, retire=True)
+    (released,) = scene.apply(given_up)
+    assert isinstance(released, Released)
+    assert scene.machine.retired(GroupId(0))
+    assert scene.machine.group(GroupId(0)) is None
+    with pytest.raises(TransitionError, match="retired"):
+        scene.reserve(0)
+    (again,) = scene.apply(given_up)
+    assert isinstance(again, Refused)
+    assert again.code is Code.DUPLICATE
 
 
 def test_an_aborted_group_may_be_leased_again_under_a_new_number() -> None:

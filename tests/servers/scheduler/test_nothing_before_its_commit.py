@@ -44,6 +44,9 @@ def test_an_instance_that_waits_is_told_of_the_end_after_the_commit(tmp_path: Pa
     assert told == [], "orders of this drain may lie with it"
     table.flush()
     assert [(type(reply), reply.drain) for reply in told if isinstance(reply, Commands)] == [(Commands, True)]
+    table.call("a", report, told.append)
+    assert len(told) == 1, "it is told once; who reports after every answer would never stop"
+    Seat(table, "b").report()  # comes now, and is told
     table.close()
 
 
