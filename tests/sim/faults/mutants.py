@@ -461,6 +461,6 @@ MUTANTS = (
         _always_done,
         _rules("SERVED"),
         KILLS,
-        seed=53,
+        seed=28,
     ),
 )
