@@ -182,6 +182,7 @@ class Run:
         self.address = address
         """Of its scheduler."""
         self._timeout_s = timeout_s
+        self._folder = run_dir
         known = read_run(run_dir).security if run_dir else None
         self._admin = Admin(address, "python", transport=client_sockets(known, *LOOKING))
         try:
@@ -236,7 +237,10 @@ class Run:
 
     def attach(self, role: Literal["rollout", "stage"], name: str = "", *, stage: str = "reward") -> "Worker":
         """Start one more engine, or one more worker of a stage, as a process on this machine."""
-        command = [sys.executable, "-m", "staleflow.cli", "attach", role, "--connect", self.address]
+        place = ("--connect", self.address)
+        if self._folder is not None:  # its configuration names the keys
+            place = ("--run-dir", str(self._folder))
+        command = [sys.executable, "-m", "staleflow.cli", "attach", role, *place]
         command += ["--name", name] if name else []
         command += ["--stage", stage] if role == "stage" else []
         return Worker(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
