@@ -9,7 +9,7 @@ from staleflow.configs.coordination import check_coordination, check_spares
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
-from staleflow.configs.schema import Config
+from staleflow.configs.schema import Config, Trainer
 from staleflow.configs.section import Section
 from staleflow.configs.stages import graph, stages
 from staleflow.configs.streaming import check_pieces, check_streaming
@@ -28,6 +28,8 @@ def consistent(config: Config) -> None:
     for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
         rule(config)
     for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
+        rule(config)
+    for rule in (_trainer, _gpus):
         rule(config)
 
 
@@ -70,6 +72,9 @@ def _prompts(config: Config) -> None:
     if config.trainer.eval_every and not (prompts.eval_path or prompts.eval_source):
         allowed = "it needs held-out prompts: prompts.eval_path or prompts.eval_source"
         raise ConfigError("trainer.eval_every", config.trainer.eval_every, allowed)
+    if prompts.options and not (prompts.source or prompts.eval_source):
+        allowed = "these are options of prompts.source and prompts.eval_source, which are missing"
+        raise ConfigError("prompts.options", prompts.options, allowed)
 
 
 def import_paths(config: Config) -> dict[str, str]:
@@ -169,11 +174,34 @@ def check_ranks(config: Config, nproc: int) -> None:
 def _ranks(config: Config) -> None:
     trainer = config.trainer
     check_ranks(config, trainer.nproc)
+    if trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype == "bfloat16":
+        raise ConfigError("trainer.zero_stage", trainer.zero_stage, 'with model.dtype "bfloat16" it must be 2 or 3')
+
+
+def _trainer(config: Config) -> None:
+    """A key of ``trainer`` that means nothing with the others is left at its default."""
+    trainer = config.trainer
+    for meaningful, key, allowed in (
+        (trainer.lr_schedule != "constant", "lr_min_share", 'with trainer.lr_schedule "constant" nothing ends at it'),
+        (trainer.backend == "deepspeed", "zero_stage", 'it is for trainer.backend "deepspeed"'),
+    ):
+        default = getattr(Trainer(), key)
+        if not meaningful and (value := getattr(trainer, key)) != default:
+            raise ConfigError(f"trainer.{key}", value, f"{allowed}; leave it at {shown(default)}")
+
+
+def _gpus(config: Config) -> None:
+    """Where GPUs are named, each process gets as many as it needs, and none twice: CUDA would show it no GPU at all."""
+    trainer, rollout, width = config.trainer, config.rollout, config.rollout.vllm.tensor_parallel
+    for key, gpus in (("trainer.gpus", trainer.gpus), ("rollout.gpus", rollout.gpus)):
+        if len(set(gpus)) < len(gpus):
+            raise ConfigError(key, gpus, "each GPU may be named once")
     if trainer.gpus and len(trainer.gpus) < trainer.nproc:
         allowed = f"each of the trainer.nproc = {trainer.nproc} ranks needs one of its own, or none be named"
         raise ConfigError("trainer.gpus", trainer.gpus, allowed)
-    if trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype == "bfloat16":
-        raise ConfigError("trainer.zero_stage", trainer.zero_stage, 'with model.dtype "bfloat16" it must be 2 or 3')
+    if rollout.engine == "vllm" and 0 < len(rollout.gpus) < width:
+        allowed = f"an engine needs rollout.vllm.tensor_parallel = {width} of them, or none be named"
+        raise ConfigError("rollout.gpus", rollout.gpus, allowed)
 
 
 def check_rows(config: Config, rows: int) -> None:

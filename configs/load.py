@@ -42,21 +42,24 @@ _LONGEST_SOCKET = 100
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a file with ``key=value`` overrides; its keys agree with each other.
 
-    A preset lies below the file that names it; named by an override it is one, in its turn.
+    A preset lies below the file that names it; named by an override it is one, in its turn, and the file's is none.
     What only this machine can tell (files, imports) is checked by ``presence.present``.
     """
     path = Path(path)
     table = _absolute(_read(path), path.resolve().parent)
-    if table.get("preset", "") != "":
+    chosen = [dotted.parse(override) for override in overrides]
+    if table.get("preset", "") != "" and all(key != ("preset",) for key, _ in chosen):
         table = presets.beneath(presets.read(table["preset"]), table)
-    for override in overrides:
-        key, value = dotted.parse(override)
+    for key, value in chosen:
         if key == ("preset",) and value != "":
             table = presets.beneath(table, presets.read(value))
         given = dotted.apply({}, [(key, value)])
         table = _merged(table, _absolute(given, Path.cwd()), key)
     config = decode(table)
-    consistent(config)
+    try:
+        consistent(config)
+    except ConfigError as error:
+        raise presets.named(error, config.preset) from None
     return config
 
 

@@ -33,12 +33,13 @@ class NoBatch(Exception):
 
 
 class OutOfMemory(Exception):
-    """A step does not fit this device; the text says which, and what to change. Weights and optimizer are as before."""
+    """A step does not fit this device; the text says which, and what to change."""
 
     def __init__(self, text: str, *, can_save: bool = False) -> None:
         super().__init__(text)
         self.can_save = can_save
-        """No other rank waits for this one in the middle of a pass: ``save`` comes through."""
+        """Weights and optimizer are as before, and no other rank waits for this one in the middle of a pass: ``save``
+        comes through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,10 @@ class StepResult:
 
 class Backend(Protocol):
     """The model and its optimizer. One owner, one thread."""
+
+    def check(self, directory: Path) -> None:
+        """``ConfigError`` for a complete checkpoint that ``load`` cannot take; changes nothing."""
+        ...
 
     def load(self, directory: Path | None) -> None:
         """Take the state of a checkpoint, or of the initial model (None)."""

@@ -126,6 +126,9 @@ class DeepspeedLearner:
         save_file(tensors, directory / shard_file(self._name, self._ranks.place))
         save_random(directory, self._ranks.place.rank)
 
+    def check(self, directory: Path) -> None:
+        shard_file(self._name, self._ranks.place, inside=directory)
+
     def load(self, directory: Path) -> None:
         masters = self._masters()
         for full, value in load_file(shard_file(self._name, self._ranks.place, inside=directory)).items():

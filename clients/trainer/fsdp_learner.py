@@ -66,6 +66,9 @@ class FsdpLearner(PlainLearner):
         save_file(local, directory / shard_file("fsdp", self.ranks.place))
         save_random(directory, self.ranks.place.rank)
 
+    def check(self, directory: Path) -> None:
+        shard_file("fsdp", self.ranks.place, inside=directory)
+
     def load(self, directory: Path) -> None:
         found = load_file(shard_file("fsdp", self.ranks.place, inside=directory))
         parameters = dict(self.model.named_parameters())

@@ -47,8 +47,12 @@ class Learner(Protocol):
         """Optimizer and random state, and master weights beside the model's."""
         ...
 
+    def check(self, directory: Path) -> None:
+        """``ConfigError`` if other ranks or another backend left what is there."""
+        ...
+
     def load(self, directory: Path) -> None:
-        """Take what ``save`` left; ``ConfigError`` if other ranks or another backend left it."""
+        """Take what ``save`` left; ``ConfigError`` as ``check``."""
         ...
 
     def close(self) -> None:

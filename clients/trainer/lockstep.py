@@ -99,6 +99,10 @@ class Leader:
         self._settled = True
         """False while ranks are in the middle of something: then nobody is there to hear an order."""
 
+    def check(self, directory: Path) -> None:
+        """For all: who wrote a complete checkpoint for rank 0 wrote it for the others too."""
+        self._backend.check(directory)
+
     def load(self, directory: Path | None) -> None:
         self._tell(Order.LOAD, *self._joined(), text="" if directory is None else str(directory.absolute()))
         self._backend.load(directory)

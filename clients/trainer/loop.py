@@ -115,6 +115,7 @@ class TrainingLoop:
         """Join with the newest checkpoint that the service takes, or with the initial model."""
         refused_states: list[TrainerState] = []
         for path, state in self._checkpoints.newest():
+            self._backend.check(path)  # before the trainer that wrote it is fenced
             try:
                 joined = self._client.join(state.lineage, state.version)
             except BadVersion as refused:
@@ -150,7 +151,7 @@ class TrainingLoop:
         values |= times.values(int(values["trainer/sampled_tokens"]))
         values["trainer/bad_steps"] = float(state.bad_steps)
         if self._checkpoint_is_due():
-            values["time/checkpoint"] = self._save()
+            values["time/checkpoint"] = self._save()  # a kill during the evaluation must not cost the steps before it
         try:
             values |= self._evaluate()
         finally:

@@ -162,6 +162,8 @@ class Objective:
             row=tokens.row[mask],
             stages={name: column[mask] for name, column in tokens.stages.items()},
         )
+        if at.logprobs.numel() == 0:  # no loss has to bear that; other ranks wait in the backward pass
+            return at.logprobs.sum()
         found = self._loss(at, self._limit)
         weight = weights(self._how, at.row, self._longest)
         loss = (found.loss * weight).sum()

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from staleflow.clients.trainer.ranks import Ranks
 from staleflow.clients.trainer.tensors import named
-from staleflow.clients.trainer.torch_files import STATE, load_random, load_state, save_random, save_state
+from staleflow.clients.trainer.torch_files import STATE, load_random, save_random, save_state, state_file
 from staleflow.clients.trainer.torch_optimizer import MasterAdamW
 from staleflow.configs.schema import Config
 
@@ -54,8 +55,11 @@ class PlainLearner:
             save_state(self.optimizer.tensors(), directory / STATE)
         save_random(directory, self.ranks.place.rank)
 
+    def check(self, directory: Path) -> None:
+        state_file(directory, STATE)
+
     def load(self, directory: Path) -> None:
-        self.optimizer.load(load_state(directory, STATE))
+        self.optimizer.load(load_file(state_file(directory, STATE)))
         load_random(directory, self.ranks.place.rank, self.ranks.device)
 
     def close(self) -> None:

@@ -144,11 +144,11 @@ def save_state(optimizer: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, path)
 
 
-def load_state(directory: Path, name: str) -> dict[str, Tensor]:
+def state_file(directory: Path, name: str) -> Path:
     """What ``save_state`` left. ``ConfigError`` when another backend left it."""
     if not (directory / name).is_file():
         raise _written_by_others(directory)
-    return load_file(directory / name)
+    return directory / name
 
 
 def shard_file(backend: str, where: Place, *, inside: Path | None = None) -> Path:

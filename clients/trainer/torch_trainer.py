@@ -74,6 +74,10 @@ class TorchTrainer:
         """Without what a backend wraps round it."""
         return self.learner.model
 
+    def check(self, directory: Path) -> None:
+        """``ConfigError`` when another backend wrote this checkpoint, or another number of ranks."""
+        self.learner.check(directory)
+
     def load(self, directory: Path | None) -> None:
         """The state of a checkpoint, or of the initial model (None). Every rank does."""
         if directory is None and self._initial:
@@ -116,9 +120,10 @@ class TorchTrainer:
             pass
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        """One optimizer step over all passes of all ranks; a loss or gradient that is not finite leaves all as it was.
+        """One optimizer step over all passes of all ranks; a loss or gradient that is not finite leaves all as it was,
+        and so does a batch without a trained token.
 
-        The values are those of the whole batch. ``OutOfMemory`` when a pass does not fit.
+        The values are those of the whole batch. ``OutOfMemory`` when a pass or the optimizer does not fit.
         """
         self._objective.begin()
         self._seconds = 0.0
@@ -148,11 +153,21 @@ class TorchTrainer:
         """Move the weights, as ``train`` does; ``batch``: every part that was added."""
         began, scale = time.monotonic(), self._objective.scale()
         values = batch_values(batch, self._ranks.gather) | self._objective.values()
-        norm = self.learner.step(step, scale=scale, take=math.isfinite(values["loss"]))
+        learns = values["trainer/tokens"] > 0  # on any rank; AdamW moves the weights for a gradient of zero too
+        try:
+            norm = self.learner.step(step, scale=scale, take=learns and math.isfinite(values["loss"]))
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise self._no_room_to_step(batch, error) from error
+            raise
         values["grad_norm"] = norm
         values |= self._speed.values(batch, self._seconds + time.monotonic() - began)
         if bad := not_finite(loss=values["loss"], gradient_norm=norm):
             return StepResult(values=values, bad=bad)
+        if not learns:
+            if self._ranks.place.leads:
+                log.warning("step %d: its batch has no token to train; it is consumed, the weights stay", step)
+            return StepResult(values=values)
         values["lr"] = learning_rate(self._config.trainer, step)
         return StepResult(values=values)
 
@@ -275,19 +290,26 @@ class TorchTrainer:
         return self._logprobs(batch, shortest, last=False).sum() * 0.0
 
     def _too_large(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
-        micro, reason = self._config.trainer.micro_tokens, first_line(error)
-        where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
-        change = new_run(f"trainer.micro_tokens below {micro} or trainer.gradient_checkpointing")
-        text = (
-            f"step {batch.step}: out of memory{where}; batch {batch.batch} of {len(batch.rewards)} trajectories is "
-            f"kept. {change} ({reason})"
-        )
+        micro = self._config.trainer.micro_tokens
+        text = self._kept(batch, "", f"trainer.micro_tokens below {micro} or trainer.gradient_checkpointing", error)
         # of several ranks the others may be in a collective of this pass, where they hear no order to save
         alone = isinstance(self._ranks, OneRank)
         if alone:
             clear_frames(error.__traceback__)  # they hold the activations
             self.learner.clear()
         return OutOfMemory(text, can_save=alone)
+
+    def _no_room_to_step(self, batch: TrainBatch, error: Exception) -> OutOfMemory:
+        """Some weights may have moved and others not: there is nothing to save."""
+        keys = 'trainer.backend "fsdp" or "deepspeed" over more ranks (trainer.nproc)'
+        return OutOfMemory(self._kept(batch, " in the optimizer", keys, error), can_save=False)
+
+    def _kept(self, batch: TrainBatch, within: str, keys: str, error: Exception) -> str:
+        where = f" on rank {self._ranks.place.rank}" if self._ranks.place.world > 1 else ""
+        return (
+            f"step {batch.step}: out of memory{within}{where}; batch {batch.batch} of {len(batch.rewards)} trajectories"
+            f" is kept. {new_run(keys)} ({first_line(error)})"
+        )
 
 
 def new_run(keys: str) -> str:

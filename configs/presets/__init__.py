@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, cast
 
-from staleflow.configs.errors import ConfigError
+from staleflow.configs.errors import ConfigError, shown
 
 NAMES = ("areal", "prime-rl", "slime", "staleflow", "verl")
 
@@ -31,3 +31,13 @@ def beneath(lower: Table, upper: Table) -> Table:
         both = isinstance(below, dict) and isinstance(value, dict)
         found[key] = beneath(cast(Table, below), cast(Table, value)) if both else value
     return found
+
+
+def named(error: ConfigError, name: str) -> ConfigError:
+    """``error``; of a value that comes from the preset ``name`` it says so."""
+    value: Any = read(name) if name else {}
+    for part in error.what.split("."):
+        value = cast(Table, value).get(part) if isinstance(value, dict) else None
+    if value is None or value != error.value:
+        return error
+    return ConfigError(error.what, error.value, f"{error.allowed}; preset {shown(name)} sets it")

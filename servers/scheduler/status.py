@@ -91,10 +91,6 @@ class StatusView:
                 for shard, (share, full) in enumerate(zip(self._loads.used_shares, self._loads.full, strict=True))
             ],
             "totals": msgspec.to_builtins(self._interpreter.totals.counts),
-            "off_policy": {
-                "mean": self._metrics.last.get("off_policy/mean", 0.0),
-                "max": self._metrics.last.get("off_policy/max", 0),
-            },
             "lengths": self._lengths(),
             "violations": self._interpreter.totals.counts.violations,
             "metrics": self._metrics.last,

@@ -43,8 +43,9 @@ def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path,
         raise ConfigError("override", overrides[0], "it needs --config: it changes a configuration")
     with bar("looking", quiet=as_json) as tell:
         findings = examine(config_file, overrides, run_dir, tell)
-    if measure and not any(finding.state == "bad" for finding in findings):
-        findings += _measured(config_file, overrides, run_dir)
+    bad = [finding.what for finding in findings if finding.state == "bad"]
+    if measure:
+        findings += _unmeasured(bad) if bad else _measured(config_file, overrides, run_dir)
     findings += abilities(findings)
     if as_json:
         import msgspec
@@ -53,6 +54,12 @@ def command(overrides: tuple[str, ...], config_file: Path | None, run_dir: Path,
     else:
         show(findings)
     return 1 if any(finding.state == "bad" for finding in findings) else 0
+
+
+def _unmeasured(bad: list[str]) -> "list[Finding]":
+    from staleflow.supervisor.checkup import Finding
+
+    return [Finding("trajectories", "missing", f"not measured: {', '.join(bad)} must be good first")]
 
 
 def _measured(config_file: Path | None, overrides: tuple[str, ...], run_dir: Path) -> "list[Finding]":

@@ -130,7 +130,7 @@ def show(found: "list[Choice]", config: "Config", devices: int | None) -> None:
         table.add_row(
             str(number),
             f"{one.steps_per_min:.3f}",
-            f"{one.of_limit:.1%}",
+            f"{one.of_limit:.1%}" if one.of_limit else "-",
             f"{one.staleness_mean:.2f} / {one.staleness_max}",
             f"{one.waste:.1%}",
             f"{one.length_bias:.3f}",

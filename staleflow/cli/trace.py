@@ -1,7 +1,6 @@
 """``staleflow trace``: the audit log, checked and told."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,13 +192,12 @@ def _print(report: "AuditReport") -> None:
     from staleflow.runtime.printable import printable
 
     console = Console(highlight=False)
-    broken = Counter(violation.rule.name for violation in report.violations)
     table = Table(box=box.ROUNDED, title=f"{report.lines:,} events, {report.steps:,} steps, {report.tokens:,} tokens")
     table.add_column("rule")
     table.add_column("checked", justify="right", no_wrap=True)
     table.add_column("violated", justify="right", no_wrap=True)
     for rule in (*FileRule, *Rule):
-        count, bad = report.checks[rule.name], broken[rule.name]
+        count, bad = report.checks[rule.name], report.violated[rule.name]
         checked = f"{count:,}" if count else "[yellow]nothing to check[/]"
         table.add_row(Text(rule.value), checked, f"[bold red]{bad:,}[/]" if bad else "")
     console.print(table)

@@ -5,7 +5,7 @@
 
 Whoever starts machines (Slurm, Ray, ssh) starts this on each. Everything else comes from the scheduler. What its
 processes print goes to standard output, a line at a time, besides their logs, while somebody takes it. Exit code 0: the
-run has ended, or a signal came; 2: a process refuses to start; 1: one died again and again.
+run has ended, or a signal came; 2: a process refuses to start; 1: one could not be started, or died again and again.
 """
 
 import argparse
@@ -59,7 +59,11 @@ class Machine:
         with StopSignals() as stop:
             try:
                 for child in self._children:
-                    child.start()
+                    try:
+                        child.start()
+                    except OSError as error:
+                        say(f"{child.name} could not be started: {error}")
+                        return 1
                     say(f"{child.name} started")
                 while not stop.wait(LOOK_S):
                     self._tell()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from staleflow.monitor.words import amount, plural
+from staleflow.monitor.words import amount, plural, worker_name
 
 Line = Mapping[str, Any]
 
@@ -42,7 +42,10 @@ def _pull(line: Line) -> tuple[str, str]:
 
 
 def _join(line: Line) -> tuple[str, str]:
-    return f"{_name(line['trainer'])} joins at version {line['checkpoint']['version']}, term {line['trainer_term']}", ""
+    return (
+        f"{worker_name(line['trainer'])} joins at version {line['checkpoint']['version']}, term {line['trainer_term']}",
+        "",
+    )
 
 
 def _rollback(line: Line) -> tuple[str, str]:
@@ -89,12 +92,7 @@ def _times(line: Line) -> str:
 
 
 def _who(line: Line) -> str:
-    return _name(str(line["worker"]))
-
-
-def _name(worker: str) -> str:
-    """Without the nonce of its lifetime."""
-    return worker.rpartition(".")[0] or worker
+    return worker_name(str(line["worker"]))
 
 
 _WORDS: dict[str, Callable[[Line], tuple[str, str]]] = {

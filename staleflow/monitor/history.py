@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from staleflow.monitor.lineages import Lineages
 from staleflow.runtime.metric_lines import numbers
 from staleflow.supervisor.view import Snapshot
 
@@ -25,10 +26,10 @@ class History:
 
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     losses: dict[int, float] = field(default_factory=dict[int, float])
-    first_eval: float | None = None
-    last_eval: float | None = None
+    held_out: dict[int, float] = field(default_factory=dict[int, float])
+    """These three by step, of the history that survived."""
     steps: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """(elapsed seconds, version), once a version."""
+    """(elapsed seconds, version), once a version, since the last rollback."""
     staleness_mean: float | None = None
     """Of the last step."""
     staleness_max: int | None = None
@@ -44,6 +45,7 @@ class History:
     trainer: deque[tuple[float, str]] = field(default_factory=deque[tuple[float, str]])
     """(elapsed seconds, what it does from then on)."""
     _sparked_s: float = -SPARK_S
+    _lineages: Lineages = field(default_factory=Lineages)
 
     def see(self, snapshot: Snapshot) -> None:
         """Takes in one snapshot."""
@@ -51,6 +53,8 @@ class History:
         for line in (*snapshot.lines, numbers(newest)):
             self.line(line)
         version = int(snapshot.status.get("version", -1))
+        if self.steps and 0 <= version < self.steps[-1][1]:
+            self.steps.clear()
         if version >= 0 and (not self.steps or version > self.steps[-1][1]):
             self.steps.append((snapshot.elapsed_s, version))
         if snapshot.elapsed_s >= self._sparked_s + SPARK_S:
@@ -102,21 +106,26 @@ class History:
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Takes in one line of ``metrics.jsonl``; every value is a number or None."""
+        if self._lineages.is_old(line):
+            return  # a status that is older than the file
+        self._lineages.take_back(line, self.rewards, self.losses, self.held_out)
         step = int(line.get("step") or 0)
         if (reward := line.get("reward/mean")) is not None:
             self.rewards[step] = float(reward)
         if (loss := line.get("loss")) is not None:
             self.losses[step] = float(loss)
         if (held_out := line.get("reward/eval")) is not None:
-            self.last_eval = float(held_out)
-            self.first_eval = self.last_eval if self.first_eval is None else self.first_eval
+            self.held_out[step] = float(held_out)
         if "time/step" in line:
             self.step_times = tuple((key, float(line[key])) for key in STEP_TIMES if line.get(key) is not None)
-        if (most := line.get("off_policy/max")) is not None:
+        most, rate = line.get("off_policy/max"), line.get("perf/tokens_per_second")
+        if most is not None or rate is not None:  # a step's; a scheduler that came back may not know the ages of one
             self.staleness_mean = line.get("off_policy/mean")
-            self.staleness_max = max(int(most), self.staleness_max or 0)
             self.masked = line.get("staleness/masked_token_ratio")
-            self.trained_per_s = float(line.get("perf/tokens_per_second") or 0.0)
+        if most is not None:
+            self.staleness_max = max(int(most), self.staleness_max or 0)
+        if rate is not None:
+            self.trained_per_s = float(rate)
 
     def curve(self, values: Mapping[int, float]) -> tuple[float, ...]:
         """Of the last steps."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 import msgspec
 from msgspec import Meta
 
+from staleflow.monitor.words import worker_name
 from staleflow.runtime.printable import all_printable
 
 _Seconds = Annotated[float, Meta(ge=0, le=2**53)]
@@ -101,7 +102,7 @@ def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) ->
         now_s = axis.see(event)
         match event["ev"]:
             case "reserve":
-                worker = short_name(event["worker"])
+                worker = worker_name(event["worker"])
                 begun["lease", event["lease"]] = worker, now_s
                 found.setdefault(("engine", worker), [])
             case "push" | "release" if (start := begun.pop(("lease", event["lease"]), None)) is not None:
@@ -116,15 +117,10 @@ def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) ->
     for line in stages:
         begin_s, end_s = axis.at(line["begin_s"]), axis.at(line["end_s"])
         if end_s >= 0:
-            found.setdefault((line["stage"], short_name(line["worker"])), []).append(Span(begin_s, end_s))
+            found.setdefault((line["stage"], worker_name(line["worker"])), []).append(Span(begin_s, end_s))
     for worker, span in trained:
         found.setdefault(("trainer", worker), []).append(span)
     return [Lane(kind, worker, sorted(spans)) for (kind, worker), spans in found.items() if spans]
-
-
-def short_name(worker: str) -> str:
-    """Of a worker, without the nonce of its process: one that was started again goes on in its lane."""
-    return worker.rpartition(".")[0] or worker
 
 
 def overlaps(shown: Sequence[Lane]) -> list[tuple[str, str, float]]:

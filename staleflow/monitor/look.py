@@ -1,7 +1,8 @@
 """What a person has chosen to look at, and what each key changes of it. Pure: a key in, the next look out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from staleflow.monitor.model import Board
 
@@ -12,6 +13,8 @@ SORTS = ("name", "version", "running", "waiting", "kv", "tokens/s", "seen")
 SPEEDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
 JUMP_S = 10.0
 PAGE = 10
+FAR = 10**9
+"""Rows: more than any list has."""
 LONGEST = 40
 """Characters of a filter."""
 
@@ -43,6 +46,21 @@ class Look:
     """To go there in a replay, from where it is; whoever replays takes it back to 0."""
 
 
+class Row(Protocol):
+    """Of a list."""
+
+    @property
+    def text(self) -> str: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def shown(rows: Sequence[AnyRow], look: Look) -> list[AnyRow]:
+    """Those that the filter leaves."""
+    return [row for row in rows if look.needle in row.text]
+
+
 def is_number(text: str) -> bool:
     """Of the digits 0 to 9 alone: ``int`` does not read others (²)."""
     return text.isascii() and text.isdecimal()
@@ -50,7 +68,8 @@ def is_number(text: str) -> bool:
 
 def press(look: Look, key: str, it: Board) -> Look:
     """``key``: a character, or one of enter, escape, backspace, tab, backtab, up, down, left, right, pageup, pagedown,
-    home, end, interrupt. ``it`` is what the screen shows."""
+    home, end, interrupt. ``it`` is what the screen shows; how long a story or the help is it does not tell, so that
+    ``end`` is of lists only."""
     if key == "interrupt":
         return _leave(look)
     if look.typing:
@@ -60,14 +79,21 @@ def press(look: Look, key: str, it: Board) -> Look:
     if look.story is not None and key in ("escape", "q", "backspace", "enter"):
         return replace(look, story=None, row=0)
     if key in _MOVES:
-        return replace(look, row=max(look.row + _MOVES[key], 0))
+        return _move(look, key, it)
     if is_number(key) and 0 < int(key) <= len(TABS):
         return replace(look, tab=TABS[int(key) - 1], row=0, story=None)
     if look.speed is not None and key in _REPLAY:
         return _REPLAY[key](look)
-    if key == "enter" and look.tab == "groups" and it.pins:
-        return replace(look, story=it.pins[min(look.row, len(it.pins) - 1)].group, row=0)
+    if key == "enter" and look.tab == "groups" and (pins := shown(it.pins, look)):
+        return replace(look, story=pins[min(look.row, len(pins) - 1)].group, row=0)
     return _KEYS[key](look) if key in _KEYS else look
+
+
+def _move(look: Look, key: str, it: Board) -> Look:
+    if look.help or look.story is not None:
+        return look if key == "end" else replace(look, row=max(look.row + _MOVES[key], 0))
+    last = max(len(shown(_ROWS[look.tab](it), look)) - 1, 0)
+    return replace(look, row=min(max(min(look.row, last) + _MOVES[key], 0), last))
 
 
 def _type(look: Look, key: str) -> Look:
@@ -103,7 +129,15 @@ def _faster(look: Look, by: int) -> Look:
     return replace(look, speed=SPEEDS[min(max(nearest + by, 0), len(SPEEDS) - 1)])
 
 
-_MOVES = {"up": -1, "down": 1, "k": -1, "j": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -(10**9)}
+_MOVES = {"up": -1, "down": 1, "k": -1, "j": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -FAR, "end": FAR}
+_ROWS: dict[str, Callable[[Board], Sequence[Row]]] = {
+    "engines": lambda it: it.instances,
+    "groups": lambda it: it.pins,
+    "stages": lambda it: it.stages,
+    "versions": lambda it: it.versions,
+    "events": lambda it: it.events,
+    "processes": lambda it: it.roles,
+}
 _KEYS: dict[str, Callable[[Look], Look]] = {
     "q": _leave,
     "?": lambda look: replace(look, help=True, row=0),

@@ -89,7 +89,6 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
     status = snapshot.status
     instances = rows.instances(status, history)
     steps = int(status.get("steps") or 0)
-    newest = max(history.rewards, default=None)
     return Board(
         name=printable(name),
         phase=_phase(snapshot),
@@ -97,11 +96,11 @@ def board(name: str, snapshot: Snapshot, history: History) -> Board:
         step=max(int(status.get("version", 0)), 0),
         steps=steps,
         left_s=history.left_s(steps),
-        reward=None if newest is None else history.rewards[newest],
+        reward=_newest(history.rewards),
         rewards=history.curve(history.rewards),
-        loss=history.losses[max(history.losses)] if history.losses else None,
+        loss=_newest(history.losses),
         losses=history.curve(history.losses),
-        held_out=_pair(history.first_eval, history.last_eval),
+        held_out=_first_and_last(history.held_out),
         staleness_mean=history.staleness_mean,
         staleness_max=history.staleness_max,
         bound=status.get("max_staleness"),
@@ -168,8 +167,12 @@ def _phase(snapshot: Snapshot) -> str:
     return "finished" if over else snapshot.phase
 
 
-def _pair(first: float | None, last: float | None) -> tuple[float, float] | None:
-    return None if first is None or last is None else (first, last)
+def _newest(values: Mapping[int, float]) -> float | None:
+    return values[max(values)] if values else None
+
+
+def _first_and_last(values: Mapping[int, float]) -> tuple[float, float] | None:
+    return (values[min(values)], values[max(values)]) if values else None
 
 
 def _count(value: object) -> int:

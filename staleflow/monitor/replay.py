@@ -10,6 +10,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+from staleflow.monitor.words import worker_name
 from staleflow.protocols.consistency.errors import InvariantError
 from staleflow.protocols.consistency.groups import NO_CLAIM, Group, State
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
@@ -308,7 +309,7 @@ class Retold:
             "recent": self._recent.lines(),
             "instances": [self._instance(worker, engine) for worker, engine in self._engines.items()],
             "workers": [
-                {"worker": worker, "name": name_of(worker), "role": role, "alive": True, "last_seen_s": 0.0}
+                {"worker": worker, "name": worker_name(worker), "role": role, "alive": True, "last_seen_s": 0.0}
                 for worker, role in self._workers.items()
             ],
             "stages": [],
@@ -345,7 +346,7 @@ class Retold:
         running = len(engine.held) * int(self._opening.get("group_size", 1))
         return {
             "worker": worker,
-            "name": name_of(worker),
+            "name": worker_name(worker),
             "version": engine.version,
             "running": running,
             "waiting": 0,
@@ -367,7 +368,7 @@ class Retold:
         return Pin(
             group=group.id,
             version=group.version,
-            worker=name_of(group.worker) if leased else "",
+            worker=worker_name(group.worker) if leased else "",
             so_far_s=took.so_far_s(group.id, now),
             left_s=took.left_s(group.id, now),
         )
@@ -400,8 +401,3 @@ class Retold:
             return training + pinned(step, pins[:MOST_PINS], len(pins), policy)
         need = window.batch_size
         return training + starved(step, need, counts, self._staged.until_s(need - counts["occupied"]))
-
-
-def name_of(worker: str) -> str:
-    """Of a process, from the id of its lifetime: a name and a nonce."""
-    return worker.rpartition(".")[0] or worker

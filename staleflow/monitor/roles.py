@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.monitor.words import plural
+from staleflow.monitor.words import plural, worker_name
 from staleflow.runtime.store import FULL_SHARE
 from staleflow.supervisor.view import ProcessState, Snapshot
 
@@ -15,6 +15,7 @@ SILENT_S = 3.0
 """A scheduler or worker not heard from for this long is said to be silent."""
 NOT_STAGES = ("rollout", "trainer", "scheduler", "trajectories", "parameters", "relay", "model")
 """Names of processes that are no worker of a stage: a stage may have any other."""
+WORKERS = ("rollout", "stage", "trainer")
 NOTED_SHARE = 0.1
 """Of a trajectory server's map: from there on it is said how much is in use."""
 GROUP_STATES = ("leased", "pushed", "occupied", "sealed", "consumed")
@@ -28,6 +29,11 @@ class RoleRow:
     doing: str
     good: bool = True
     restarts: int = 0
+
+    @property
+    def text(self) -> str:
+        """What a filter looks in."""
+        return f"{self.name} {self.doing}"
 
 
 def roles(snapshot: Snapshot) -> tuple[RoleRow, ...]:
@@ -54,6 +60,8 @@ def _process_row(process: ProcessState, snapshot: Snapshot, attached: Set[str], 
     role = role_of(process.name)
     if role == "model":
         doing = snapshot.detail or "loading"
+    elif role in WORKERS and not process.attaches:
+        doing = "running"
     elif role in ("rollout", "stage") and process.name not in attached:
         doing = "done" if snapshot.status.get("finished") else "loading"
     else:
@@ -94,15 +102,16 @@ def _doing(name: str, role: str, snapshot: Snapshot, engines: Engines) -> str:
 
 def _relay(name: str, parameters: Mapping[str, Any]) -> str:
     """How many get their weights there, where the parameter server was asked."""
-    places = [it for it in parameters.get("relays") or () if str(it.get("relay")).rpartition(".")[0] == name]
+    places = [it for it in parameters.get("relays") or () if worker_name(str(it.get("relay"))) == name]
     below = int(places[-1].get("num_below") or 0) if places else 0
     return f"gives weights to {plural(below, 'reader')}" if below else "gives weights on"
 
 
 def _trajectories(name: str, status: Mapping[str, Any]) -> str:
-    kept = f"keeps {plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), 'group')} to train"
-    number = name.partition("-")[2]
-    shards = [shard for shard in status.get("shards") or () if str(shard.get("shard")) == number]
+    number, every = name.partition("-")[2], status.get("shards") or ()
+    shards = [shard for shard in every if str(shard.get("shard")) == number]
+    held = plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), "group")
+    kept = f"keeps {held} to train" if len(every) < 2 else "keeps its part of the groups"  # the ledger knows no shards
     share = next((float(shard["used_share"]) for shard in shards if shard.get("used_share") is not None), 0.0)
     if any(shard.get("full") == "disk" for shard in shards):
         return f"its disk is full: pushes wait; {kept}"

@@ -8,6 +8,7 @@ from typing import Any
 from staleflow.monitor.events import told
 from staleflow.monitor.history import History
 from staleflow.monitor.roles import groups_in
+from staleflow.monitor.words import worker_name
 
 Status = Mapping[str, Any]
 
@@ -60,6 +61,11 @@ class InstanceRow:
     command: str
     seen_s: float
 
+    @property
+    def text(self) -> str:
+        """What a filter looks in."""
+        return f"{self.name} {self.command}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRow:
@@ -70,6 +76,11 @@ class StageRow:
     workers: int
     waiting: int
     taken: int
+
+    @property
+    def text(self) -> str:
+        """What a filter looks in."""
+        return self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +95,11 @@ class VersionRow:
     pinned_by: tuple[str, ...]
     note: str = ""
 
+    @property
+    def text(self) -> str:
+        """What a filter looks in."""
+        return f"{self.version} {' '.join(self.pinned_by)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRow:
@@ -96,6 +112,11 @@ class PinRow:
     so_far_s: float | None
     left_s: float | None
 
+    @property
+    def text(self) -> str:
+        """What a filter looks in."""
+        return f"{self.group} {self.where}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRow:
@@ -104,6 +125,11 @@ class EventRow:
     ago_s: float | None
     words: str
     tone: str
+
+    @property
+    def text(self) -> str:
+        """What a filter looks in."""
+        return self.words
 
 
 def ages(status: Status) -> tuple[AgeRow, ...]:
@@ -206,7 +232,7 @@ def versions(status: Status, parameters: Mapping[str, Any]) -> tuple[VersionRow,
             lineage=int(it.get("lineage") or 0),
             nbytes=int(it.get("nbytes") or 0),
             engines=engines[version],
-            pinned_by=tuple(str(name).rpartition(".")[0] or str(name) for name in it.get("pinned_by") or ()),
+            pinned_by=tuple(worker_name(str(name)) for name in it.get("pinned_by") or ()),
             note=note,
         )
     newest = int(status.get("version", -1))

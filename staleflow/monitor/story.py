@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.monitor.words import amount, plural, span
+from staleflow.monitor.words import amount, plural, span, worker_name
 from staleflow.runtime.printable import all_printable
 from staleflow.runtime.trace_lines import complaint, decoded
 
@@ -197,8 +197,7 @@ def _other(line: Line, _: int) -> tuple[str, str]:
 
 
 def _who(line: Line) -> str:
-    worker = str(line.get("worker", ""))
-    return worker.rpartition(".")[0] or worker
+    return worker_name(str(line.get("worker", "")))
 
 
 _WORDS: dict[str, Callable[[Line, int], tuple[str, str]]] = {

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from staleflow.monitor.look import ENDS_RUN, HELP, LEAVES, Look, is_number
+from staleflow.monitor.look import ENDS_RUN, HELP, LEAVES, Look, is_number, shown
 from staleflow.monitor.model import Board
 from staleflow.monitor.panels import TONES
 from staleflow.monitor.roles import SILENT_S, RoleRow
@@ -55,22 +55,22 @@ def listed(make: Lists, it: Board, look: Look, width: int, height: int, *, activ
     fits = max(height - 1, 1)
     chosen = min(look.row, len(found.rows) - 1) if active else 0
     first = min(max(chosen - fits + 1, 0), max(len(found.rows) - fits, 0))
-    shown = found.rows[first : first + fits]
+    visible = found.rows[first : first + fits]
     table = _table(found.columns)
-    for index, row in enumerate(shown, first):
+    for index, row in enumerate(visible, first):
         cells = row()
         if active and look.row and index == chosen:
             table.add_row(*[cell.plain for cell in cells], style=CHOSEN)
         else:
             table.add_row(*cells)
-    where = f"{first + 1}-{first + len(shown)} of {len(found.rows)}" if len(shown) < len(found.rows) else ""
+    where = f"{first + 1}-{first + len(visible)} of {len(found.rows)}" if len(visible) < len(found.rows) else ""
     return table, where
 
 
 def engines(it: Board, look: Look, width: int) -> Listed:
     """Version, load, cache, speed and last command of each; what is bad is red."""
     wide = width >= WIDE
-    rows = sorted((row for row in it.instances if look.needle in f"{row.name} {row.command}"), key=_SORTS[look.sort])
+    rows = sorted(shown(it.instances, look), key=_SORTS[look.sort])
     if look.reverse:
         rows.reverse()
     mark = "▼" if look.reverse else "▲"
@@ -134,7 +134,7 @@ def _natural(name: str) -> str:
 
 def groups(it: Board, look: Look, width: int) -> Listed:
     """Those that pin the next step."""
-    rows = [partial(_group, pin) for pin in it.pins if look.needle in f"{pin.group} {pin.where}"]
+    rows = [partial(_group, pin) for pin in shown(it.pins, look)]
     titles = ("group", ">version", ">so far", ">left", "*where")
     nothing = "no group pins a step; g and a number tell any group's story"
     return Listed(columns=titles, rows=rows, nothing=nothing)
@@ -154,7 +154,7 @@ def stages(it: Board, look: Look, width: int) -> Listed:
     """Workers of each, groups that wait for it and that are in it."""
     most = max([row.waiting + row.taken for row in it.stages], default=1)
     cells = max(min(width - 46, 24), 4)
-    rows = [partial(_stage, row, most, cells) for row in it.stages if look.needle in row.name]
+    rows = [partial(_stage, row, most, cells) for row in shown(it.stages, look)]
     titles = ("stage", ">workers", ">in work", ">waiting", "*", "after")
     return Listed(columns=titles, rows=rows, nothing="the trace does not tell of stages")
 
@@ -173,11 +173,7 @@ def _stage(row: StageRow, most: int, cells: int) -> Cells:
 def versions(it: Board, look: Look, width: int) -> Listed:
     """What the parameter server keeps, who holds it there, and how many engines write with it."""
     most, wide = max([row.engines for row in it.versions], default=1), width >= ROOMY
-    rows = [
-        partial(_version, row, most, wide)
-        for row in it.versions
-        if look.needle in f"{row.version} {' '.join(row.pinned_by)}"
-    ]
+    rows = [partial(_version, row, most, wide) for row in shown(it.versions, look)]
     titles = ("version", ">size", ">engines", "*pinned by", *(("", ">lineage") if wide else ()))
     return Listed(columns=titles, rows=rows, nothing="none is published")
 
@@ -197,7 +193,7 @@ def _version(row: VersionRow, most: int, wide: bool) -> Cells:
 
 def events(it: Board, look: Look, width: int) -> Listed:
     """Newest first."""
-    rows = [partial(_event, row) for row in it.events if look.needle in row.words]
+    rows = [partial(_event, row) for row in shown(it.events, look)]
     return Listed(columns=(">ago", "*event"), rows=rows, nothing="nothing has happened yet")
 
 
@@ -214,7 +210,7 @@ def _ago(seconds: float) -> str:
 
 def processes(it: Board, look: Look, width: int) -> Listed:
     """Every process of the run."""
-    rows = [partial(_process, row) for row in it.roles if look.needle in f"{row.name} {row.doing}"]
+    rows = [partial(_process, row) for row in shown(it.roles, look)]
     return Listed(columns=("process", "*does", ""), rows=rows, nothing="none has been started")
 
 

@@ -52,6 +52,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def worker_name(worker: str) -> str:
+    """Of a worker, without the nonce of its process: one that was started again has the same."""
+    return worker.rpartition(".")[0] or worker
+
+
 def amount(nbytes: float) -> str:
     """Bytes: 512 B, 12.3 KB, 4.0 GB."""
     for unit in ("B", "KB", "MB", "GB"):

@@ -236,7 +236,7 @@ def _span(xs: Sequence[float], *, bars: bool = False) -> tuple[float, float]:
     if not xs:
         return 0.0, 1.0
     edges = _edges(xs)
-    low, high = (edges[0], edges[-1]) if bars else (xs[0], xs[-1])
+    low, high = (edges[0], edges[-1]) if bars else (min(xs), max(xs))
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 

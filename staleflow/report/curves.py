@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from staleflow.monitor.lineages import Lineages
 from staleflow.report.charts import Chart, Series, lines, stack
 from staleflow.runtime.metric_names import METRICS, PLACES
 
@@ -32,13 +33,16 @@ STEP_COLOURS = ("red", "blue", "purple", "teal", "grey")
 
 
 class Curves:
-    """Every number by step: the last word on each, where a step was said twice or trained again."""
+    """Every number by step: the last word on each, where a step was said twice or trained again. What was taken back
+    and not trained again has none."""
 
     def __init__(self, said: Iterable[Mapping[str, Any]]) -> None:
         rows: dict[int, dict[str, float]] = {}
+        lineages = Lineages()
         for line in said:
             step = line.get("step")
             if isinstance(step, int):
+                lineages.take_back(line, rows)
                 row = rows.setdefault(step, {})
                 row.update({key: value for key, value in line.items() if _is_number(key, value)})
         self.steps = sorted(rows)

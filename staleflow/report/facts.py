@@ -166,6 +166,7 @@ class Facts:
     """Consumed, and taken back by a rollback."""
     undone_tokens: int = 0
     versions: list[VersionFact] = field(default_factory=list[VersionFact])
+    """Published, in the history that survived; so in ascending order."""
     pushed: Spent = field(default_factory=Spent)
     released: dict[str, Spent] = field(default_factory=dict[str, Spent])
     """By reason. ``surplus``, ``filtered`` and the like; tokens as far as the run came to know them."""

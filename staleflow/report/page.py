@@ -148,14 +148,11 @@ def _events(facts: Facts) -> dict[str, Any]:
 
 
 def _audited(found: AuditReport) -> dict[str, Any]:
-    broken: dict[str, int] = {}
-    for violation in found.violations:
-        broken[violation.rule.name] = broken.get(violation.rule.name, 0) + 1
     rules = [
         {
             "rule": rule.value,
             "checked": f"{found.checks[rule.name]:,}" if found.checks[rule.name] else "nothing to check",
-            "violated": broken.get(rule.name, 0),
+            "violated": found.violated[rule.name],
         }
         for rule in (*FileRule, *Rule)
     ]

@@ -5,9 +5,11 @@ Keeps the groups that live, and those of batches that a rollback could still bri
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from staleflow.monitor.lanes import short_name, timed
+from staleflow.monitor.lanes import timed
+from staleflow.monitor.words import worker_name
 from staleflow.report.facts import Facts, Happening, Last, Spent, StepFact, VersionFact
 
 Event = Mapping[str, Any]
@@ -52,8 +54,8 @@ class Reader:
         self._versions: dict[tuple[int, int], VersionFact] = {}
         self._seen: dict[str, bool] = {}
         """Names of workers that were there before, and whether they said goodbye."""
-        self._lost: tuple[str, float, int] = ("", 0.0, 0)
-        """The worker whose leases expired last, when, and how many."""
+        self._lost: tuple[str, float, int, int] = ("", 0.0, 0, 0)
+        """The worker whose leases expired last, when, how many, and the number of the happening that tells of it."""
         self._joined_s = 0.0
         """When the trainer of this term came."""
         self._now_s = 0.0
@@ -119,7 +121,7 @@ class Reader:
         return group
 
     def _on_reserve(self, event: Event) -> None:
-        group = _Group(short_name(event["worker"]), event["version"], self._now_s)
+        group = _Group(worker_name(event["worker"]), event["version"], self._now_s)
         self._enter(event["group"], group, "leased")
 
     def _on_push(self, event: Event) -> None:
@@ -139,13 +141,16 @@ class Reader:
 
     def _expired(self, worker: str) -> None:
         """Many leases of one worker are one line."""
-        last, at_s, count = self._lost
+        told = self.facts.happenings
+        last, at_s, count, place = self._lost
         together = last == worker and self._now_s - at_s < TOGETHER_S
-        count = count + 1 if together else 1
+        count, place = (count + 1, place) if together else (1, len(told))
+        self._lost = worker, self._now_s, count, place
+        text = f"{worker} lost {count} lease{'s' if count > 1 else ''}: not heard from in time"
         if together:
-            self.facts.happenings.pop()
-        self._lost = worker, self._now_s, count
-        self._tell(f"{worker} lost {count} lease{'s' if count > 1 else ''}: not heard from in time", bad=True)
+            told[place] = replace(told[place], text=text)
+        else:
+            self._tell(text, bad=True)
 
     def _on_drop(self, event: Event) -> None:
         self._leave(event["group"])
@@ -224,6 +229,7 @@ class Reader:
         to = event["to_version"]
         undone = [step for step in self.facts.steps if step.step >= to]
         self.facts.steps = [step for step in self.facts.steps if step.step < to]
+        self.facts.versions = [version for version in self.facts.versions if version.version <= to]
         self.facts.undone_steps += len(undone)
         self.facts.undone_tokens += sum(step.tokens - step.masked for step in undone)
         for batch in self._spent:
@@ -252,7 +258,7 @@ class Reader:
             setattr(facts, key, event[key])
 
     def _on_attach(self, event: Event) -> None:
-        name, role = short_name(event["worker"]), event["role"]
+        name, role = worker_name(event["worker"]), event["role"]
         if role in ("monitor", "admin"):
             return
         if name not in self._seen:
@@ -267,7 +273,7 @@ class Reader:
         self._seen[name] = False
 
     def _on_detach(self, event: Event) -> None:
-        name, why = short_name(event["worker"]), event["why"]
+        name, why = worker_name(event["worker"]), event["why"]
         silent, replaced = why == "silent", why.startswith("replaced by")
         if name not in self._seen or replaced:
             return
@@ -278,7 +284,7 @@ class Reader:
     def _on_join(self, event: Event) -> None:
         self._joined_s = self._now_s
         if event["trainer_term"] > 1:
-            self._tell(f"{short_name(event['trainer'])} took over, term {event['trainer_term']}")
+            self._tell(f"{worker_name(event['trainer'])} took over, term {event['trainer_term']}")
 
     def _on_auth(self, event: Event) -> None:
         if not event["ok"]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.extras import install
-from staleflow.monitor.lanes import short_name, timed
+from staleflow.monitor.lanes import timed
+from staleflow.monitor.words import worker_name
 from staleflow.runtime.trace_lines import FIELDS
 
 
@@ -20,7 +21,7 @@ def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) ->
         row = {key: event[key] for key in ("seq", "inc", "ev")} | {"seconds": seconds, "time": event["t"]}
         own = {key: value for key, value in event.items() if key in FIELDS.get(event["ev"], ())}
         if "worker" in own:
-            row["name"] = short_name(own["worker"])
+            row["name"] = worker_name(own["worker"])
         row |= own
         for key, value in row.items():
             found.setdefault(key, [None] * rows).append(value)

@@ -50,6 +50,8 @@ class AuditReport:
     num_violations: int = 0
     violations: list[Violation] = field(default_factory=list[Violation])
     """The first ``MAX_VIOLATIONS``."""
+    violated: Counter[str] = field(default_factory=Counter[str])
+    """How often each rule, by name, was violated: all of it."""
     events: Counter[str] = field(default_factory=Counter[str])
     """Lines of each event; ``release`` and ``drop`` also by reason, ``reject`` by code."""
     checks: Counter[str] = field(default_factory=Counter[str])
@@ -167,6 +169,7 @@ class Auditor:
     def _fail(self, rule: Rule | FileRule, why: str, seq: int) -> None:
         report = self._report
         report.num_violations += 1
+        report.violated[rule.name] += 1
         if len(report.violations) < MAX_VIOLATIONS:
             report.violations.append(Violation(rule, seq, why))
 

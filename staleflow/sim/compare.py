@@ -23,7 +23,8 @@ _STRICT = ("staleness.bound=trajectory", "coordination.composition=iid")
 
 
 def _share(speed: float, limit: float) -> str:
-    """Of the limit, which is 0 when the steps that count were trained after the last engine had gone."""
+    """Of the limit, which is 0 for a trainer that takes no time, and for engines that had gone before the steps that
+    count were trained."""
     return f"{speed / limit:.3f}" if limit else "-"
 
 
@@ -44,7 +45,7 @@ OWN: dict[str, tuple[str, ...]] = {
 
 COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("steps/min", lambda result: f"{result.steps_per_min:.3f}"),
-    ("÷\u00a0trainer limit", lambda result: f"{result.steps_per_min / result.trainer_limit:.3f}"),
+    ("÷\u00a0trainer limit", lambda result: _share(result.steps_per_min, result.trainer_limit)),
     ("÷\u00a0rollout limit", lambda result: _share(result.steps_per_min, result.rollout_limit)),
     ("staleness mean\u00a0/\u00a0max", lambda result: f"{result.staleness_mean:.2f} / {result.staleness_max}"),
     ("violations", lambda result: f"{result.violations:,}"),

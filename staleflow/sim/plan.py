@@ -37,7 +37,7 @@ class Choice:
     overrides: tuple[str, ...]
     steps_per_min: float
     of_limit: float
-    """Share of what the trainer could do, of the split at hand."""
+    """Share of what the trainer could do, of the split at hand; 0 where its steps take no time."""
     staleness_mean: float
     staleness_max: int
     waste: float
@@ -55,7 +55,7 @@ def choice(overrides: Sequence[str], result: Mapping[str, Any]) -> Choice:
     return Choice(
         overrides=tuple(overrides),
         steps_per_min=result["steps_per_min"],
-        of_limit=result["steps_per_min"] / result["trainer_limit"],
+        of_limit=result["steps_per_min"] / result["trainer_limit"] if result["trainer_limit"] else 0.0,
         staleness_mean=result["staleness_mean"],
         staleness_max=result["staleness_max"],
         waste=result["discarded"] + (1.0 - result["discarded"]) * result["masked"],

@@ -51,7 +51,7 @@ class Result:
     """Over all steps but the first and the last ``max_staleness + 1`` (at most a third each): engines are idle at
     first, and begin nothing new at last."""
     trainer_limit: float
-    """If a batch were always there."""
+    """If a batch were always there. 0: a step takes no time."""
     rollout_limit: float
     """If every engine had all slots running as long as it lived, and nothing that it writes were lost; over the same
     steps. 0: no engine lived then."""

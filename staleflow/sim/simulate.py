@@ -68,7 +68,7 @@ def _result(world: World, report: AuditReport) -> Result:
         seconds=end_s,
         steps=rows,
         steps_per_min=steps_per_min(rows, skip),
-        trainer_limit=60.0 / config.trainer.simulated_step_s if config.trainer.simulated_step_s else float("inf"),
+        trainer_limit=60.0 / config.trainer.simulated_step_s if config.trainer.simulated_step_s else 0.0,
         rollout_limit=rollout_limit(config, lives, drawn, rows, skip),
         staleness_mean=ages / groups if groups else 0.0,
         staleness_max=max((row.staleness_max for row in rows), default=0),

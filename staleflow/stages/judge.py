@@ -1,8 +1,8 @@
 """A judge: another model, behind an OpenAI-compatible endpoint, says how good each completion is.
 
 ``run = "staleflow.stages.judge:judge"``, ``makes = ["score"]``. Asks once for every sample, side by side, with time
-limits and retries of the ``openai`` package (extra ``judge``); a reply without a plain score fails the group's call,
-which the stage tries again ``retries`` times.
+limits and retries of the ``openai`` package (extra ``judge``); a reply without a plain score, or cut off, fails the
+group's call, which the stage tries again ``retries`` times.
 """
 
 import asyncio
@@ -29,8 +29,11 @@ Question:
 Answer:
 {completion}
 """
-_SCORE = re.compile(r"(-?\d*\.?\d+)(?:\W*(?:/|out of)\W*(\d*\.?\d+))?", re.IGNORECASE)
-"""A number, and what it is out of where that is said."""
+_SCORE = re.compile(
+    r"[ *]*(?:(?:score|rating)[ *]*:?[ *]*)?(-?\d*\.?\d+)(?:[ *]*\(?(?:/|(?:out )?of)[ *]*(\d*\.?\d+)\)?)?[ *.]*",
+    re.IGNORECASE,
+)
+"""A whole line: a number, and what it is out of where that is said."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,10 @@ async def judge(
             reply = await client.chat.completions.create(
                 model=model, messages=[{"role": "user", "content": asked}], max_tokens=max_tokens, temperature=0.0
             )
-        return score_of(reply.choices[0].message.content or "", best)
+        said = reply.choices[0].message.content or ""
+        if reply.choices[0].finish_reason == "length":
+            raise ValueError(f"the judge was cut off at {said[-80:]!r}; it needs more than max_tokens {max_tokens}")
+        return score_of(said, best)
 
     async with asyncio.TaskGroup() as tasks:
         asking = [tasks.create_task(one(completion)) for completion in group.completions]
@@ -91,14 +97,13 @@ async def judge(
 
 
 def score_of(reply: str, best: float) -> float:
-    """The score in the last line with a number: that over ``best``, or the fraction of an "8/10" or "8 out of 10".
+    """The last line that is a score and nothing else: the number over ``best``, or the fraction of an "8/10".
 
-    ``ValueError`` for a reply without one, for several in that line, and for one below 0 or above its scale.
+    ``ValueError`` for a reply without such a line, and for a score below 0 or above its scale.
     """
-    lines = [line for line in reply.splitlines() if _SCORE.search(line)]
-    scores = list(_SCORE.finditer(lines[-1])) if lines else []
-    if len(scores) == 1:
-        number, most = float(scores[0][1]), float(scores[0][2] or best)
+    scores = [found for line in reply.splitlines() if (found := _SCORE.fullmatch(line.strip()))]
+    if scores:
+        number, most = float(scores[-1][1]), float(scores[-1][2] or best)
         if most and 0.0 <= number <= most:
             return number / most
-    raise ValueError(f"the judge said {reply[-80:]!r}, which is not one score from 0 to {best:g}")
+    raise ValueError(f"the judge said {reply[-80:]!r}, which is not one score from 0 to {best:g} on a line of its own")

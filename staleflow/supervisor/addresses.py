@@ -2,6 +2,7 @@
 
 import errno
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,16 +14,21 @@ from staleflow.runtime.address import is_wildcard
 
 def check_free(config: Config, run_dir: Path) -> None:
     """``ConfigError`` for the first address of the run that somebody listens on."""
-    bound = planned(config, run_dir)
-    names = ["scheduler.bind", *["trajectories.bind"] * len(bound.trajectories), "parameters.bind"]
-    wanted = [*zip(names, bound.all, strict=True)]
-    if config.metrics.bind:
-        wanted.append(("metrics.bind", config.metrics.bind))
-    if config.parameters.direct_bind:
-        wanted.append(("parameters.direct_bind", config.parameters.direct_bind))
-    for name, address in wanted:
+    for key, address in binds(config, planned(config, run_dir).all):
         if in_use(address):
-            raise ConfigError(name, address, "it is in use; choose another, or end the process that has it")
+            raise ConfigError(key, address, "it is in use; choose another, or end the process that has it")
+
+
+def binds(config: Config, servers: Sequence[str]) -> list[tuple[str, str]]:
+    """Key and address of all that a run listens on. ``servers``: scheduler, trajectory servers, parameter server; one
+    that is empty is left out."""
+    keys = ["scheduler.bind", *["trajectories.bind"] * (len(servers) - 2), "parameters.bind"]
+    found = [
+        *zip(keys, servers, strict=True),
+        ("metrics.bind", config.metrics.bind),
+        ("parameters.direct_bind", config.parameters.direct_bind),
+    ]
+    return [(key, address) for key, address in found if address]
 
 
 def in_use(address: str) -> bool:

@@ -23,6 +23,9 @@ YOUNG_S = 6.0
 """A process that just started is spared: the supervisor gives up one that dies five times at once."""
 GONE_S = 10.0
 """Nothing to harm for so long: the run is over."""
+STUCK_S = 15.0
+"""No fault could be caused for so long: what is left of the deck may never be (its process has left for good, its shard
+stores nothing), so a new one is shuffled. Longer than a process that died takes to be there again and not young."""
 LOOK_S = 0.1
 SERVER_STOP_S = 5.0
 """A server that is stopped is gone to its peers after three heartbeats, and then back."""
@@ -150,6 +153,7 @@ class Chaos:
 
     def _faults(self, most: int) -> Iterator[Done]:
         count, seen = 0, time.monotonic()
+        caused = seen
         while count < most and time.monotonic() - seen < GONE_S:
             there = [v for v in victims(self._run_dir) if v.name.startswith(self._only or "")]
             if there:
@@ -157,8 +161,10 @@ class Chaos:
             if (fault := self._next(there)) is not None:
                 count += 1
                 yield fault
-                seen = time.monotonic()
+                seen = caused = time.monotonic()
             else:
+                if time.monotonic() - caused > STUCK_S:
+                    self._deck.clear()
                 self._rest(LOOK_S)
 
     def _next(self, there: Sequence[Victim]) -> Done | None:
@@ -263,7 +269,10 @@ def _payloads(store: Path) -> list[_Payload]:
     import lmdb
 
     found: list[_Payload] = []
-    environment = lmdb.Environment(str(store), readonly=True, lock=False, max_dbs=8)
+    try:
+        environment = lmdb.Environment(str(store), readonly=True, lock=False, max_dbs=8)
+    except lmdb.Error:  # its server has not made it yet
+        return found
     try:
         with environment.begin(db=environment.open_db(b"payloads", create=False)) as view:
             blobs = [(bytes(key), bytes(value)) for key, value in view.cursor()]

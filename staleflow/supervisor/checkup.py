@@ -199,7 +199,7 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     """The configuration loads, and what it names is there and free."""
     from staleflow.configs.load import load
     from staleflow.configs.presence import present
-    from staleflow.supervisor.addresses import in_use
+    from staleflow.supervisor.addresses import binds, in_use
 
     try:
         config = load(file, overrides)
@@ -208,7 +208,6 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
         yield Finding("configuration", "bad", str(error))
         return
     yield Finding("configuration", "good", f"{file} fits this machine")
-    for bind in (config.scheduler.bind, *config.trajectories.bind, config.parameters.bind):
-        if bind:
-            used = in_use(bind)
-            yield Finding("address", "bad" if used else "good", f"{bind} is {'in use' if used else 'free'}")
+    for key, address in binds(config, (config.scheduler.bind, *config.trajectories.bind, config.parameters.bind)):
+        used = in_use(address)
+        yield Finding("address", "bad" if used else "good", f"{key} {address} is {'in use' if used else 'free'}")

@@ -213,5 +213,11 @@ class Child:
             state = "running" if self.alive else "ended"
         kind = Kind.WORKER if self.role.kind is Kind.TRAINER else self.role.kind
         return ProcessState(
-            name=self.name, kind=kind.value, state=state, pid=self.pid, restarts=self.restarts, doing=doing
+            name=self.name,
+            kind=kind.value,
+            state=state,
+            pid=self.pid,
+            restarts=self.restarts,
+            doing=doing,
+            attaches=self.role.works is Works.ATTACHED,
         )

@@ -17,6 +17,7 @@ from staleflow.runtime.trace import read_events
 
 LOST = ("aborted", "expired")
 """Releases of groups that failed or whose worker was lost; the others are policy."""
+RUN = "staleflow run"
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,11 +101,27 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Versions between the oldest token and the step, of every group that was trained."""
     lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Releases of groups that failed; what a worker that leaves gives back is lost if the run goes on after it."""
+    steps: int = 0
+    """Published and not rolled back."""
+    tokens_trained: int = 0
+    tokens_pushed: int = 0
+    """Of those generated; a trace has no others."""
+    filtered: int = 0
+
+    def as_status(self) -> dict[str, Any]:
+        """What the scheduler would have said, for a run that ended before it said anything."""
+        totals = {
+            "tokens_trained": self.tokens_trained,
+            "tokens_generated": self.tokens_pushed,
+            "releases": {"filtered": self.filtered},
+        }
+        return {"version": self.steps, "totals": totals}
 
 
 def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
     """One pass over a trace."""
-    sealed: dict[int, list[int]] = {}
+    sealed: dict[int, tuple[int, list[int]]] = {}
+    steps = trained = pushed = filtered = 0
     ages: list[int] = []
     lost: Counter[str] = Counter()
     given_back: Counter[str] = Counter()
@@ -120,21 +137,32 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
                 holders[event["group"]] = event["worker"]
             case "push":
                 holders.pop(event["group"], None)
+                pushed += sum(segment["tokens"] for segment in event["segments"])
             case "seal":
-                sealed[event["batch"]] = [event["step"] - member["version"] for member in event["members"]]
+                of_batch = [event["step"] - member["version"] for member in event["members"]]
+                sealed[event["batch"]] = event["tokens"] - event["masked_tokens"], of_batch
             case "consume":
-                ages += sealed.pop(event["batch"], [])
+                tokens, of_batch = sealed.pop(event["batch"], (0, []))
+                trained += tokens
+                ages += of_batch
                 lost += given_back
                 given_back.clear()
+            case "publish":
+                steps = event["version"]
+            case "rollback":
+                steps = event["to_version"]
             case "release":
                 holder = holders.pop(event["group"], None)
+                filtered += event["why"] == "filtered"
                 if event["why"] in LOST:
                     (given_back if holder in gone else lost)[event["why"]] += 1
             case "close":
                 given_back.clear()
             case _:
                 pass
-    return TraceFacts(ages=ages, lost=dict(lost))
+    return TraceFacts(
+        ages=ages, lost=dict(lost), steps=steps, tokens_trained=trained, tokens_pushed=pushed, filtered=filtered
+    )
 
 
 def newest_model(run_dir: Path) -> Path | None:
@@ -174,9 +202,10 @@ def summarise(
     """Everything that is known about the run at its end."""
     lines = metric_lines(run_dir / "metrics.jsonl")
     what, start, end = rewards(lines)
+    trace = _of_trace(run_dir / "trace.jsonl")
+    status = status or trace.as_status()
     totals: Mapping[str, Any] = status.get("totals") or {}
     releases: Mapping[str, int] = totals.get("releases") or {}
-    trace = _of_trace(run_dir / "trace.jsonl")
     return Summary(
         name=config.name,
         run_dir=str(run_dir),
@@ -210,13 +239,15 @@ def finished(run_dir: Path) -> Summary | None:
     return found if found is not None and found.outcome == "finished" and found.steps >= found.steps_wanted else None
 
 
-def how_to_go_on(done: Summary, config: Config, command: str = "staleflow run") -> str:
-    """What to say to somebody who wants more of a finished run."""
+def how_to_go_on(done: Summary, config: Config, command: str = RUN) -> str:
+    """What to say to somebody who wants more of a finished run. ``command``: any but ``staleflow run`` needs the
+    configuration that the run was launched with, for the run's own says nothing of machines."""
     instead = " model.build= model.options={}" if config.model.build else ""
     model = f" model.path={done.model}{instead}" if done.model else ""
     told = f"this run is finished ({done.steps:,} of {done.steps_wanted:,} steps): {done.run_dir}"
     start = "a new run from its newest checkpoint" if model else "a new run"
-    return f"{told}. For more steps begin {start}: {command} {done.run_dir}/config.toml trainer.steps=N{model}"
+    file = f"{done.run_dir}/config.toml" if command == RUN else "CONFIG"
+    return f"{told}. For more steps begin {start}: {command} {file} trainer.steps=N{model}"
 
 
 def write(summary: Summary, run_dir: Path) -> None:

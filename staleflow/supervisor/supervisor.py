@@ -148,7 +148,10 @@ class Supervisor:
     def _start(self, role: Role) -> Child:
         child = Child(role, self._run_dir, self._lifeline)
         self._children.append(child)
-        child.start()
+        try:
+            child.start()
+        except OSError as error:
+            raise Failure(f"{role.name} could not be started: {error}") from error
         return child
 
     # Watching ----------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ SECONDS = 10.0
 START_S = 60.0
 """Longest wait for the first step."""
 END_S = 20.0
+LAST_LINES = 14
+"""Of what the run printed: what a process of it that failed said last, and the supervisor's words round it."""
 GROUP_SIZE, BATCH_SIZE, TOKENS = 8, 16, 256
 COPIED_BYTES = 256 << 20
 TASK = f"""
@@ -76,8 +78,8 @@ def sustained(config: Config | None, place: Path, told: Told) -> Iterator[Findin
     copied = _copied_per_s()
     yield Finding("weights", "good", f"1 GB is digested and copied in {1e9 / copied:.2f} s by one core")
     rate = _rate(place, told)
-    if rate is None:
-        yield Finding("trajectories", "bad", f"a run without a model trained nothing in {START_S:.0f} s; see its log")
+    if isinstance(rate, str):
+        yield Finding("trajectories", "bad", f"a run without a model {rate}")
         return
     of_all = f"{TOKENS} tokens, engine to trainer, reward and disk included"
     yield Finding("trajectories", "good", f"{rate.trajectories_per_s:,.0f}/s of {of_all}")
@@ -103,17 +105,28 @@ def _copied_per_s() -> float:
     return COPIED_BYTES / (time.perf_counter() - began)
 
 
-def _rate(place: Path, told: Told) -> Rate | None:
+def _rate(place: Path, told: Told) -> Rate | str:
+    """What was seen, or why nothing was."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="staleflow-doctor-", dir=place) as name:
         folder = Path(name)
         (folder / "measured.toml").write_text(TASK)
-        words = ("run", str(folder / "measured.toml"), "--run-dir", str(folder / "run"), "--plain")
+        words = ("run", str(folder / "measured.toml"), "--run-dir", str(folder / "run"), "--json")
+        verb = [sys.executable, "-m", "staleflow.cli", *words]
         with (folder / "log").open("wb") as log:
-            process = subprocess.Popen([sys.executable, "-m", "staleflow.cli", *words], stdout=log, stderr=log)
+            process = subprocess.Popen(verb, stdout=subprocess.DEVNULL, stderr=log)
         try:
-            return _watched(process, folder / "run" / "metrics.jsonl", told)
+            rate = _watched(process, folder / "run" / "metrics.jsonl", told)
+            return rate or _why(process.poll(), time.monotonic() - began, folder / "log")
         finally:
             _end(process)
+
+
+def _why(code: int | None, seconds: float, log: Path) -> str:
+    """What became of a run that was not measured, and its last words. ``code``: None while it runs."""
+    ended = f"ended with exit code {code} after" if code is not None else "trained less than two steps in"
+    said = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    return "\n  ".join((f"{ended} {seconds:.0f} s; it said last:", *said[-LAST_LINES:]))
 
 
 def _watched(process: "subprocess.Popen[bytes]", path: Path, told: Told) -> Rate | None:

@@ -23,6 +23,8 @@ class ProcessState:
     restarts: int = 0
     doing: str = ""
     """How far it is with its loading, where it says so."""
+    attaches: bool = True
+    """It joins the run itself, and loads until then; else it serves, builds, or looks after a machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

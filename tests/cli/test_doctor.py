@@ -4,16 +4,20 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from staleflow.cli.doctor import show
+from staleflow.cli.main import main
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.extras import install
 from staleflow.configs.load import load
 from staleflow.supervisor import checkup, sustained
 from staleflow.supervisor.abilities import abilities
+from staleflow.supervisor.addresses import check_free
 from staleflow.supervisor.checkup import Finding
 from tests.cli.conftest import SIMULATED, Cli
 
@@ -41,6 +45,20 @@ def test_a_configuration_is_examined_too(tmp_path: Path) -> None:
     assert (found.state, found.found) == ("bad", "seed is -1; it must be an integer from 0 to 4294967295")
     free = list(checkup.configuration(SIMULATED, ["scheduler.bind=tcp://127.0.0.1:1"]))
     assert free[1].what == "address"
+
+
+def test_every_address_that_would_keep_a_run_from_starting_is_examined(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"http://127.0.0.1:{other.getsockname()[1]}"
+        overrides = [f"metrics.bind={address}", "parameters.bind=tcp://127.0.0.1:1"]
+        with pytest.raises(ConfigError, match=r"metrics\.bind is .*; it is in use"):
+            check_free(load(SIMULATED, overrides), tmp_path)
+        assert list(checkup.configuration(SIMULATED, overrides))[1:] == [
+            Finding("address", "good", "parameters.bind tcp://127.0.0.1:1 is free"),
+            Finding("address", "bad", f"metrics.bind {address} is in use"),
+        ]
 
 
 def test_what_is_not_installed_is_missing_not_bad() -> None:
@@ -76,6 +94,21 @@ def test_a_run_that_does_not_start_is_a_bad_finding(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sustained, "TASK", "name = 3")
     *_, found = sustained.sustained(None, short_dir, lambda share: None)
     assert (found.what, found.state) == ("trajectories", "bad")
+    told, *words = found.found.splitlines()
+    assert re.fullmatch(r"a run without a model ended with exit code 2 after \d+ s; it said last:", told)
+    assert words == ["  staleflow: name is 3; it must be a printable string"]
+
+
+def test_what_keeps_it_from_being_measured_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> list[Finding]:
+        return [Finding("python", "good", "3"), Finding("disk", "bad", "0.5 GiB free")]
+
+    monkeypatch.setattr(checkup, "examine", full)
+    assert main(["doctor", "--measure", "--json"]) == 1
+    findings = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["trajectories"]["found"] == "not measured: disk must be good first"
 
 
 def a_package(directory: Path, name: str, code: str) -> None:

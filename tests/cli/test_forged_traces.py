@@ -131,3 +131,13 @@ def test_a_forged_line_is_told_in_one_line_or_read(run_dir: Path, capsys: pytest
         assert code != 2 or (said.err.startswith("staleflow: ") and said.err.count("\n") == 1), about
         assert not controls(said.out + said.err), about
     signal.signal(signal.SIGALRM, before)
+
+
+def test_each_rule_has_all_its_violations_beside_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.runtime.audit.MAX_VIOLATIONS", 1)
+    save(run_dir, PLAIN[:2])  # without a schema and a hash
+    assert ask(run_dir, ("trace", "check")) == 1
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ every line is")]
+    assert row.split("│")[3].strip() == "2"

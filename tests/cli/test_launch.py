@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from staleflow.cli.main import main
+from staleflow.configs.load import load, write_resolved
+from staleflow.launch.servers import settled
+from staleflow.supervisor.summary import Summary, write
 from tests.cli.conftest import Cli
 from tests.cli.test_bad_input import refused
 
@@ -90,3 +94,28 @@ def test_without_the_tool_the_files_are_there_and_it_says_what_to_do(short_dir: 
     assert f'staleflow: {tool} is "{(short_dir / "made").resolve()}' in done.stderr
     assert "it is not installed here" in done.stderr
     assert (short_dir / "made" / "keys" / "server.key").is_file()
+
+
+def test_what_a_finished_run_says_to_launch_for_more_steps_can_be_launched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, run = tmp_path / "mine.toml", tmp_path / "run"
+    mine.write_text(CLUSTER.read_text() + 'hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]\n')
+    write_resolved(settled(load(mine), run, "127.0.0.1"), run)
+    done = Summary(
+        name="cluster",
+        run_dir=str(run),
+        model=str(run / "checkpoints" / "30"),
+        outcome="finished",
+        steps=30,
+        steps_wanted=30,
+        max_staleness=2,
+        bound="trajectory",
+    )
+    write(done, run)
+    assert main(["launch", "--on", "ssh", str(mine), "--run-dir", str(run), "--resume"]) == 0
+    _, staleflow, told = capsys.readouterr().out.strip().rpartition("staleflow launch")
+    assert staleflow
+    words = ["launch", *told.replace(" CONFIG ", f" {mine} ").replace("=N", "=60").split()]
+    assert words[3:] == [str(mine), "trainer.steps=60", f"model.path={done.model}"]
+    assert main([*words, "--dry-run"]) == 0

@@ -35,6 +35,21 @@ DIRECT = ("parameters.transport=direct", "rollout.engine=transformers", "trainer
             ["rollout.engine=vllm", "model.path=/m", "rollout.temperature=0.009"],
             r'rollout\.temperature is 0\.009; with rollout\.engine "vllm" at least 0\.01, which vLLM would sample',
         ),
+        (
+            ["trainer.lr_min_share=0.1"],
+            r'lr_min_share is 0\.1; with trainer\.lr_schedule "constant" nothing ends at it; leave it at 0\.0$',
+        ),
+        (["trainer.zero_stage=3"], r'trainer\.zero_stage is 3; it is for trainer\.backend "deepspeed"; leave it at 2$'),
+        (
+            ["prompts.source=", "prompts.path=/p.jsonl", "prompts.options.limit=7"],
+            r"prompts\.options is \{'limit': 7\}; these are options of prompts\.source and .*, which are missing$",
+        ),
+        (["rollout.gpus=[1,0,1]"], r"rollout\.gpus is \[1, 0, 1\]; each GPU may be named once$"),
+        (["trainer.gpus=[0,0]"], r"trainer\.gpus is \[0, 0\]; each GPU may be named once$"),
+        (
+            ["rollout.engine=vllm", "model.path=/m", "rollout.vllm.tensor_parallel=2", "rollout.gpus=[3]"],
+            r"rollout\.gpus is \[3\]; an engine needs rollout\.vllm\.tensor_parallel = 2 of them, or none be named$",
+        ),
         (["trainer.eval_every=5"], r"trainer\.eval_every is 5; it needs held-out prompts: prompts\.eval_path or"),
         (
             ["rollout.simulated.lengths=trace"],
@@ -199,5 +214,19 @@ def test_with_an_environment_the_reward_may_be_left_to_it(write: Write) -> None:
 @pytest.mark.parametrize("backend", ["torch", "ddp", "fsdp", "deepspeed"])
 def test_an_environment_may_have_held_out_prompts_with_every_trainer(write: Write, backend: str) -> None:
     overrides = ["environment.run=a:B", "prompts.eval_source=a:b", "trainer.eval_every=5", "environment.timeout_s=9"]
-    config = load(write(), [*overrides, "model.path=/m", f"trainer.backend={backend}", "trainer.zero_stage=3"])
+    stage = ["trainer.zero_stage=3"] if backend == "deepspeed" else []
+    config = load(write(), [*overrides, "model.path=/m", f"trainer.backend={backend}", *stage])
     assert (config.trainer.eval_every, config.environment.timeout_s) == (5, 9.0)
+
+
+def test_keys_that_mean_something_with_the_others_are_taken(write: Write) -> None:
+    for overrides in (
+        ["trainer.lr_schedule=cosine", "trainer.lr_min_share=0.1"],
+        ["trainer.backend=deepspeed", "model.path=/m", "trainer.zero_stage=3"],
+        ["prompts.eval_source=a:b", "trainer.eval_every=5"],
+        ["prompts.source=", "prompts.path=/p.jsonl", "prompts.eval_source=a:b", "prompts.options.limit=7"],
+        ["rollout.engine=transformers", "model.path=/m", "rollout.workers=3", "rollout.gpus=[0]"],  # they share it
+        ["rollout.engine=vllm", "model.path=/m", "rollout.vllm.tensor_parallel=2", "rollout.gpus=[3,1]"],
+        ["rollout.engine=transformers", "model.path=/m", "rollout.vllm.tensor_parallel=2", "rollout.gpus=[3]"],
+    ):
+        load(write(), overrides)

@@ -82,11 +82,11 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(write: Write, th
         return there
 
     for key, kind in (("rollout", "rollout.engine=transformers"), ("trainer", "trainer.backend=torch")):
-        config = load(write(MINIMAL), [kind, "model.build=json:dumps", f"{key}.gpus=[0, {there}]"])
+        config = load(write(MINIMAL), [kind, "model.build=json:dumps", f"{key}.gpus=[{there}]"])
         with pytest.raises(ConfigError) as raised:
             present(config, no_questions, gpus)
         assert str(raised.value) == (
-            f"{key}.gpus is [0, {there}]; torch sees {numbers} on this machine; [] takes what there is, or the CPU"
+            f"{key}.gpus is [{there}]; torch sees {numbers} on this machine; [] takes what there is, or the CPU"
         )
         if there:
             last = load(write(MINIMAL), [kind, "model.build=json:dumps", f"{key}.gpus=[{there - 1}]"])

@@ -81,3 +81,23 @@ def test_each_says_what_it_is_and_where_it_differs() -> None:
         text = (FOLDER / f"{name}.toml").read_text()
         assert f"preset={name}" in text.partition("[staleness]")[0]
         assert tomllib.loads(text)
+
+
+def test_an_empty_one_on_the_command_line_takes_back_that_of_the_file(write: Write) -> None:
+    path = write('preset = "prime-rl"\n' + MINIMAL + "\n[trainer.algorithm]\nclip_low = 0.1\n")
+    assert (load(path).staleness.on_overdue, load(path).trainer.algorithm.ratio_to) == (OnOverdue.DROP, "behavior")
+    expected = load(write(MINIMAL + "\n[trainer.algorithm]\nclip_low = 0.1\n", "plain.toml"))
+    assert load(path, ["preset="]) == expected
+    assert expected.preset == ""
+
+
+def test_what_a_preset_set_and_does_not_go_with_the_rest_is_laid_to_the_preset(write: Write) -> None:
+    keys = ["rollout.on_update=keep", "trainer.algorithm.loss=gspo"]
+    by_verl = r'^trainer\.algorithm\.ratio_to is "behavior"; .*; preset "verl" sets it$'
+    with pytest.raises(ConfigError, match=by_verl):
+        load(write(), ["preset=verl", *keys])
+    with pytest.raises(ConfigError, match=by_verl):
+        load(write('preset = "verl"\n' + MINIMAL), keys)
+    keys += ["trainer.algorithm.ratio_to=old", "trainer.algorithm.correction=none"]
+    with pytest.raises(ConfigError, match=r"^trainer\.algorithm\.correction is .*; leave it at 'tis'$"):
+        load(write(), ["preset=verl", *keys])

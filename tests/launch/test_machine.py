@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -37,6 +37,19 @@ def test_a_machine_that_cannot_start_a_process_again_has_failed(
     role = Role(name="rollout-0", kind=Kind.WORKER, command=(sys.executable, "-c", "pass"))
     assert Machine([role], tmp_path, "tcp://127.0.0.1:1", "rollout").run() == 1
     assert "rollout-0 could not be started again and again" in capfd.readouterr().out
+
+
+def test_a_machine_that_cannot_start_a_process_at_all_says_so_and_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object, **__: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+    role = Role(name="rollout-0", kind=Kind.WORKER, command=(sys.executable, "-c", "pass"))
+    assert Machine([role], tmp_path, "tcp://127.0.0.1:1", "rollout").run() == 1
+    said = "rollout-0 could not be started: [Errno 11] Resource temporarily unavailable\n"
+    assert capfd.readouterr().out == said
 
 
 def test_a_machine_lets_go_of_its_processes_whatever_its_end_raises(

@@ -62,10 +62,33 @@ def test_a_story_is_opened_by_number_or_by_choosing_a_group_that_pins() -> None:
     assert pressed(Look(story=117), "3") == Look(tab="stages")
 
 
-def test_rows_are_chosen_and_never_before_the_first() -> None:
-    assert pressed(Look(), "down", "j", "pagedown", "up", "k").row == 10
+def test_of_filtered_groups_the_chosen_one_is_opened() -> None:
+    assert pressed(Look(tab="groups", needle="reward"), "enter").story == 119
+    assert pressed(Look(tab="groups", needle="rollout"), "down", "enter").story == 117
+    assert pressed(Look(tab="groups", needle="nobody"), "enter").story is None
+
+
+def test_rows_are_chosen_and_never_before_the_first_nor_behind_the_last() -> None:
+    assert [
+        pressed(Look(), *keys).row for keys in (("down",), ("j", "down"), ("down", "j", "down"), ("pagedown",))
+    ] == [*(1, 2, 2, 2)]
+    assert pressed(Look(), "pagedown", "up", "k", "k").row == 0
     assert pressed(Look(row=5), "pageup").row == 0
     assert pressed(Look(row=500), "home").row == 0
+    assert pressed(Look(row=500), "up").row == 1, "rows that are gone are not walked through"
+    assert pressed(Look(tab="groups", needle="reward"), "down").row == 0
+    assert pressed(Look(needle="nobody"), "down").row == 0
+
+
+@pytest.mark.parametrize(("tab", "last"), [*zip(TABS, (2, 1, 1, 1, 2, 3), strict=True)])
+def test_the_last_row_of_every_list_is_one_key_away(tab: str, last: int) -> None:
+    assert pressed(Look(tab=tab), "end").row == last
+
+
+def test_a_story_is_scrolled_as_far_as_one_likes_and_has_no_last_row_here() -> None:
+    assert pressed(Look(story=117), "pagedown", "down").row == 11
+    assert pressed(Look(story=117, row=4), "end") == Look(story=117, row=4)
+    assert pressed(Look(help=True, row=4), "end") == Look(help=True, row=4)
 
 
 @pytest.mark.parametrize("key", ["q", "interrupt"])

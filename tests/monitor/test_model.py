@@ -1,17 +1,27 @@
 """From a status to what a person reads; no terminal."""
 
 import dataclasses
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from staleflow.configs.load import load
+from staleflow.launch import ray_machines, ssh
+from staleflow.launch.ray_machines import fleet
 from staleflow.monitor.history import History
 from staleflow.monitor.model import board
 from staleflow.monitor.plain import line
 from staleflow.monitor.roles import RoleRow, role_of
 from staleflow.monitor.rows import AgeRow, EventRow, PinRow, VersionRow, WindowRow
+from staleflow.supervisor.children import Child
+from staleflow.supervisor.lifeline import Lifeline
+from staleflow.supervisor.roles import workers
 from staleflow.supervisor.view import Snapshot
 from tests.monitor.world import STATUS, process, shown
+
+CLUSTER = Path(__file__).parents[2] / "configs" / "cluster.toml"
 
 
 def doing(name: str, **status: Any) -> str:
@@ -45,6 +55,8 @@ def test_a_relay_says_how_many_get_their_weights_there_where_that_is_known() -> 
     known = dataclasses.replace(shown((process("relay-0"), process("relay-1"))), parameters=tree)
     rows = board("run", known, History()).roles[:2]
     assert [row.doing for row in rows] == ["gives weights to 2 readers", "gives weights to 1 reader"]
+    plain = dataclasses.replace(known, parameters={"relays": [{"relay": "relay-1", "num_below": 1}]})
+    assert board("run", plain, History()).roles[1].doing == "gives weights to 1 reader"
 
 
 def test_under_the_token_bound_the_window_is_one_volume() -> None:
@@ -200,8 +212,9 @@ def test_each_role_says_what_it_does() -> None:
     assert doing("scheduler") == "5 leases out, 3 engines"
     assert doing("trajectories-0") == "keeps 19 groups to train"
     shards = [{"shard": 0, "used_share": 0.42}, {"shard": 1, "used_share": None}]
-    assert doing("trajectories-0", shards=shards) == "keeps 19 groups to train, 42 % full"
-    assert doing("trajectories-1", shards=shards) == "keeps 19 groups to train"
+    assert doing("trajectories-0", shards=shards[:1]) == "keeps 19 groups to train, 42 % full"
+    assert doing("trajectories-0", shards=shards) == "keeps its part of the groups, 42 % full"
+    assert doing("trajectories-1", shards=shards) == "keeps its part of the groups"
     full = "full: pushes wait until a checkpoint lets go; keeps 19 groups to train"
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.9}]) == full
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.7, "full": "map"}]) == full
@@ -209,6 +222,23 @@ def test_each_role_says_what_it_does() -> None:
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.1, "full": "disk"}]) == disk
     assert doing("parameters") == "serves version 23"
     assert doing("parameters", version=-1) == "waits for version 0"
+
+
+def test_what_looks_after_a_machine_is_running_and_loads_nothing(tmp_path: Path) -> None:
+    """As ``staleflow launch`` has them: the processes on the machine attach, and are told of by themselves."""
+    config = load(CLUSTER, ['launch.hosts=["trainer-1", "engines-1", "engines-2"]'])
+    ours = [*ssh.machines(config, config.launch, tmp_path, "tcp://head:1"), ray_machines.machines(fleet(config))]
+    with closing(Lifeline()) as lifeline:
+        children = [Child(role, tmp_path, lifeline) for role in (*ours, *workers(config, tmp_path)[:1])]
+        states = [dataclasses.replace(child.state(), state="running") for child in children]
+    told = board("run", shown(tuple(states), workers=[]), History()).roles
+    assert [(row.name, row.doing) for row in told] == [
+        ("trainer-machine-0", "running"),
+        ("rollout-machine-0", "running"),
+        ("rollout-machine-1", "running"),
+        ("ray", "running"),
+        ("rollout-0", "loading"),
+    ]
 
 
 def test_the_trainer_says_which_step_it_trains_or_waits_for() -> None:

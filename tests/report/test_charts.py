@@ -30,6 +30,12 @@ def test_ticks_of_what_hardly_moves_can_be_told_apart(low: float, high: float, w
     assert [tick.text for tick in one([low, high]).y_ticks] == words
 
 
+def test_places_in_any_order_are_drawn_inside_the_box() -> None:
+    chart = lines("loaded", [1, 20, 11, 13], [Series(name="s", colour="blue", values=[1.0, 2.0, 3.0, 4.0])])
+    across = [float(point.split()[0]) for point in chart.paths[0].d[1:].split("L")]
+    assert (min(across), max(across), chart.low, chart.high) == (0, 1000, 1, 20)
+
+
 def test_what_was_not_measured_or_is_no_number_is_left_out() -> None:
     chart = one([0.0, None, float("nan"), 3.0])
     assert chart.paths[0].d == "M0.0 1000.0L1000.0 0.0"

@@ -71,6 +71,13 @@ def test_a_rollback_takes_steps_back_and_their_groups_are_there_again() -> None:
     assert facts.levels.points[-1] == Level(at_s=21, leased=0, pushed=0, occupied=0, sealed=1)
 
 
+def test_versions_that_a_rollback_took_back_are_gone() -> None:
+    back = [event("rollback", 20, lineage=1, from_lineage=0, to_version=1), publish(21, 2, lineage=1)]
+    assert [(it.lineage, it.version) for it in read([*PLAIN[:-1], *back]).versions] == [(0, 0), (0, 1), (1, 2)]
+    again = [event("rollback", 22, lineage=2, from_lineage=1, to_version=0), publish(23, 1, lineage=2)]
+    assert [(it.lineage, it.version) for it in read([*PLAIN[:-1], *back, *again]).versions] == [(0, 0), (2, 1)]
+
+
 def test_a_checkpoint_lets_go_of_what_no_rollback_can_reach() -> None:
     back = [event("rollback", 12, lineage=1, from_lineage=0, to_version=1), event("close", 13, why="x")]
     assert levels([*PLAIN[:-1], *back])[-1].occupied == 1
@@ -112,6 +119,20 @@ def test_leases_that_one_worker_loses_together_are_one_line() -> None:
     facts = read([*PLAIN[:-1], *sorted(lost, key=lambda one: one["m"])])
     assert told(facts) == [f"rollout-3 lost {many}: not heard from in time" for many in ("2 leases", "1 lease")]
     assert facts.released == {"expired": Spent(groups=3, tokens=15)}
+
+
+def test_leases_that_are_lost_around_another_happening_leave_it_there() -> None:
+    lost = [
+        event("reserve", 12, group=7, lease=7, worker="rollout-3.dd", version=2),
+        event("reserve", 12, group=8, lease=8, worker="rollout-3.dd", version=2),
+        event("release", 13, group=7, lease=7, tokens=5, why="expired"),
+        event("rollback", 13.5, lineage=1, from_lineage=0, to_version=2),
+        event("release", 14, group=8, lease=8, tokens=5, why="expired"),
+    ]
+    assert read([*PLAIN[:-1], *lost]).happenings == [
+        Happening(at_s=13, bad=True, text="rollout-3 lost 2 leases: not heard from in time"),
+        Happening(at_s=13.5, bad=True, text="back to version 2"),
+    ]
 
 
 def test_a_reboot_does_not_turn_time_back() -> None:

@@ -1,5 +1,7 @@
 """What the page says in words."""
 
+import re
+
 import pytest
 
 from staleflow.configs.errors import MISSING
@@ -11,7 +13,7 @@ from staleflow.report.reading import Reader
 from staleflow.report.settings import changes
 from staleflow.runtime.audit import AuditReport, Violation
 from staleflow.runtime.audit_books import Rule
-from tests.report.traces import PLAIN, SECOND, opened
+from tests.report.traces import PLAIN, SECOND, event, opened, publish
 
 
 def facts(**changed: object) -> Facts:
@@ -88,6 +90,34 @@ def test_the_last_word_on_a_step_counts_and_what_never_moves_has_no_chart() -> N
     )
     assert (curves.steps, curves.values("loss"), curves.names) == ([0, 1], [0.9, 0.4], ["loss", "lr"])
     assert [chart.title for chart in curves.group([("Loss", ("loss",)), ("Rate", ("lr",))])] == ["Loss"]
+
+
+def test_a_curve_ends_with_the_steps_that_a_rollback_left() -> None:
+    said = [
+        *({"step": step, "lineage": 0, "reward/mean": 0.25, "loss": float(step)} for step in range(21)),
+        {"step": 9, "lineage": 1, "reward/eval": 0.5},
+        *({"step": step, "lineage": 1, "reward/mean": 0.75, "loss": 9.0} for step in (10, 11)),
+    ]
+    curves = Curves(said)
+    assert curves.steps == list(range(12))
+    assert (curves.known("loss")[-3:], curves.known("reward/eval")) == ([9.0, 9.0, 9.0], [0.5])
+    said = [line for line in said if "reward/eval" not in line]
+    config = Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
+    tiles = {tile.label: tile.value for tile in sections.tiles(facts(), Curves(said), config, 0)}
+    assert tiles["reward"] == "0.25 → 0.75"
+
+
+def test_the_chart_of_versions_is_that_of_the_history_that_survived() -> None:
+    loads = [
+        event("pull", 12 + version / 10, worker="rollout-0.aa", lineage=0, version=version, ok=True)
+        for version in (1, 2)
+    ]
+    back = [event("rollback", 13, lineage=1, from_lineage=0, to_version=1), publish(14, 2, lineage=1)]
+    late = [event("pull", 15, worker="rollout-0.aa", lineage=1, version=2, ok=True)]
+    [chart] = sections.version_charts(Reader().read([*PLAIN[:-1], *loads, *back, *late]))
+    assert chart.hover["x"] == [0, 1, 2]
+    numbers = [float(number) for path in chart.paths for number in re.findall(r"[-\d.]+", path.d)]
+    assert all(0 <= number <= 1000 for number in numbers)
 
 
 def test_what_differs_from_the_defaults_is_shown_and_secrets_are_not() -> None:

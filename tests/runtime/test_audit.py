@@ -100,6 +100,19 @@ def torn(lines: list[bytes]) -> None:
     lines[-1] = lines[-1][:-20]
 
 
+def test_violations_are_counted_by_rule_beyond_those_that_are_kept(
+    tmp_path: Path, true_trace: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("staleflow.runtime.audit.MAX_VIOLATIONS", 3)
+    path = tmp_path / "trace.jsonl"
+    lines = true_trace.splitlines(keepends=True)
+    path.write_bytes(b"no event\n" * 5 + b"".join([*lines[:-1], lines[-1].replace(b'"h":"', b'"h":"0')]))
+    report = audit(path)
+    assert [violation.rule for violation in report.violations] == [FileRule.LINE] * 3
+    assert report.violated == {"LINE": 5, "CHAIN": 1}
+    assert report.num_violations == report.violated.total()
+
+
 @pytest.mark.parametrize("change", [edited, removed, duplicated, reordered, torn])
 def test_a_changed_file_is_caught(tmp_path: Path, true_trace: bytes, change: Callable[[list[bytes]], None]) -> None:
     lines = true_trace.splitlines(keepends=True)

@@ -14,6 +14,7 @@ from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from staleflow.sim.compare import COLUMNS, OWN, changed, compare
 from staleflow.sim.page import page
 from staleflow.sim.peers.presets import PEERS
+from staleflow.sim.peers.run import simulate_peer
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
 from tests.sim.configs import config
@@ -51,6 +52,14 @@ def test_waiting_is_as_fast_as_psrl_and_everything_else_is_faster(results: Seque
     psrl = named(results, "psrl").steps_per_min
     assert named(results, "staleflow wait").steps_per_min == pytest.approx(psrl, rel=0.02)
     assert min(named(results, f"staleflow {name}").steps_per_min for name in ("token", "truncate", "drop")) > psrl
+
+
+def test_a_trainer_that_takes_no_time_is_no_limit_to_be_near(results: Sequence[Result]) -> None:
+    at_once = config(group_size=1, train_s=0.0)
+    share = dict(COLUMNS)["÷\u00a0trainer limit"]
+    for result in (simulate(at_once), simulate_peer("areal", at_once)):
+        assert (result.trainer_limit, share(result)) == (0.0, "-")
+    assert share(results[0]) == f"{results[0].steps_per_min / 120:.3f}"
 
 
 def test_only_the_token_bound_masks(results: Sequence[Result]) -> None:

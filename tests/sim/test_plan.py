@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -78,6 +79,13 @@ def test_a_trace_that_says_nothing_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, PLAIN[:1])
     with pytest.raises(ConfigError, match="trained a step"):
         measure(trace)
+
+
+def test_a_trainer_that_takes_no_time_limits_no_choice() -> None:
+    at_once = changed(config(), ("trainer.simulated_step_s=0",))
+    found = msgspec.json.decode(msgspec.json.encode(simulate(at_once).summary()))
+    assert (found["trainer_limit"], searched.choice((), found).of_limit) == (0.0, 0.0)
+    assert searched.choice((), found).steps_per_min > 0
 
 
 def one(steps_per_min: float, staleness_mean: float, waste: float) -> Choice:
@@ -183,6 +191,15 @@ FRONT = [
 def test_three_of_a_front_are_picked_and_the_knee_is_near_to_all_that_is_good() -> None:
     assert picks(FRONT) == {"freshest": FRONT[4], "knee": FRONT[2], "fastest": FRONT[0]}
     assert picks(FRONT[:1]) == dict.fromkeys(("freshest", "knee", "fastest"), FRONT[0])
+
+
+def test_of_a_limit_that_is_none_no_share_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    show_front([replace(FRONT[0], of_limit=0.0)], config(), None)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ 1 "))
+    assert [cell.strip() for cell in row.split("│")[2:4]] == ["100.000", "-"]
 
 
 def test_the_picks_are_marked_and_their_lines_stand_below_in_80_columns(

@@ -26,6 +26,7 @@ class Endpoint:
 
     def __init__(self, answer: Callable[[dict[str, Any]], Reply | None]) -> None:
         self._answer = answer
+        self.finish = "stop"
         self.asked: list[dict[str, Any]] = []
         self.keys: set[str] = set()
         self.under_way = self.most = 0
@@ -51,7 +52,7 @@ class Endpoint:
             writer.close()
 
     async def _say(self, writer: asyncio.StreamWriter, body: dict[str, Any], reply: Reply) -> None:
-        message = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply[1]}}
+        message = {"index": 0, "finish_reason": self.finish, "message": {"role": "assistant", "content": reply[1]}}
         made = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [message]}
         data = json.dumps(made if reply[0] == 200 else {"error": {"message": "no"}}).encode()
         writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n" % reply[0])
@@ -102,7 +103,7 @@ async def test_every_completion_is_asked_for_once_side_by_side_in_the_chat_forma
     monkeypatch.setenv(KEY_VARIABLE, "a-secret")
 
     def answer(body: dict[str, Any]) -> Reply:
-        return 200, f"It has {len(body['messages'][0]['content'].rpartition('Answer:')[2].split())}"
+        return 200, f"Score: {len(body['messages'][0]['content'].rpartition('Answer:')[2].split())}"
 
     async with serving(answer) as (endpoint, url):
         made = await judged(url, 1, 2, 3, best=20.0)
@@ -129,6 +130,17 @@ async def test_an_overloaded_endpoint_is_asked_again() -> None:
     assert len(endpoint.asked) == 6
 
 
+async def test_a_reply_that_was_cut_off_is_no_score() -> None:
+    async with serving(lambda body: (200, "The answer needs 12 steps and has\n2")) as (endpoint, url):
+        assert scores((await judged(url, 1))[0]) == [0.2, 0.2]
+        endpoint.finish = "length"
+        (made,) = await judged(url, 1, max_tokens=7)
+    assert isinstance(made, Failed)
+    assert (
+        "the judge was cut off at 'The answer needs 12 steps and has\\n2'; it needs more than max_tokens 7" in made.why
+    )
+
+
 async def test_an_endpoint_that_hangs_or_says_no_score_fails_the_group_with_the_reason() -> None:
     async with serving(lambda body: None) as (endpoint, url):
         (made,) = await judged(url, 1, timeout_s=0.2, retries=1, question="{prompt}")
@@ -146,6 +158,11 @@ async def test_an_endpoint_that_hangs_or_says_no_score_fails_the_group_with_the_
     [
         ("7", 0.7),
         ("Rating: 8.5", 0.85),
+        ("**Score:** 8", 0.8),
+        ("**8**/**10**", 0.8),
+        ("Score: 9 of 10", 0.9),
+        ("8\nThe answer has 2 mistakes.", 0.8),
+        ("5\nOn second thought:\n**7**\nStep 3 is right.", 0.7),
         (".5", 0.05),
         ("0", 0.0),
         ("8/10", 0.8),
@@ -164,8 +181,12 @@ def test_a_score_is_the_number_of_its_line_over_the_scale_or_the_fraction_that_i
 
 
 @pytest.mark.parametrize(
-    "reply", ["good", "", "8 on a scale from 0 to 10", "8/10 or 9/10", "4,5", "12", "85%", "-2", "12/10", "8/0", "0/0"]
+    "reply",
+    [
+        *("good", "", "It has 2 mistakes.", "1. A title", "2*3", "8\n12", "8 on a scale from 0 to 10", "8/10 or 9/10"),
+        *("4,5", "12", "85%", "-2", "12/10", "8/0", "0/0"),
+    ],
 )
 def test_a_reply_that_is_not_one_score_is_refused(reply: str) -> None:
-    with pytest.raises(ValueError, match="which is not one score from 0 to 10"):
+    with pytest.raises(ValueError, match=r"which is not one score from 0 to 10 on a line of its own$"):
         score_of(reply, 10.0)

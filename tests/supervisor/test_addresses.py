@@ -3,11 +3,12 @@
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, load
-from staleflow.supervisor.addresses import check_free, in_use, may_answer
+from staleflow.supervisor.addresses import binds, check_free, in_use, may_answer
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
@@ -23,6 +24,19 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"metrics\.bind is .*; it is in use"):
             check_free(load(SIMULATED, [f"metrics.bind={address.replace('tcp', 'http')}"]), tmp_path)
     assert not in_use(address)
+
+
+def test_a_run_listens_at_what_its_servers_have_and_at_two_more_addresses() -> None:
+    config = load(SIMULATED, ["metrics.bind=http://127.0.0.1:9100"])
+    parameters = msgspec.structs.replace(config.parameters, direct_bind="tcp://127.0.0.1:9101")
+    config = msgspec.structs.replace(config, parameters=parameters)
+    assert binds(config, ("tcp://a:1", "tcp://a:2", "", "tcp://a:4")) == [
+        ("scheduler.bind", "tcp://a:1"),
+        ("trajectories.bind", "tcp://a:2"),
+        ("parameters.bind", "tcp://a:4"),
+        ("metrics.bind", "http://127.0.0.1:9100"),
+        ("parameters.direct_bind", "tcp://127.0.0.1:9101"),
+    ]
 
 
 def test_a_socket_is_in_use_while_somebody_listens(short_dir: Path) -> None:

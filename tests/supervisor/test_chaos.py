@@ -1,15 +1,17 @@
 """Whom ``staleflow chaos`` may harm, and what a flipped bit is."""
 
 import random
+import signal
 import struct
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lmdb
 import pytest
 
-from staleflow.supervisor.chaos import flip, name_of
+from staleflow.supervisor import chaos
+from staleflow.supervisor.chaos import Chaos, Done, Kind, Victim, flip, name_of
 
 RUN = Path("/runs/mine")
 START = (sys.executable, "-m", "staleflow.cli")
@@ -63,3 +65,61 @@ def test_an_empty_store_has_nothing_to_flip(tmp_path: Path) -> None:
     environment.open_db(b"payloads")
     environment.close()
     assert flip(tmp_path, random.Random(0)) is None
+
+
+def test_a_store_that_is_not_there_yet_has_nothing_to_flip(tmp_path: Path) -> None:
+    assert flip(tmp_path / "trajectories-0", random.Random(0)) is None
+
+
+class Process:
+    """A ``psutil.Process`` that only seems to run. ``lives``: it is there again whatever ends it."""
+
+    def __init__(self, lives: bool = True) -> None:
+        self.lives = lives
+        self.ended = False
+
+    @property
+    def pid(self) -> int:
+        return 1
+
+    def create_time(self) -> float:
+        return 0.0
+
+    def send_signal(self, sig: int) -> None:
+        self.ended = not self.lives and sig in (signal.SIGKILL, signal.SIGTERM)
+
+
+LOOKS = 2000
+"""Then everybody is gone: a test of a command that hangs fails."""
+
+
+def caused(monkeypatch: pytest.MonkeyPatch, processes: dict[str, Process], kinds: tuple[Kind, ...]) -> list[Done]:
+    """Faults of a run of these processes, of which six are asked for."""
+    looks, told = 0, list[Done]()
+
+    def there(_: Path) -> list[Victim]:
+        nonlocal looks
+        looks += 1
+        return [Victim(name, cast("Any", one)) for name, one in processes.items() if not one.ended and looks <= LOOKS]
+
+    monkeypatch.setattr(chaos, "victims", there)
+    for name, seconds in (("GONE_S", 2.0), ("STUCK_S", 0.05), ("LOOK_S", 0.001)):
+        monkeypatch.setattr(chaos, name, seconds)
+    Chaos(RUN, kinds=kinds, only=(), every_s=0.001, stop_s=0.001, seed=0, tell=told.append).run(6)
+    return told
+
+
+def test_who_has_left_for_good_keeps_no_fault_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = caused(monkeypatch, {"by-hand": Process(lives=False), "rollout-0": Process()}, (Kind.KILL, Kind.TERM))
+    assert sorted({fault.name for fault in told}) == ["by-hand", "rollout-0"]
+    assert [fault.name for fault in told].count("by-hand") == 1
+    assert len(told) == 6
+
+
+def test_a_shard_that_stores_nothing_keeps_no_fault_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flips(store: Path, _: random.Random) -> str | None:
+        return "one bit" if store.name == "trajectories-1" else None
+
+    monkeypatch.setattr(chaos, "flip", flips)
+    shards = {"trajectories-0": Process(), "trajectories-1": Process()}
+    assert [fault.name for fault in caused(monkeypatch, shards, (Kind.FLIP,))] == ["trajectories-1"] * 6

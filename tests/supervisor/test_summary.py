@@ -12,12 +12,14 @@ from staleflow.configs.load import load, write_resolved
 from staleflow.monitor.ending import rows
 from staleflow.supervisor import summary
 from staleflow.supervisor.summary import Pace, Summary, facts, rewards, summarise
+from tests.report.traces import PLAIN, save
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
 
 def seal(batch: int, step: int, *versions: int) -> dict[str, Any]:
-    return {"ev": "seal", "batch": batch, "step": step, "members": [{"version": version} for version in versions]}
+    members = [{"version": version} for version in versions]
+    return {"ev": "seal", "batch": batch, "step": step, "members": members, "tokens": 10, "masked_tokens": 3}
 
 
 def consume(batch: int) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def reserve(group: int) -> dict[str, Any]:
 
 
 def push(group: int) -> dict[str, Any]:
-    return {"ev": "push", "group": group}
+    return {"ev": "push", "group": group, "segments": [{"tokens": 6}, {"tokens": 4}]}
 
 
 def release(group: int, why: str = "aborted") -> dict[str, Any]:
@@ -132,6 +134,24 @@ def test_nothing_known_is_nothing_claimed(tmp_path: Path) -> None:
     assert (it.steps, it.reward_start, it.off_policy_mean, it.off_policy_max) == (0, None, None, None)
 
 
+def test_a_trace_counts_steps_and_tokens() -> None:
+    def trained(step: int) -> list[dict[str, Any]]:
+        return [push(step), seal(step, step, 0), consume(step), {"ev": "publish", "version": step + 1}]
+
+    done = [{"ev": "publish", "version": 0}, *trained(0), *trained(1), push(2), release(2, "filtered"), seal(2, 2, 0)]
+    found = facts(done)
+    assert (found.steps, found.tokens_trained, found.tokens_pushed, found.filtered) == (2, 14, 30, 1)
+    assert facts([*done, {"ev": "rollback", "to_version": 1}]).steps == 1
+
+
+def test_a_resumed_run_that_ends_before_its_scheduler_answers_has_what_it_had(tmp_path: Path) -> None:
+    save(tmp_path, PLAIN)
+    it = made(tmp_path, outcome="interrupted", status={})
+    assert (it.steps, it.tokens_trained, it.tokens_generated, it.groups_filtered) == (2, 20, 20, 0)
+    it = made(tmp_path)
+    assert (it.steps, it.tokens_trained, it.groups_filtered) == (30, 7, 2), "as the scheduler says, where it does"
+
+
 def test_the_pace_counts_from_the_first_weights_to_the_last_step() -> None:
     pace = Pace()
     assert pace.tokens_per_s == 0.0
@@ -162,6 +182,15 @@ def test_a_finished_run_is_left_as_it_is_also_from_python(tmp_path: Path, capsys
     more = load(command[0], [word.replace("=N", "=60") for word in command[1:]])
     assert (more.trainer.steps, more.model.path) == (60, str(tmp_path / "checkpoints" / "30"))
     assert (tmp_path / "summary.json").read_bytes() == before
+
+
+def test_more_of_a_launched_run_is_launched_from_its_own_configuration(tmp_path: Path) -> None:
+    """The run's has nothing of ``[launch]`` any more, and the keys and addresses of the run that it was."""
+    done = made(tmp_path)
+    told = summary.how_to_go_on(done, load(SIMULATED), "staleflow launch --on ssh")
+    assert told.endswith("For more steps begin a new run: staleflow launch --on ssh CONFIG trainer.steps=N")
+    told = summary.how_to_go_on(done, load(SIMULATED))
+    assert told.endswith(f"For more steps begin a new run: staleflow run {tmp_path}/config.toml trainer.steps=N")
 
 
 def test_only_a_run_that_trained_every_step_is_finished(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 import errno
 import io
 import os
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load
 from staleflow.monitor.plain import PlainView
-from staleflow.supervisor import rundir
+from staleflow.supervisor import rundir, summary
 from staleflow.supervisor import supervisor as supervisor_module
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.summary import Summary
@@ -48,6 +50,24 @@ def test_a_view_that_raises_says_so_once_and_the_run_goes_on(short_dir: Path) ->
         assert Supervisor(config, run_dir, view, "").run() == 0, view.heard
     said = "what is shown here failed, the run goes on: ValueError: cannot convert float NaN to integer"
     assert view.heard == [said, "finished"]
+
+
+def test_a_run_whose_first_process_cannot_be_started_has_its_ending(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+    view, config, run_dir = Blind(), load(SIMULATED, QUICK), short_dir / "run"
+    with rundir.claim(config, run_dir, resume=False):
+        assert Supervisor(config, run_dir, view, "again").run() == 1
+    error = "scheduler could not be started: [Errno 11] Resource temporarily unavailable"
+    assert f"the run failed: {error}" in view.heard
+    assert view.heard[-2:] == ["failed", "go on with: again"]
+    done = summary.read(run_dir)
+    assert done is not None
+    assert (done.outcome, done.error) == ("failed", error)
 
 
 def test_a_view_whose_disk_is_full_ends_nothing() -> None:

@@ -2,9 +2,9 @@
 """The configured advantage, loss and correction, chosen by name; and what a user's own function must give back.
 
 A user's advantage is called ``f(rewards [N], group_ids [N]) -> [N]``; a user's loss is called ``f(logprobs, old,
-behavior, advantages, row) -> loss``, all [T], over the trained tokens of some whole trajectories, gradient through
-``logprobs``. Either may have an argument ``stages``: then it gets the columns of the stages too, by ``stage/column``,
-[N] of one value a sample for the advantage, [T] of one value a token for the loss.
+behavior, advantages, row) -> loss``, all [T], T above 0, over the trained tokens of some whole trajectories, gradient
+through ``logprobs``. Either may have an argument ``stages``: then it gets the columns of the stages too, by
+``stage/column``, [N] of one value a sample for the advantage, [T] of one value a token for the loss.
 """
 
 import inspect

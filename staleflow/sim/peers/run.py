@@ -144,7 +144,7 @@ def _result(name: str, run: PeerRun) -> Result:
         seconds=end_s,
         steps=rows,
         steps_per_min=steps_per_min(rows, skip),
-        trainer_limit=60.0 / train_s if train_s else float("inf"),
+        trainer_limit=60.0 / train_s if train_s else 0.0,
         rollout_limit=rollout_limit(config, lives, drawn, rows, skip),
         staleness_mean=sum(ages) / len(ages) if ages else 0.0,
         staleness_max=max(ages, default=0),

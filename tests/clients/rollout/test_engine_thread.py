@@ -185,7 +185,7 @@ async def test_closing_without_a_limit_waits_for_the_step_under_way() -> None:
     [
         (MemoryError("Unable to allocate 8 GiB"), True),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
         (RuntimeError("shapes do not match"), False),
     ],
 )

@@ -51,6 +51,7 @@ def main() -> None:
     directory = Path(task["directory"])
     trainer = TorchTrainer(config, directory, open_evaluation(config, directory), ranks)
     if task.get("load"):
+        trainer.check(Path(task["load"]))
         initial = weakref.ref(trainer.model)
         trainer.load(Path(task["load"]))
         assert initial() is None, "two models in memory"

@@ -192,3 +192,4 @@ def test_a_sharded_checkpoint_is_refused_by_another_number_of_ranks(
     wrote = backend if backend == "fsdp" else f"deepspeed-zero{stage}"
     assert alone.codes != [0]
     assert f"{wrote} on 2 ranks" in alone.said[0]
+    assert "trainer.check(" in alone.said[0], "before anything is loaded"

@@ -66,6 +66,9 @@ class Recorded:
         self.calls: list[Any] = []
         self.stops = False
 
+    def check(self, directory: Path) -> None:
+        self.calls.append(("check", directory.name))
+
     def load(self, directory: Path | None) -> None:
         self.calls.append(("load", None if directory is None else directory.name))
 
@@ -154,6 +157,7 @@ def scene() -> Iterator[Callable[..., Scene]]:
 def test_every_rank_does_what_the_loop_asks_of_the_first(scene: Callable[..., Scene], tmp_path: Path) -> None:
     data = batch(5)
     leader, first, second, fed, wait = scene(data)
+    leader.check(tmp_path / "5")
     leader.load(tmp_path / "5")
     assert leader.same(data)
     assert leader.train(data, Step(5), lambda: False).values == {"loss": 1.0}
@@ -163,7 +167,7 @@ def test_every_rank_does_what_the_loop_asks_of_the_first(scene: Callable[..., Sc
     leader.close()
     wait()
     did = [("load", "5"), ("train", 5, 6), ("save", "6"), ("evaluate", 6), "close"]
-    assert first.calls == did
+    assert first.calls == [("check", "5"), *did]
     assert second.calls == [*did[:2], "gather", *did[2:]]
     assert fed.followed == [(3, 5)]
 

@@ -17,6 +17,7 @@ from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import WholeSteps
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Joined
@@ -94,6 +95,9 @@ class Counting:
         self._bad = bad
         self._stopped = stopped
         self.evaluated: list[int] = []
+
+    def check(self, directory: Path) -> None:
+        pass
 
     def load(self, directory: Path | None) -> None:
         self.count = int((directory / "count").read_text()) if directory else 0
@@ -352,6 +356,36 @@ def test_a_checkpoint_that_the_run_refuses_is_passed_over_and_removed(tmp_path: 
     loop(tmp_path, client, Counting(), config(steps=4)).run()
     assert client.told[0] == ("join", 0, 4)
     assert kept(tmp_path) == [4, 2]
+
+
+def test_a_checkpoint_of_another_backend_is_found_before_the_run_hears_of_this_trainer(tmp_path: Path) -> None:
+    class Other(Counting):
+        def check(self, directory: Path) -> None:
+            raise ConfigError("checkpoint", str(directory), "it was written by fsdp on 2 ranks")
+
+    loop(tmp_path, Told(batches=5), Counting()).run()
+    client = Told(version=5)
+    with pytest.raises(ConfigError, match="it was written by fsdp on 2 ranks"):
+        loop(tmp_path, client, Other()).run()
+    assert (client.told, client.published) == ([], [])
+    assert kept(tmp_path) == [5, 4, 2]
+
+
+def test_a_kill_in_an_evaluation_costs_no_step(tmp_path: Path) -> None:
+    class Killed(Counting):
+        def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
+            if version == 4:
+                raise KeyboardInterrupt
+            return super().evaluate(version, stopping)
+
+    client = Told()
+    with pytest.raises(KeyboardInterrupt):
+        loop(tmp_path, client, Killed(), config(steps=6, checkpoint_every=2, eval_every=2)).run()
+    assert client.told[-1] == ("checkpointed", 0, 4)
+    again, backend = Told(version=4), Counting()
+    loop(tmp_path, again, backend, config(steps=6, checkpoint_every=2, eval_every=2)).run()
+    assert again.told[0] == ("join", 0, 4)
+    assert backend.evaluated == [4, 6]
 
 
 def test_held_out_prompts_are_evaluated_first_last_and_every_so_often(tmp_path: Path) -> None:

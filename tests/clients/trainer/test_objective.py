@@ -318,6 +318,9 @@ def staged(rewards, group_ids, *, stages):
 def weighted(logprobs, old, behavior, advantages, row, *, stages):
     return -advantages * stages["critic/values"] * logprobs
 
+def farthest(logprobs, old, behavior, advantages, row):
+    return -advantages * logprobs + 0.0 * (logprobs - behavior).max()
+
 def number(*given): return 1.0
 def short(*given): return given[0][:-1]
 def nan(*given): return given[0] * float("nan")
@@ -342,6 +345,15 @@ def test_a_users_advantage_and_loss_are_trained_as_a_token_mean(users: str) -> N
     for one in batch:
         for token in one.trained:
             assert gradients[id(token)] == pytest.approx(-(one.reward - mean) / tokens, rel=1e-4, abs=1e-7)
+
+
+def test_a_users_loss_is_not_asked_about_a_pass_without_a_trained_token(users: str) -> None:
+    """On which its ``max`` would raise; nothing of it is missed in loss, gradient and metrics."""
+    batch, cuts = drawn(2), [[1, 4], [0, 2, 3], [5, 6, 7, 8, 9]]
+    assert batch[4].tokens
+    assert not batch[1].trained + batch[4].trained
+    expected = stepped(algorithm(loss=f"{users}:reinforce"), batch, cuts)
+    assert stepped(algorithm(loss=f"{users}:farthest"), batch, cuts) == expected
 
 
 def test_a_users_advantage_and_loss_that_ask_for_stages_get_their_columns(users: str) -> None:

@@ -18,7 +18,7 @@ from staleflow.clients.trainer import torch_files
 from staleflow.clients.trainer.backend import Stopped
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.pieces import joined
-from staleflow.clients.trainer.ranks import ManyRanks
+from staleflow.clients.trainer.ranks import ManyRanks, OneRank
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place
@@ -252,6 +252,45 @@ def test_trajectories_that_were_cut_off_are_left_out_of_the_loss_and_of_what_it_
     assert not same(copied(plain), copied(expected))
 
 
+class _Amid(OneRank):
+    """One of two ranks; of every count the other has one."""
+
+    def gather(self, values: Any) -> Any:
+        return np.concatenate([values, np.ones_like(values)])
+
+
+def all_cut(step: int) -> TrainBatch:
+    return dataclasses.replace(batch(step), cut=np.ones(12, np.bool_))
+
+
+def test_a_batch_without_a_trained_token_is_named_and_changes_nothing(
+    model_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AdamW would go on with the momentum of the steps before, and with its weight decay."""
+    settings = config(mask_truncated=True, weight_decay=0.1)
+    trainer, clean = TorchTrainer(settings, model_directory), TorchTrainer(settings, model_directory)
+    for one in (trainer, clean):
+        trained(one, 0)
+    before = copied(trainer)
+    result = trainer.train(all_cut(1), Step(1), going_on)
+    assert (result.bad, result.values["trainer/tokens"], result.values["grad_norm"]) == ("", 0.0, 0.0)
+    assert same(copied(trainer), before)
+    assert "step 1: its batch has no token to train; it is consumed, the weights stay" in caplog.text
+    assert trained(trainer, 2) == trained(clean, 2)
+    assert same(copied(trainer), copied(clean))
+
+
+def test_a_rank_without_a_trained_token_takes_the_step_that_others_have_tokens_for(
+    model_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = TorchTrainer(config(mask_truncated=True), model_directory, None, _Amid(torch.device("cpu")))
+    trained(trainer, 0)
+    before = copied(trainer)
+    trainer.train(all_cut(1), Step(1), going_on)
+    assert not same(copied(trainer), before)
+    assert "no token to train" not in caplog.text
+
+
 def test_being_asked_to_end_between_micro_batches_undoes_the_step(model_directory: Path) -> None:
     trainer, clean = TorchTrainer(config(micro_tokens=20), model_directory), TorchTrainer(config(), model_directory)
     looks = iter([False, False, True])
@@ -376,8 +415,9 @@ def test_a_checkpoint_of_another_backend_is_refused_and_its_writer_named(model_d
     trainer = TorchTrainer(config(), model_directory)
     trainer.save(tmp_path)
     (tmp_path / "trainer.safetensors").rename(tmp_path / "fsdp-0-of-4.safetensors")
-    with pytest.raises(ConfigError, match="it was written by fsdp on 4 ranks: go on with the same"):
-        trainer.load(tmp_path)
+    for use in (trainer.check, trainer.load):
+        with pytest.raises(ConfigError, match="it was written by fsdp on 4 ranks: go on with the same"):
+            use(tmp_path)
 
 
 def test_a_resumed_ddp_trainer_does_not_keep_the_initial_model(

@@ -42,6 +42,13 @@ def test_groups_are_counted_by_how_many_versions_they_are_behind(tmp_path: Path)
     assert sum(count for _, count in spread["in_queue"]) == 1
 
 
+def test_the_numbers_of_a_step_are_in_one_place(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config(max_staleness=1))
+    trained(table, Seat(table, "a"), 2)
+    assert "metrics" in asked(table)
+    assert [key for key in asked(table) if key.startswith("off_policy")] == []
+
+
 def test_under_the_token_bound_only_what_was_trained_has_an_age(tmp_path: Path) -> None:
     staleness = Staleness(max_staleness=1, bound=Bound.TOKEN)
     table = Table(tmp_path / "run", msgspec.structs.replace(config(), staleness=staleness))
