@@ -168,6 +168,29 @@ async def test_a_connection_that_cannot_be_replaced_now_is_replaced_later(
     assert sockets.given == 2
 
 
+@pytest.mark.parametrize(("address", "step"), [("ipc://{}", "connect"), ("tcp://127.0.0.1:1", "get_monitor_socket")])
+async def test_a_socket_that_cannot_be_made_whole_is_closed(
+    ipc: str, monkeypatch: pytest.MonkeyPatch, address: str, step: str
+) -> None:
+    made: list[zmq.Socket[bytes]] = []
+    context = zmq.Context[zmq.Socket[bytes]]
+
+    def noted(self: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
+        made.append(zmq.Socket(self, kind))
+        return made[-1]
+
+    def fails(*_: object, **__: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(context, "socket", noted)
+    monkeypatch.setattr(zmq.Socket, step, fails)
+    with pytest.raises(zmq.ZMQError):
+        Sockets().connect(
+            address.format(ipc.removeprefix("ipc://")), b"worker-0.1/0", limits=TransportLimits(), on_message=print
+        )
+    assert [socket.closed for socket in made] == [True]
+
+
 async def test_what_is_sent_again_all_the_time_leaves_room_for_pings(network: "Network", ipc: str) -> None:
     endpoint, sockets = network.endpoint(ipc, lambda call: None), Scarce(OSError())
     limits = replace(network.limits, retry_s=0.02, retry_cap_s=0.04)  # something is said all the time

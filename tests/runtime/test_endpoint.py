@@ -115,6 +115,7 @@ async def test_what_a_replaced_connection_left_unread_does_not_run_as_anothers(n
     assert b"worker.1/0" in watched.routes
     assert callers == {"worker.1"}
     assert endpoint.peers == ["worker.1"]
+    assert endpoint.counts.nameless == sum(route.startswith(b"\0") for route in watched.routes)
 
 
 async def test_replies_held_until_the_drain_leave_together(network: "Network", ipc: str) -> None:
