@@ -11,6 +11,7 @@ import importlib
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ _MASTER = "master"
 _FOR_INFERENCE = "deepspeed_shm_comm"
 """C++ that DeepSpeed would build on CPUs before its first collective, for ``inference_all_reduce`` alone: it takes a
 compiler and half a minute to minutes, and an interrupted build leaves a lock at which the next one waits for ever."""
+_RENAMED = r"`torch\.distributed\."
+"""How torch 2.13 begins to say that a collective has a new name: for those that ZeRO calls, many times a step."""
 
 
 class _Guarded(torch.optim.AdamW):
@@ -61,6 +64,7 @@ class DeepspeedLearner:
         deepspeed: Any = importlib.import_module("deepspeed")
         deepspeed.ops.__compatible_ops__[_FOR_INFERENCE] = False
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", _RENAMED, FutureWarning)
         self.model = model
         self._config = config.trainer
         self._ranks = ranks

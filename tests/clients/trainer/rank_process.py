@@ -3,6 +3,7 @@
 
 import faulthandler
 import json
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -85,3 +86,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # as every role: a torch that is torn down aborts now and then, a thread of its own still running
