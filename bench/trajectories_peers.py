@@ -69,6 +69,11 @@ class Redis:
     """A list of a Redis server without persistence; the client has hiredis."""
 
     def __init__(self, *, unix: bool) -> None:
+        import hiredis  # before there is a server that nobody would end
+        import redis
+
+        assert hiredis
+        assert redis
         self._folder = tempfile.mkdtemp(prefix="redis-")
         self._address = f"{self._folder}/socket" if unix else ""
         where = ["--port", "0", "--unixsocket", self._address] if unix else ["--port", "16379", "--bind", "127.0.0.1"]
@@ -84,10 +89,8 @@ class Redis:
                 time.sleep(0.05)
 
     def _opened(self) -> Any:
-        import hiredis
         import redis
 
-        assert hiredis
         return redis.Redis(unix_socket_path=self._address) if self._address else redis.Redis(port=16379)
 
     def __getstate__(self) -> str:
