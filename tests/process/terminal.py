@@ -124,6 +124,7 @@ class Terminal:
 
 
 def own_terminal() -> None:
-    """In the child: Ctrl-C of this terminal is its business."""
+    """In the child: Ctrl-C of this terminal is its business, and its end, also of tests under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

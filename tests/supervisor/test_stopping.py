@@ -32,7 +32,7 @@ def test_a_thread_of_a_notebook_can_wait_and_changes_nothing() -> None:
 
 
 def test_a_closed_terminal_asks_as_sigterm_does_unless_that_is_ignored() -> None:
-    before = signal.getsignal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, too
     try:
         with StopSignals() as stop:
             signal.raise_signal(signal.SIGHUP)
