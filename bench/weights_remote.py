@@ -6,7 +6,8 @@
 Everything runs on this machine over TCP; processes are told that they are on different hosts, so that nobody maps a
 file of another. The raw limit is one process that sends frames of 16 MB and one that receives them, into nothing. Rows
 with a link have relays that may ask for so many bytes a second, as between two sites: there depth shows as what it
-adds, since the processor does not decide. Medians of ``--rounds``, each of a version that nobody has yet.
+adds, since the processor does not decide. The row through one relay has its own limit: the same frames through a
+process in between. Medians of ``--rounds``, each of a version that nobody has yet.
 
 The goal: whole versions at 0.65 of the raw limit or more. Exit 1 when that is missed.
 """
@@ -53,6 +54,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.runtime.client import Client
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Call, Endpoint
+from staleflow.runtime.host import reuse_memory
 from staleflow.servers.parameters import main as root
 from staleflow.servers.parameters import relay, relay_main, tree
 
@@ -62,6 +64,8 @@ FRAME_BYTES = 16 << 20
 TENSOR_BYTES = 16 << 20
 SHARED_MEMORY = "/dev/shm"
 GOAL = 0.65
+FRESH = 3
+"""Versions until the file of a deleted one is used again, as a run of hundreds does it from then on."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -80,13 +84,34 @@ def send_frames(port: int, frames: int) -> None:
     context.term()
 
 
-def raw_limit(nbytes: int) -> float:
-    """Bytes a second of frames of 16 MB, one way."""
+def forward_frames(port: int, bound: "Connection[int, None]", frames: int) -> None:
+    reuse_memory()
+    context = zmq.Context()
+    receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    receiver.set(zmq.RCVHWM, 8)
+    sender.set(zmq.SNDHWM, 8)
+    bound.send(receiver.bind_to_random_port("tcp://127.0.0.1"))
+    sender.connect(f"tcp://127.0.0.1:{port}")
+    for _ in range(frames):
+        sender.send(receiver.recv(copy=False), copy=False)
+    for connection in (receiver, sender):
+        connection.close()
+    context.term()
+
+
+def raw_limit(nbytes: int, *, hops: int = 0) -> float:
+    """Bytes a second of frames of 16 MB, one way, through so many processes in between."""
     frames = max(8, nbytes // FRAME_BYTES)
     context = zmq.Context()
     receiver = context.socket(zmq.PULL)
     receiver.set(zmq.RCVHWM, 8)
     port = receiver.bind_to_random_port("tcp://127.0.0.1")
+    between = list[BaseProcess]()
+    for _ in range(hops):
+        here, there = SPAWN.Pipe()
+        between.append(SPAWN.Process(target=forward_frames, args=(port, there, frames + 2)))
+        between[-1].start()
+        port = here.recv()
     sender = SPAWN.Process(target=send_frames, args=(port, frames + 2))
     sender.start()
     for _ in range(2):
@@ -95,7 +120,8 @@ def raw_limit(nbytes: int) -> float:
     for _ in range(frames):
         receiver.recv(copy=False)
     took = time.perf_counter() - began
-    sender.join()
+    for process in (sender, *between):
+        process.join()
     receiver.close()
     context.term()
     return frames * FRAME_BYTES / took
@@ -108,14 +134,15 @@ def config_of(port: int, delta: str) -> Config:
     return from_json(
         b"""{"prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.quickstart.task:reward"},
         "rollout": {"engine": "simulated"}, "trainer": {"backend": "simulated"},
-        "parameters": {"bind": "tcp://127.0.0.1:%d", "keep_versions": 2, "delta": "%s"}}"""
-        % (port, delta.encode())
+        "parameters": {"bind": "tcp://127.0.0.1:%d", "keep_versions": %d, "delta": "%s"}}"""
+        % (port, FRESH - 1, delta.encode())
     )
 
 
 def serve(place: str, port: int, delta: str) -> None:
     """The parameter server, and a stand-in for the scheduler that registers whatever comes."""
     logging.disable(logging.INFO)
+    reuse_memory()
     config, folder = config_of(port, delta), Path(place)
 
     def answer(call: Call) -> None:
@@ -158,6 +185,7 @@ def attached(config: Config, folder: Path) -> Attached:
 
 def serve_relay(place: str, port: int, delta: str, number: int, mb_per_s: float) -> None:
     logging.disable(logging.INFO)
+    reuse_memory()
     config, folder = config_of(port, delta), Path(place)
     scheduler = addresses(config, folder).scheduler
     there = mock.patch.object(relay, "boot_id", return_value=f"relay host {number}")
@@ -250,15 +278,15 @@ def moved(arrays: Arrays, step: int) -> Arrays:
 
 
 async def measure(nbytes: int, rounds: int, num_relays: int, *, delta: str = "off", mb_per_s: float = 0.0) -> float:
-    """Median seconds of a version; the first one, of fresh memory and new connections, does not count."""
+    """Median seconds of a version; the first ones, of fresh memory and new connections, do not count."""
     world, arrays, found = World(num_relays, delta=delta, mb_per_s=mb_per_s), tensors(nbytes), list[float]()
     try:
         await world.grow()
-        for version in range(rounds + 1):
+        for version in range(FRESH + rounds):
             await world.publish(version, arrays)
             found.append(await world.pull(version))
             arrays = moved(arrays, version)
-        return statistics.median(found[1:])
+        return statistics.median(found[FRESH:])
     finally:
         world.close()
 
@@ -291,7 +319,7 @@ async def measure_direct(nbytes: int, rounds: int) -> float:
     trainer.start()
     reader = Puller(world.address, worker=WorkerId("reader.2"), direct=True)
     try:
-        for version in range(rounds + 1):
+        for version in range(FRESH + rounds):
             here.send(version)
             await asyncio.to_thread(here.recv)
             began = time.perf_counter()
@@ -301,7 +329,7 @@ async def measure_direct(nbytes: int, rounds: int) -> float:
             await pulled.close()
         here.send(-1)
         await asyncio.to_thread(trainer.join)
-        return statistics.median(found[1:])
+        return statistics.median(found[FRESH:])
     finally:
         reader.close()
         trainer.kill()
@@ -323,20 +351,22 @@ def direct_row(nbytes: int, rounds: int, raw: float) -> None:
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
 def main(mb: int, mb_per_s: float, rounds: int) -> None:
     nbytes = mb << 20
+    reuse_memory()
     raw = statistics.median(raw_limit(nbytes) for _ in range(rounds))
     load = os.getloadavg()[0]
     click.echo(f"{mb} MiB, load average {load:.1f}; ZeroMQ, frames of 16 MiB one way: {raw / 1e9:.2f} GB/s\n")
     click.echo("| | seconds | GB/s | of ZeroMQ |\n| --- | ---: | ---: | ---: |")
 
-    def row(what: str, num_relays: int, *, delta: str = "off", mb_per_s: float = 0.0) -> float:
+    def row(what: str, num_relays: int, *, delta: str = "off", mb_per_s: float = 0.0, limit: float = raw) -> float:
         seconds = asyncio.run(measure(nbytes, rounds, num_relays, delta=delta, mb_per_s=mb_per_s))
         rate = nbytes / seconds
-        click.echo(f"| {what} | {seconds:.2f} | {rate / 1e9:.2f} | {rate / raw:.2f} |")
-        return rate / raw
+        click.echo(f"| {what} | {seconds:.2f} | {rate / 1e9:.2f} | {rate / limit:.2f} |")
+        return rate / limit
 
     share = row("whole, from the parameter server", 0)
     direct_row(nbytes, rounds, raw)
-    row("whole, through one relay", 1)
+    through = statistics.median(raw_limit(nbytes, hops=1) for _ in range(rounds))
+    row(f"whole, through one relay (ZeroMQ through one process: {through / 1e9:.2f} GB/s)", 1, limit=through)
     for depth in (1, 2, 3):
         row(f"whole, {depth} deep, links of {mb_per_s:.0f} MB/s", depth, mb_per_s=mb_per_s)
     row(f"as a delta, 1 deep, links of {mb_per_s:.0f} MB/s", 1, delta="compressed", mb_per_s=mb_per_s)

@@ -15,6 +15,7 @@ from typing import Any
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import DeltaKind
 from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
     Attach,
     Attached,
@@ -77,11 +78,12 @@ class RelayService:
         self._upstream = upstream
         self._tasks = tasks
         self._stop = stop
-        self._keep_versions = keep_versions
         self._chunk_bytes = chunk_bytes
         self._deltas = Deltas(versions, delta)
         self._pins = Pins()
-        self._arrivals = Arrivals(versions, self._deltas, upstream, self._pins, tasks.start)
+        self._arrivals = Arrivals(
+            versions, self._deltas, upstream, self._pins, tasks.start, keep_versions=keep_versions
+        )
         self._pieces = Turns(turns.MOST_PIECES)
         self._manifests = Turns(turns.MOST_MANIFESTS)
         self._looks = Looks(versions)
@@ -136,7 +138,7 @@ class RelayService:
 
         self._tasks.start(answering())
 
-    def _later_piece(self, call: Call, offset: int, piece: Coroutine[Any, Any, bytes]) -> None:
+    def _later_piece(self, call: Call, offset: int, piece: Coroutine[Any, Any, Data]) -> None:
         try:
             self._pieces.begin(call.peer)
         except Refused as no:
@@ -194,7 +196,7 @@ class RelayService:
         except TimeoutError:
             return ""
 
-    async def _chunk(self, ask: GetChunk) -> bytes:
+    async def _chunk(self, ask: GetChunk) -> Data:
         key = VersionKey(ask.lineage, ask.version)
         size = (await self._arrivals.manifest(key)).nbytes
         if ask.nbytes < 1 or not 0 <= ask.offset < size:
@@ -248,7 +250,7 @@ class RelayService:
                     continue
                 raise ConfigError("relay", str(join.worker), no.detail) from no
             self._upstream.hang_below(place.endpoints)
-            await self._collect()
+            await self._arrivals.collect()
             await asyncio.sleep(JOIN_EVERY_S)
 
     async def _watch_run(self) -> None:
@@ -273,12 +275,6 @@ class RelayService:
             if attached.parameters:
                 return self.hello, attached
             await asyncio.sleep(JOIN_EVERY_S)
-
-    async def _collect(self) -> None:
-        """Delete what is neither pinned nor new."""
-        for key in sorted(self._versions.stored)[: -self._keep_versions]:
-            if key in self._versions.stored and not self._pins.of(key):
-                await self._arrivals.delete(key)
 
 
 def _refuse(call: Call, no: Refused) -> None:

@@ -22,7 +22,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire import delta
-from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import GetDelta, GetManifest, Manifest
 from staleflow.runtime import weights
 from staleflow.runtime.errors import Refused, Unavailable
@@ -164,12 +164,15 @@ class Arrivals:
         upstream: Upstream,
         pins: Pins,
         start: Callable[[Coroutine[Any, Any, None]], object],
+        *,
+        keep_versions: int,
     ) -> None:
         self._versions = versions
         self._deltas = deltas
         self._upstream = upstream
         self._pins = pins
         self._start = start
+        self._keep_versions = keep_versions
         self._coming: dict[VersionKey, asyncio.Future[Arrival]] = {}
         self._whole: dict[VersionKey, asyncio.Future[Stored]] = {}
 
@@ -191,13 +194,14 @@ class Arrivals:
             return stored
         return await asyncio.shield(self._whole[key])
 
-    async def read(self, key: VersionKey, offset: int, nbytes: int) -> bytes:
-        """Some bytes, fewer at the end, once they are known to be right. ``Refused``, ``FileNotFoundError``."""
+    async def read(self, key: VersionKey, offset: int, nbytes: int) -> Data:
+        """Some bytes, fewer at the end, once they are known to be right: nobody changes them any more. ``Refused``,
+        ``FileNotFoundError``."""
         if (stored := self._versions.stored.get(key)) is None:
             arrival = await self._arrival(key)
             size = arrival.manifest.nbytes
             nbytes = await arrival.given(offset, min(nbytes, size - offset))
-            return bytes(arrival.memory[offset : offset + nbytes])
+            return arrival.memory[offset : offset + nbytes]
         return await asyncio.to_thread(self._versions.read, stored, offset, nbytes)
 
     async def span(self, ask: GetDelta) -> Stored | memoryview:
@@ -240,6 +244,7 @@ class Arrivals:
                 future.exception()  # told to whoever waits; nobody may
         finally:
             del self._coming[key], self._whole[key]
+        await self.collect()  # now: the next version is written over the file of the oldest
 
     async def _begin(self, key: VersionKey) -> Arrival:
         manifest = await self._upstream.manifest(key)
@@ -263,9 +268,15 @@ class Arrivals:
                 here = sorted(self._versions.stored)
                 if (old := next((old for old in here if old < key and not self._pins.in_use(old)), None)) is None:
                     raise
-                await self.delete(old)
+                await self._delete(old)
 
-    async def delete(self, key: VersionKey) -> None:
+    async def collect(self) -> None:
+        """Delete what is neither pinned nor new."""
+        for key in sorted(self._versions.stored)[: -self._keep_versions]:
+            if key in self._versions.stored and not self._pins.of(key):
+                await self._delete(key)
+
+    async def _delete(self, key: VersionKey) -> None:
         """It is forgotten at once; its room is there when this returns."""
         aside = self._versions.put_aside(key, reuse=True)
         log.info("%s is deleted", key)

@@ -99,7 +99,14 @@ class Relay:
     """Version 0 is here. ``first`` is asked for the next one, then ``root``."""
 
     def __init__(
-        self, folder: Path, tasks: asyncio.TaskGroup, *, first: bytes, root: bytes, wanted: bytes = DATA[NEXT]
+        self,
+        folder: Path,
+        tasks: asyncio.TaskGroup,
+        *,
+        first: bytes,
+        root: bytes,
+        wanted: bytes = DATA[NEXT],
+        keep_versions: int = 2,
     ) -> None:
         versions = Versions(folder, durability="process")
         staged = versions.stage(BASE, len(DATA[BASE]))
@@ -121,7 +128,7 @@ class Relay:
             return tasks.create_task(work)
 
         self.pins, self.versions, self.deltas = Pins(), versions, Deltas(versions, "compressed")
-        self.arrivals = Arrivals(versions, self.deltas, self.upstream, self.pins, start)
+        self.arrivals = Arrivals(versions, self.deltas, self.upstream, self.pins, start, keep_versions=keep_versions)
 
     def slow(self) -> None:
         """A delta is tried, which the first has."""
@@ -279,6 +286,34 @@ async def test_a_span_that_somebody_reads_keeps_its_bytes(tmp_path: Path, monkey
         relay.versions.put_aside(NEXT, reuse=True)
         assert not relay.versions.stage(NEXT, len(DATA[NEXT])).recycled
     assert bytes(new) == DATA[NEXT][: HALF // 2]
+
+
+async def test_a_piece_on_its_way_to_a_reader_keeps_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "CHUNK_BYTES", HALF)
+    async with asyncio.TaskGroup() as tasks:
+        relay = Relay(tmp_path, tasks, first=DATA[NEXT], root=bytes(HALF) + DATA[NEXT][HALF:])
+        relay.first.most = HALF
+        piece = await relay.arrivals.read(NEXT, 0, 2 * HALF)
+        assert relay.arrivals.coming(NEXT)
+        relay.first.gone.set()
+        await relay.arrivals.stored(NEXT)
+        relay.versions.put_aside(NEXT, reuse=True)
+        staged = relay.versions.stage(NEXT, len(DATA[NEXT]))
+        relay.versions.write(staged, 0, bytes(len(DATA[NEXT])))
+    assert bytes(piece) == DATA[NEXT][:HALF]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_the_next_version_is_written_over_the_oldest_unless_a_reader_has_that(
+    tmp_path: Path, pinned: bool
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        relay = Relay(tmp_path, tasks, first=DATA[NEXT], root=DATA[NEXT], keep_versions=1)
+        if pinned:
+            relay.pins.add("reader.1", BASE)
+        await relay.arrivals.stored(NEXT)
+    assert list(relay.versions.stored) == ([BASE, NEXT] if pinned else [NEXT])
+    assert relay.versions.stage(NEXT, len(DATA[NEXT])).recycled is not pinned
 
 
 async def test_where_the_disk_is_full_an_older_version_goes_that_nobody_uses(
