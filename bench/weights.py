@@ -4,7 +4,7 @@
     python -m bench.weights --mb 256 --rounds 3
     python -m bench.weights --peers /path/to/venv/bin/python Ray, safetensors and torch from an environment of their own
 
-Each way runs in turn, ``--repeat`` times, in fresh processes; each time a few versions follow each other after three
+Each way runs in turn, ``--repeat`` times, in fresh processes; each time a few versions follow each other after six
 that do not count, since a run publishes hundreds. Printed are medians: until the publish returned, until the last
 reader could read the bytes, until the last had them in tensors of its own; beside one copy of them by one thread. The
 CPU seconds are those of one version, and say most where the machine is shared.

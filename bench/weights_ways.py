@@ -26,6 +26,8 @@ Arrays = dict[str, NDArray[Any]]
 TENSOR_BYTES = 16 << 20
 SHARED_MEMORY = "/dev/shm"
 FRAME_BYTES = 16 << 20
+FRESH = 6
+"""Versions that do not count: until each of three files has been written twice, as in a run of hundreds."""
 
 
 class Publisher(Protocol):
@@ -218,7 +220,7 @@ def read(way: str, place: str, number: int, nbytes: int, pipe: "Connection[Any, 
 
 
 def rounds(way: str, nbytes: int, readers: int, count: int) -> Iterator[dict[str, float]]:
-    """``count`` versions, the first three of which are for warming up and do not count."""
+    """``count`` versions, after those that do not count."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(
         prefix="sf-w-", dir=None if way.startswith("staleflow") else SHARED_MEMORY
@@ -235,11 +237,11 @@ def rounds(way: str, nbytes: int, readers: int, count: int) -> Iterator[dict[str
             processes.append(process)
         for pipe in pipes:
             pipe.recv()
-        for turn in range(3 + count):
+        for turn in range(FRESH + count):
             for array in arrays.values():
                 array[[0, -1]] = turn + 1000
             found = _turn(publisher, arrays, pipes, turn + 1000, early=way in EARLY)
-            if turn >= 3:
+            if turn >= FRESH:
                 yield {**found, "memcpy": memcpy(arrays)}
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.send(None)
@@ -325,7 +327,7 @@ def ray_rounds(nbytes: int, readers: int, count: int, *, torch: bool) -> Iterato
     actors = [made.remote(nbytes) for _ in range(readers)]
     ray.get([actor.ready.remote() for actor in actors])
     arrays = tensors(nbytes)
-    for turn in range(3 + count):
+    for turn in range(FRESH + count):
         for array in arrays.values():
             array[[0, -1]] = turn + 1000
         began, before = time.monotonic(), cpu_s()
@@ -333,7 +335,7 @@ def ray_rounds(nbytes: int, readers: int, count: int, *, torch: bool) -> Iterato
         published = time.monotonic()
         times = ray.get([actor.load.remote([ref], turn + 1000) for actor in actors])
         del ref
-        if turn >= 3:
+        if turn >= FRESH:
             yield {
                 "published": published - began,
                 "mapped": max(mapped for mapped, _ in times) - began,

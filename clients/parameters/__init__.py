@@ -1,7 +1,7 @@
 """Weights to and from the parameter server, without torch: names, dtypes, shapes and raw bytes.
 
-- On the server's host the bytes go through a file that both see (``mapped``); elsewhere through chunks, a few of them
-  under way (``chunks``). Both ways end in the same bytes.
+- On the server's host the bytes go through a file that both see (``written`` and ``mapped``); elsewhere through chunks,
+  a few of them under way (``chunks``). Both ways end in the same bytes.
 - Nothing is believed without its checksum.
 - Async only; a training loop runs it on a loop in a thread of its own, as it runs its other calls.
 """

@@ -5,8 +5,9 @@ import errno
 import logging
 from typing import TYPE_CHECKING
 
-from staleflow.clients.parameters import chunks, mapped
+from staleflow.clients.parameters import chunks
 from staleflow.clients.parameters.tensors import NamedTensors, described, in_memory, layout
+from staleflow.clients.parameters.written import ServerFiles
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -34,6 +35,8 @@ TRIES = 5
 server that starts again, does not count: the next one gets farther."""
 FULL_S = 1.0
 """After this the bytes are written again that the disk had no room for."""
+LOOK_S = 1.0
+"""Between looks, while the server finds no room, at which files it has deleted."""
 
 
 class Publisher:
@@ -46,6 +49,7 @@ class Publisher:
         self._portion = Portion(CHUNK_BYTES)
         self._direct = direct
         self._source: DirectSource | None = None
+        self._files = ServerFiles()
         self._places: Manifest | None = None
         """Of the weights that came last: to ask gathered ones for their shapes takes as long as for their bytes."""
 
@@ -77,7 +81,7 @@ class Publisher:
         while True:
             arrived = Moved()
             try:
-                return await _upload(self._client, begin, places, weights, self._portion, direct, arrived)
+                return await self._upload(begin, places, weights, direct, arrived)
             except ValueError:
                 self._places = None
                 raise
@@ -99,7 +103,34 @@ class Publisher:
         """Close the connection. May be called again."""
         if self._source is not None:
             self._source.close()
+        self._files.close()
         self._client.close()
+
+    async def _upload(
+        self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: Moved
+    ) -> Registered:
+        to = await self._begun(begin)
+        digests = await asyncio.to_thread(self._files.write, to, places, weights)
+        in_place = digests is not None
+        if digests is None:
+            digests = await chunks.send(self._client, to.upload, places, weights, self._portion, arrived)
+        manifest = described(places, digests)
+        commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
+        return await self._client.ask(commit, Registered, timeout_s=None)
+
+    async def _begun(self, begin: BeginPublish) -> PublishTo:
+        """Where the version goes, once there is room: of this process, too, which must not keep what is deleted."""
+
+        async def forgetting() -> None:
+            while True:
+                self._files.forget_deleted()
+                await asyncio.sleep(LOOK_S)
+
+        meanwhile = asyncio.ensure_future(forgetting())
+        try:
+            return await self._client.ask(begin, PublishTo, timeout_s=None)
+        finally:
+            meanwhile.cancel()
 
     def _opened_source(self) -> "DirectSource | None":
         """What gives versions to readers itself, if anything does; opened when there is a first one."""
@@ -115,22 +146,3 @@ async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
     status = await server.ask(GetStatus(), Status, timeout_s=None)
     whole = [(one["lineage"], one["version"]) for one in status.values["versions"] if not one["corrupt"]]
     return (lineage, version) not in whole
-
-
-async def _upload(
-    client: Client,
-    begin: BeginPublish,
-    places: Manifest,
-    weights: NamedTensors,
-    portion: Portion,
-    direct: str,
-    arrived: Moved,
-) -> Registered:
-    to = await client.ask(begin, PublishTo, timeout_s=None)
-    digests = await asyncio.to_thread(mapped.write_file, to, places, weights)
-    in_place = digests is not None
-    if digests is None:
-        digests = await chunks.send(client, to.upload, places, weights, portion, arrived)
-    manifest = described(places, digests)
-    commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
-    return await client.ask(commit, Registered, timeout_s=None)

@@ -126,7 +126,7 @@ class Versions:
                     self._check_room(key, nbytes)
                 with path.open("r+b" if recycled else "wb") as file:
                     file.truncate(nbytes)
-                    if nbytes:
+                    if nbytes and not recycled:  # which has its room already, and to look for that takes time
                         os.posix_fallocate(file.fileno(), 0, nbytes)
         except (NoRoom, Scarce):
             path.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 # As ``mallopt`` of glibc numbers them.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 @cache
@@ -31,6 +32,18 @@ def boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+@cache
+def file_system(device: int) -> str:
+    """Type of the file system that ``st_dev`` names, like "ext4"; empty where nobody says it."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in _MOUNTS.read_text().splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split()[2] == number:
+                return kind.split()[0]
+    return ""
 
 
 def raise_file_limit() -> None:

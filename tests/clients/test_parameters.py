@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import CorruptWeights, NamedTensors, PulledVersion, Puller, chunks, mapped
+from staleflow.clients.parameters import CorruptWeights, NamedTensors, PulledVersion, Puller, chunks, mapped, written
+from staleflow.clients.parameters.written import ServerFiles
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Manifest, PublishTo
@@ -29,6 +30,7 @@ LARGE: dict[str, Array] = {
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that are on another host than the server, and use small chunks."""
     monkeypatch.setattr(mapped, "boot_id", lambda: "another host")
+    monkeypatch.setattr(written, "boot_id", lambda: "another host")
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
 
 
@@ -114,7 +116,7 @@ async def test_weights_that_are_gathered_one_by_one_are_gone_through_once_a_vers
     run: Run, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     if host != "this":
-        monkeypatch.setattr(mapped, "boot_id", lambda: host)
+        monkeypatch.setattr(written, "boot_id", lambda: host)
     trainer, weights = await run.trainer(), OneByOne()
     await trainer.publish(0, weights)
     assert weights.passes == 2  # the first time for their shapes too
@@ -192,16 +194,16 @@ async def test_bytes_that_were_not_written_as_their_digests_say_are_served_to_no
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = await run.trainer()
-    write = mapped.write_file
+    write = ServerFiles.write
 
-    def torn(to: PublishTo, places: Manifest, weights: NamedTensors) -> list[str] | None:
-        digests = write(to, places, weights)
+    def torn(self: ServerFiles, to: PublishTo, places: Manifest, weights: NamedTensors) -> list[str] | None:
+        digests = write(self, to, places, weights)
         with Path(to.path).open("r+b") as file:
             file.write(b"?")
         return digests
 
     with monkeypatch.context() as patched:
-        patched.setattr(mapped, "write_file", torn)
+        patched.setattr(ServerFiles, "write", torn)
         await trainer.publish(0, WEIGHTS)
     for found in (CorruptWeights, Refused):  # the reader finds it, and from then on the server knows
         with pytest.raises(found):
@@ -228,7 +230,7 @@ async def test_weights_that_change_their_shapes_on_the_way_are_no_version(
     run: Run, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     if host != "this":
-        monkeypatch.setattr(mapped, "boot_id", lambda: host)
+        monkeypatch.setattr(written, "boot_id", lambda: host)
     trainer = await run.trainer()
     with pytest.raises(ValueError, match=r"\('b', 'float32', \(2, 2\)\) came where .* was announced"):
         await trainer.publish(0, Changing())

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import TRIES, Publisher, mapped, publish
+from staleflow.clients.parameters import TRIES, Publisher, publish
+from staleflow.clients.parameters.written import ServerFiles
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import Data
@@ -99,7 +100,7 @@ async def test_a_publisher_whose_own_write_finds_no_room_waits_for_it(
         if tries <= 2 * TRIES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(mapped, "write_file", full)
+    monkeypatch.setattr(ServerFiles, "write", full)
     monkeypatch.setattr(publish, "FULL_S", 0.0)
     assert await published(Server(lost=0, after=None)) == REGISTERED
     assert tries == 2 * TRIES + 1

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Publisher, Puller, mapped
+from staleflow.clients.parameters import Publisher, Puller, mapped, written
 from staleflow.clients.rollout.moving import ROWS_BYTES, arrived
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.stage import worker as stage_worker
@@ -35,7 +35,7 @@ WITHIN_S = 40.0
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients are on another host than the servers."""
-    for module in (mapped, stage_worker):
+    for module in (mapped, written, stage_worker):
         monkeypatch.setattr(module, "boot_id", lambda: "another host")
 
 

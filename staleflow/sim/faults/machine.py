@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from staleflow.clients.parameters import mapped, relays
+from staleflow.clients.parameters import mapped, relays, written
 from staleflow.runtime import weights
 from staleflow.servers.parameters import relay, service, tree
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
@@ -83,7 +83,7 @@ class Machine:
                     (relay, "LOOK_EVERY_S", 10.0),  # a status of the scheduler costs more than anything else here
                     (weights, "CHUNK_BYTES", PIECE_BYTES),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
-                    *((module, "boot_id", self._host) for module in (mapped, relays, relay, service)),
+                    *((module, "boot_id", self._host) for module in (mapped, written, relays, relay, service)),
                 ):
                     changes.enter_context(mock.patch.object(where, name, what))
                 yield

@@ -14,6 +14,7 @@ import pytest
 from staleflow.clients.parameters import relays
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import Chunk, GetDelta, GetManifest, JoinRelays, ManifestOf
 from staleflow.runtime import weights
 from staleflow.runtime.client import Client
@@ -69,7 +70,7 @@ async def test_a_relay_that_gives_a_byte_at_a_time_is_left(grown: Grown, monkeyp
     await grown.grow("relay-0")
     read, asked = Arrivals.read, list[VersionKey]()
 
-    async def drip(self: Arrivals, of: VersionKey, offset: int, nbytes: int) -> bytes:
+    async def drip(self: Arrivals, of: VersionKey, offset: int, nbytes: int) -> Data:
         asked.append(of)
         await asyncio.sleep(0.02)
         return await read(self, of, offset, min(nbytes, 1))
@@ -139,7 +140,7 @@ async def test_a_relay_below_one_that_gives_nothing_has_its_bytes_from_the_param
         await grown.grow(name)
     read = Arrivals.read
 
-    async def of_the_lower_only(self: Arrivals, of: VersionKey, offset: int, nbytes: int) -> bytes:
+    async def of_the_lower_only(self: Arrivals, of: VersionKey, offset: int, nbytes: int) -> Data:
         if not self._upstream.above:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(3600)
         return await read(self, of, offset, nbytes)

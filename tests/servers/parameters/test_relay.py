@@ -14,6 +14,7 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
     Chunk,
     Done,
@@ -122,13 +123,13 @@ async def test_a_damaged_tensor_is_never_given_on(
     await grown.grow("relay-1")
     read, damaged = Arrivals.read, 0
 
-    async def flipped(self: Arrivals, key: VersionKey, offset: int, size: int) -> bytes:
+    async def flipped(self: Arrivals, key: VersionKey, offset: int, size: int) -> Data:
         nonlocal damaged
         data = await read(self, key, offset, size)
         if len(self._upstream.above) or offset < 200_000:  # pyright: ignore[reportPrivateUsage]
             return data
         damaged += 1
-        return bytes([data[0] ^ 1]) + data[1:]
+        return bytes([data[0] ^ 1]) + bytes(data[1:])
 
     monkeypatch.setattr(Arrivals, "read", flipped)
     client = await grown.client("relay-1")

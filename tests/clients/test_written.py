@@ -1,0 +1,174 @@
+"""A publisher writes the server's file itself, from the second time on through a map: the bytes are right each time."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from staleflow.clients.parameters import NamedTensors, publish, written
+from staleflow.clients.parameters.tensors import layout, tensor_of
+from staleflow.clients.parameters.written import ServerFiles
+from staleflow.protocols.wire.manifest import digest
+from staleflow.protocols.wire.messages import PublishTo
+from staleflow.protocols.wire.tensors import Array
+from staleflow.runtime.host import boot_id, file_system
+from tests.servers.running import WEIGHTS, Run
+
+
+def made(seed: int, rows: int = 300) -> dict[str, Array]:
+    random = np.random.default_rng(seed)
+    return {
+        "a": random.random((rows, 1000), dtype=np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+        "b": random.integers(0, 2**16, 30_001, dtype=np.uint16),
+    }
+
+
+class Gathered:
+    """Weights that are never there all at once."""
+
+    def __init__(self, weights: dict[str, Array]) -> None:
+        self._weights = weights
+
+    def items(self) -> Iterator[tuple[str, Array]]:
+        yield from self._weights.items()
+
+
+class File:
+    """A file of the server, and what a publisher wrote into it."""
+
+    def __init__(self, path: Path, files: ServerFiles) -> None:
+        self.path = path
+        self.files = files
+
+    def write(self, weights: dict[str, Array], *, gathered: bool = False) -> None:
+        """One version, which must be in the file afterwards."""
+        places = layout(weights)
+        with self.path.open("ab") as file:
+            file.truncate(places.nbytes)
+        source: NamedTensors = Gathered(weights) if gathered else weights
+        to = PublishTo(upload=1, path=str(self.path), host=boot_id())
+        digests = self.files.write(to, places, source)
+        stored = self.path.read_bytes()
+        assert len(stored) == places.nbytes
+        for entry, (name, array) in zip(places.tensors, weights.items(), strict=True):
+            assert stored[entry.offset : entry.offset + entry.nbytes] == array.tobytes(), name
+        assert digests == [digest(tensor_of(name, array).data) for name, array in weights.items()]
+
+    @property
+    def mapped(self) -> bool:
+        """By this process."""
+        return f" {self.path.stat().st_ino} " in maps()
+
+
+def maps() -> str:
+    """What this process has mapped."""
+    return Path("/proc/self/maps").read_text()
+
+
+def on(kind: str) -> Callable[[int], str]:
+    """Every file is on a file system of that type."""
+
+    def of_any(_: int) -> str:
+        return kind
+
+    return of_any
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[File]:
+    monkeypatch.setattr(written, "file_system", on("ext4"))
+    monkeypatch.setattr(written, "PIECE_BYTES", 100_000)
+    files = ServerFiles()
+    yield File(tmp_path / "upload.part", files)
+    files.close()
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_file_is_mapped_when_it_is_written_again(file: File, gathered: bool) -> None:
+    for seed in range(4):
+        file.write(made(seed), gathered=gathered)
+        assert file.mapped is (seed > 0)
+
+
+def test_a_file_that_is_renamed_stays_mapped_and_one_of_the_same_name_is_another(file: File) -> None:
+    for seed in range(2):
+        file.write(made(seed))
+    kept = file.path.rename(file.path.with_name("0-1.bin"))
+    before = kept.read_bytes()
+    for seed in range(2, 5):
+        file.write(made(seed))
+    assert kept.read_bytes() == before
+    kept.replace(file.path)
+    file.write(made(5))
+
+
+def test_a_version_of_another_size_has_its_own_map(file: File) -> None:
+    for rows in (300, 300, 200, 300, 300):
+        file.write(made(rows, rows))
+
+
+def test_nothing_is_mapped_where_a_full_disk_would_end_the_process(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "file_system", on("btrfs"))
+    for seed in range(3):
+        file.write(made(seed))
+        assert not file.mapped
+
+
+def test_a_file_that_was_not_written_to_its_end_is_not_mapped(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            file.write(made(0))
+    file.write(made(1))
+    assert not file.mapped
+    file.write(made(2))
+    assert file.mapped
+
+
+def test_where_no_map_can_be_had_it_is_written_all_the_same(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", none_left)
+    for seed in range(3):
+        file.write(made(seed))
+        assert not file.mapped
+
+
+async def test_a_publisher_that_waits_for_room_keeps_none_of_what_is_deleted(
+    run: Run, file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "LOOK_S", 0.01)
+    trainer = await run.trainer()
+    publisher, asked = trainer.publisher, asyncio.Event()
+    monkeypatch.setattr(publisher, "_files", file.files)
+    for seed in range(2):
+        file.write(made(seed))
+    kept = str(file.path)
+    assert kept in maps()
+
+    async def no_room(*_: object, **__: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(publisher._client, "ask", no_room)  # pyright: ignore[reportPrivateUsage]
+    waiting = asyncio.ensure_future(trainer.publish(0, WEIGHTS))
+    await asked.wait()
+    file.path.unlink()
+    async with asyncio.timeout(20):
+        while kept in maps():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    waiting.cancel()
+
+
+def test_the_type_of_a_file_system_is_told() -> None:
+    assert file_system(Path("/proc").stat().st_dev) == "proc"
+    assert file_system(os.makedev(4095, 77)) == ""
