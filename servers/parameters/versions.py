@@ -219,20 +219,15 @@ class Versions:
         """Forget a version at once; who has it mapped keeps the bytes. Returns the file to ``remove``, whose name the
         version may have again meanwhile. ``reuse``: it may take the next version, and is no longer there then."""
         path, aside = self.stored.pop(key).path, self._folder / f"gone-{secrets.token_hex(8)}.part"
-        path.with_suffix(".json").unlink(missing_ok=True)
-        try:
-            if not (reuse and not self._spare.exists() and take(path, self._spare)):
-                path.replace(aside)
-        except FileNotFoundError:
-            pass
-        except OSError as error:  # a full disk may have no room for another name
-            log.warning("%s is deleted at once: %s", path.name, error)
-            path.unlink(missing_ok=True)
+        _move(path.with_suffix(".json"), aside.with_suffix(".json"))  # to unlink it may wait for the disk
+        if not (reuse and not self._spare.exists() and _took(path, self._spare)):
+            _move(path, aside)
         return aside
 
     def remove(self, aside: Path) -> None:
-        """Give the room of a version back that was put aside: slow, where it is large."""
-        aside.unlink(missing_ok=True)
+        """Give the room of a version back that was put aside: slow, where it is large, or the disk is busy."""
+        for path in (aside.with_suffix(".json"), aside):
+            path.unlink(missing_ok=True)
 
     def delete(self, key: VersionKey) -> None:
         """Forget a version, and give its room back."""
@@ -269,6 +264,24 @@ def _read(path: Path) -> About | None:
     except (msgspec.DecodeError, UnicodeDecodeError, ProtocolError):
         return None
     return about if path.stem == f"{about.lineage}-{about.version}" else None
+
+
+def _move(path: Path, aside: Path) -> None:
+    try:
+        path.replace(aside)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a full disk may have no room for another name
+        log.warning("%s is deleted at once: %s", path.name, error)
+        path.unlink(missing_ok=True)
+
+
+def _took(path: Path, spare: Path) -> bool:
+    """As ``take``; False as well where it cannot be had."""
+    try:
+        return take(path, spare)
+    except OSError:
+        return False
 
 
 def _identity(path: Path) -> tuple[int, int, int]:

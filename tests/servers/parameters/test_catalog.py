@@ -170,6 +170,15 @@ def test_what_is_published_again_while_its_old_file_is_removed_stays(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"0-0.bin", "0-0.json"}
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_version_that_was_put_aside_is_not_there_after_a_kill(tmp_path: Path, reuse: bool) -> None:
+    versions, about = Versions(tmp_path, durability="process"), about_of(0)
+    versions.stored[about.key] = versions.keep(versions.stage(about.key, MIB), about, in_place=True)
+    versions.put_aside(about.key, reuse=reuse)
+    assert Versions(tmp_path, durability="process").stored == {}
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("doubted", [False, True])
 async def test_a_version_that_cannot_be_opened_at_present_is_not_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubted: bool
