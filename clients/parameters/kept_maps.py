@@ -1,27 +1,26 @@
-"""Files that stay mapped, for the next versions that are written into them: to map a file anew costs half as much as to
-look at all of its bytes."""
+"""Files that stay open and mapped, for the next versions that are written into them: to map a file anew costs half as
+much as to look at all of its bytes."""
 
+import errno
 import mmap
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
-KEPT = 4
-"""Files of one process: those of two versions in use, one that is written, and a spare one."""
+KEPT = 16
+"""Files of one process at most. A run has ``parameters.keep_versions``, one that is written, and a spare one."""
 
-
-class FileId(NamedTuple):
-    """Which file it is, whatever its name."""
-
-    device: int
-    inode: int
+FileId = tuple[int, int]
+"""Device and inode: which file it is, whatever its name."""
 
 
-def file_id(status: os.stat_result) -> FileId:
-    """Of ``os.stat``."""
-    return FileId(status.st_dev, status.st_ino)
+@dataclass(slots=True)
+class _File:
+    descriptor: int
+    """Open: nobody else can have its number, and it is known when it is deleted."""
+    content: mmap.mmap | None = None
 
 
 class KeptMaps:
@@ -30,48 +29,61 @@ class KeptMaps:
     def __init__(self, prot: int) -> None:
         """``prot``: how they are mapped, as ``mmap`` names it."""
         self._prot = prot
-        self._kept: OrderedDict[FileId, tuple[mmap.mmap, int]] = OrderedDict()
-        """The map, and a descriptor that tells whether the file is deleted."""
+        self._kept: OrderedDict[FileId, _File] = OrderedDict()
         self._lock = threading.Lock()
+        self._closed = False
+
+    def keep(self, status: os.stat_result, opened: Callable[[], int]) -> None:
+        """A file, not mapped yet. ``opened`` gives a descriptor of it, which belongs to this object then. ``OSError``
+        where there is none, and after ``close``."""
+        with self._lock:
+            self._file(status, opened)
 
     def map(self, status: os.stat_result, opened: Callable[[], int]) -> mmap.mmap:
-        """The whole file, which is not empty. ``opened`` gives a descriptor of it, which belongs to this object then.
-        ``OSError`` where it cannot be opened or mapped."""
-        key = file_id(status)
+        """The whole of a file that is not empty. ``OSError`` as ``keep``, and where it cannot be mapped."""
+        with self._lock:
+            file = self._file(status, opened)
+            if file.content is None or len(file.content) != status.st_size:
+                file.content = mmap.mmap(file.descriptor, status.st_size, prot=self._prot)
+            return file.content
+
+    def __contains__(self, status: os.stat_result) -> bool:
         with self._lock:
             self._forget_deleted()
-            if key in self._kept and len(self._kept[key][0]) != status.st_size:
-                self._forget(key)
-            if key not in self._kept:
-                if len(self._kept) == KEPT:
-                    self._forget(next(iter(self._kept)))
-                self._kept[key] = self._mapped(opened(), status.st_size)
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
+            return _id(status) in self._kept
 
     def forget_deleted(self) -> None:
-        """A map keeps the room of a file that is deleted."""
+        """What is kept keeps the room of a file that is deleted. Giving it back takes time where it is large."""
         with self._lock:
             self._forget_deleted()
 
     def close(self) -> None:
-        """Keep nothing mapped beyond what somebody still has a view of."""
+        """Keep nothing beyond what somebody still has a view of."""
         with self._lock:
+            self._closed = True
             for key in list(self._kept):
                 self._forget(key)
 
-    def _mapped(self, descriptor: int, nbytes: int) -> tuple[mmap.mmap, int]:
-        try:
-            return mmap.mmap(descriptor, nbytes, prot=self._prot), descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
+    def _file(self, status: os.stat_result, opened: Callable[[], int]) -> _File:
+        if self._closed:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self._forget_deleted()
+        if (key := _id(status)) not in self._kept:
+            descriptor = opened()
+            if len(self._kept) == KEPT:
+                self._forget(next(iter(self._kept)))
+            self._kept[key] = _File(descriptor)
+        self._kept.move_to_end(key)
+        return self._kept[key]
 
     def _forget_deleted(self) -> None:
-        for key, (_, descriptor) in list(self._kept.items()):
-            if os.fstat(descriptor).st_nlink == 0:
+        for key, file in list(self._kept.items()):
+            if os.fstat(file.descriptor).st_nlink == 0:
                 self._forget(key)
 
     def _forget(self, key: FileId) -> None:
-        _, descriptor = self._kept.pop(key)
-        os.close(descriptor)
+        os.close(self._kept.pop(key).descriptor)
+
+
+def _id(status: os.stat_result) -> FileId:
+    return status.st_dev, status.st_ino

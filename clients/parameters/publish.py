@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from staleflow.clients.parameters import chunks
@@ -110,7 +111,12 @@ class Publisher:
         self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: Moved
     ) -> Registered:
         to = await self._begun(begin)
-        digests = await asyncio.to_thread(self._files.write, to, places, weights)
+        given_up = threading.Event()
+        try:
+            digests = await asyncio.to_thread(self._files.write, to, places, weights, given_up)
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
         in_place = digests is not None
         if digests is None:
             digests = await chunks.send(self._client, to.upload, places, weights, self._portion, arrived)
@@ -119,12 +125,13 @@ class Publisher:
         return await self._client.ask(commit, Registered, timeout_s=None)
 
     async def _begun(self, begin: BeginPublish) -> PublishTo:
-        """Where the version goes, once there is room: of this process, too, which must not keep what is deleted."""
+        """Where the version goes, once there is room: this process must not keep what is deleted."""
+        await asyncio.to_thread(self._files.forget_deleted)
 
         async def forgetting() -> None:
             while True:
-                self._files.forget_deleted()
                 await asyncio.sleep(LOOK_S)
+                await asyncio.to_thread(self._files.forget_deleted)
 
         meanwhile = asyncio.ensure_future(forgetting())
         try:

@@ -4,11 +4,13 @@
 - A file that this process writes for the first time is written by ``pwrite``, which makes large pages of it. From the
   second time on it is written through a map: several threads copy at once there, where the lock of a file lets
   one write at a time (docs/decisions/0016).
+- A publish that was given up writes no more, and no other begins before that is so: a version that somebody sees does
+  not change.
 """
 
 import mmap
 import os
-from collections import deque
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +19,7 @@ from typing import cast
 import numpy as np
 
 from staleflow.clients.parameters.chunks import pieces
-from staleflow.clients.parameters.kept_maps import KEPT, FileId, KeptMaps, file_id
+from staleflow.clients.parameters.kept_maps import KeptMaps
 from staleflow.clients.parameters.tensors import NamedTensors, in_memory, tensor_of
 from staleflow.protocols.wire.manifest import Digest
 from staleflow.protocols.wire.messages import Manifest, PublishTo, TensorEntry
@@ -28,9 +30,11 @@ PIECE_BYTES = 2 << 20
 """Fits the share of the last-level cache that a core has; smaller ones cost more in Python than they save."""
 WRITERS = 4
 """Threads of a publisher: one core alone does not fill the memory of a large machine."""
-RESERVES = ("ext4", "tmpfs", "xfs")
-"""File systems that have room for every byte of a file that was written once. Elsewhere a full disk would end a process
-that writes through a map (SIGBUS), where ``pwrite`` says so."""
+RESERVES = ("ext4", "tmpfs")
+"""File systems that have room for every byte of a file that was written once. On those that share blocks between files
+(xfs, btrfs, ZFS) a full disk would end a process that writes through a map (SIGBUS), where ``pwrite`` says so."""
+LOOKS = 64
+"""Places of a file at which is looked whether the machine still has it in memory."""
 
 Put = Callable[[int, memoryview], None]
 """Puts bytes where they belong in the file."""
@@ -41,27 +45,43 @@ class ServerFiles:
 
     def __init__(self) -> None:
         self._maps = KeptMaps(mmap.PROT_READ | mmap.PROT_WRITE)
-        self._written = deque[FileId](maxlen=KEPT)
+        """Of files that were written to their end."""
+        self._writing = threading.Lock()
 
-    def write(self, to: PublishTo, places: Manifest, weights: NamedTensors) -> list[str] | None:
+    def write(
+        self, to: PublishTo, places: Manifest, weights: NamedTensors, given_up: threading.Event
+    ) -> list[str] | None:
         """Put the bytes where the server will look for them, and return the digest of each tensor.
 
-        None when its file is not within reach.
+        None when its file is not within reach, or the publish is ``given_up``.
         """
         if to.host != boot_id():
             return None
-        try:
-            descriptor = os.open(to.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            status = os.fstat(descriptor)
-            digests = _write(self._into(descriptor, status), places, weights)
-            if (key := file_id(status)) not in self._written:
-                self._written.append(key)
-            return digests
-        finally:
-            os.close(descriptor)
+        with self._writing:
+            try:
+                descriptor = os.open(to.path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError:
+                return None
+            try:
+                return self._write(descriptor, places, weights, given_up)
+            except _GivenUp:
+                return None
+            finally:
+                os.close(descriptor)
+
+    def _write(self, descriptor: int, places: Manifest, weights: NamedTensors, given_up: threading.Event) -> list[str]:
+        status = os.fstat(descriptor)
+        into = self._into(descriptor, status)
+
+        def put(offset: int, data: memoryview) -> None:
+            if given_up.is_set():
+                raise _GivenUp
+            into(offset, data)
+
+        digests = _write(put, places, weights)
+        with suppress(OSError):
+            self._maps.keep(status, lambda: os.dup(descriptor))
+        return digests
 
     def forget_deleted(self) -> None:
         """A map keeps the room of a file that is deleted."""
@@ -72,10 +92,27 @@ class ServerFiles:
         self._maps.close()
 
     def _into(self, descriptor: int, status: os.stat_result) -> Put:
-        if status.st_size and file_id(status) in self._written and file_system(status.st_dev) in RESERVES:
-            with suppress(OSError):  # of memory for another map
+        again = status.st_size > 0 and status in self._maps and file_system(status.st_dev) in RESERVES
+        if again and _in_memory(descriptor, status.st_size):
+            with suppress(OSError):  # no memory for another map
                 return _through(self._maps.map(status, lambda: os.dup(descriptor)))
         return lambda offset, data: _pwrite(descriptor, offset, data)
+
+
+class _GivenUp(Exception):
+    """Nobody waits for the version any more."""
+
+
+def _in_memory(descriptor: int, nbytes: int) -> bool:
+    """Whether a file seems to be. What went to the disk would be read before it is written over through a map."""
+    for offset in range(0, nbytes, max(nbytes // LOOKS, 1)):
+        try:
+            os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system that does not say it: tmpfs, which is memory
+            return True
+    return True
 
 
 def _through(content: mmap.mmap) -> Put:

@@ -27,6 +27,7 @@ from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, V
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.manifest import Digest, check
 from staleflow.protocols.wire.messages import Manifest
+from staleflow.runtime.host import file_system
 from staleflow.runtime.shared_file import SCARCE, hold, take
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Versions:
                     self._check_room(key, nbytes)
                 with path.open("r+b" if recycled else "wb") as file:
                     file.truncate(nbytes)
-                    if nbytes and not recycled:  # which has its room already, and to look for that takes time
+                    if nbytes and not _has_room(file.fileno(), nbytes):
                         os.posix_fallocate(file.fileno(), 0, nbytes)
         except (NoRoom, Scarce):
             path.unlink(missing_ok=True)
@@ -264,6 +265,12 @@ def _read(path: Path) -> About | None:
     except (msgspec.DecodeError, UnicodeDecodeError, ProtocolError):
         return None
     return about if path.stem == f"{about.lineage}-{about.version}" else None
+
+
+def _has_room(descriptor: int, nbytes: int) -> bool:
+    """Whether a file has memory for all its bytes; False where the answer is quick anyway, or is one of now only."""
+    status = os.fstat(descriptor)
+    return status.st_blocks * 512 >= nbytes and file_system(status.st_dev) == "tmpfs"
 
 
 def _move(path: Path, aside: Path) -> None:

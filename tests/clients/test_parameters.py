@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -196,8 +197,10 @@ async def test_bytes_that_were_not_written_as_their_digests_say_are_served_to_no
     trainer = await run.trainer()
     write = ServerFiles.write
 
-    def torn(self: ServerFiles, to: PublishTo, places: Manifest, weights: NamedTensors) -> list[str] | None:
-        digests = write(self, to, places, weights)
+    def torn(
+        self: ServerFiles, to: PublishTo, places: Manifest, weights: NamedTensors, given_up: threading.Event
+    ) -> list[str] | None:
+        digests = write(self, to, places, weights, given_up)
         with Path(to.path).open("r+b") as file:
             file.write(b"?")
         return digests

@@ -3,17 +3,20 @@
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import NamedTensors, publish, written
+from staleflow.clients.parameters import NamedTensors, kept_maps, publish, written
+from staleflow.clients.parameters.mapped import Maps
 from staleflow.clients.parameters.tensors import layout, tensor_of
 from staleflow.clients.parameters.written import ServerFiles
 from staleflow.protocols.wire.manifest import digest
-from staleflow.protocols.wire.messages import PublishTo
+from staleflow.protocols.wire.messages import Manifest, ManifestOf, PublishTo
 from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.host import boot_id, file_system
 from tests.servers.running import WEIGHTS, Run
@@ -29,13 +32,20 @@ def made(seed: int, rows: int = 300) -> dict[str, Array]:
 
 
 class Gathered:
-    """Weights that are never there all at once."""
+    """Weights that are never there all at once; the second comes when ``go`` is set."""
 
-    def __init__(self, weights: dict[str, Array]) -> None:
+    def __init__(self, weights: dict[str, Array], *, waits: bool = False) -> None:
         self._weights = weights
+        self.begun, self.go = threading.Event(), threading.Event()
+        if not waits:
+            self.go.set()
 
     def items(self) -> Iterator[tuple[str, Array]]:
-        yield from self._weights.items()
+        for number, one in enumerate(self._weights.items()):
+            if number == 1:
+                self.begun.set()
+                assert self.go.wait(60)
+            yield one
 
 
 class File:
@@ -48,21 +58,28 @@ class File:
     def write(self, weights: dict[str, Array], *, gathered: bool = False) -> None:
         """One version, which must be in the file afterwards."""
         places = layout(weights)
-        with self.path.open("ab") as file:
-            file.truncate(places.nbytes)
-        source: NamedTensors = Gathered(weights) if gathered else weights
-        to = PublishTo(upload=1, path=str(self.path), host=boot_id())
-        digests = self.files.write(to, places, source)
+        digests = self.put(places, Gathered(weights) if gathered else weights)
         stored = self.path.read_bytes()
         assert len(stored) == places.nbytes
         for entry, (name, array) in zip(places.tensors, weights.items(), strict=True):
             assert stored[entry.offset : entry.offset + entry.nbytes] == array.tobytes(), name
         assert digests == [digest(tensor_of(name, array).data) for name, array in weights.items()]
 
+    def put(self, places: Manifest, weights: NamedTensors, given_up: threading.Event | None = None) -> list[str] | None:
+        with self.path.open("ab") as file:
+            file.truncate(places.nbytes)
+        to = PublishTo(upload=1, path=str(self.path), host=boot_id())
+        return self.files.write(to, places, weights, given_up or threading.Event())
+
     @property
     def mapped(self) -> bool:
         """By this process."""
         return f" {self.path.stat().st_ino} " in maps()
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def maps() -> str:
@@ -108,8 +125,83 @@ def test_a_file_that_is_renamed_stays_mapped_and_one_of_the_same_name_is_another
 
 
 def test_a_version_of_another_size_has_its_own_map(file: File) -> None:
-    for rows in (300, 300, 200, 300, 300):
+    for rows in (200, 200, 300, 300, 200):
         file.write(made(rows, rows))
+
+
+def test_a_file_in_place_of_a_deleted_one_is_new(file: File) -> None:
+    for seed in range(3):
+        file.write(made(seed))
+        assert not file.mapped
+        file.path.unlink()
+
+
+def test_only_the_last_files_are_kept_and_nothing_after_the_end(
+    file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_maps, "KEPT", 2)
+    before = descriptors()
+    others = [File(tmp_path / f"{number}.part", file.files) for number in range(4)]
+    for seed in range(3):
+        for other in others:
+            other.write(made(seed))
+    assert [other.mapped for other in others] == [False] * 4  # each was forgotten before its turn came again
+    assert descriptors() == before + 2
+    others[-2].write(made(3))  # one of the last two
+    assert (others[-2].mapped, descriptors()) == (True, before + 3)
+    file.files.close()
+    assert (others[-2].mapped, descriptors()) == (False, before)
+    for other in others * 2:
+        other.write(made(4))
+    assert descriptors() == before
+
+
+def test_a_publish_that_was_given_up_writes_no_more_and_another_waits_for_that(file: File) -> None:
+    for seed in range(2):
+        file.write(made(seed))
+    places, given_up = layout(made(2)), threading.Event()
+    first, second = Gathered(made(2), waits=True), Gathered(made(3))
+    with ThreadPoolExecutor(2) as threads:
+        writing = threads.submit(file.put, places, first, given_up)
+        assert first.begun.wait(60)
+        other = threads.submit(file.put, places, second)
+        assert not second.begun.wait(0.2)
+        given_up.set()
+        first.go.set()
+        assert writing.result() is None
+        assert other.result() is not None
+    assert file.path.read_bytes()[places.tensors[2].offset :].startswith(made(3)["b"].tobytes())
+
+
+async def test_a_publish_that_is_cancelled_writes_no_more(run: Run) -> None:
+    trainer = await run.trainer()
+    await trainer.publish(0, made(0))
+    weights, places = Gathered(made(1), waits=True), layout(made(1))
+    publishing = asyncio.ensure_future(trainer.publish(1, weights))
+    await asyncio.to_thread(weights.begun.wait, 60)
+    publishing.cancel()
+    await asyncio.wait((publishing,))
+    weights.go.set()
+    files = trainer.publisher._files  # pyright: ignore[reportPrivateUsage]
+    with files._writing:  # pyright: ignore[reportPrivateUsage]
+        (upload,) = (run.run_dir / "parameters").glob("upload-*.part")
+        stored = upload.read_bytes()
+    first, last = (made(1)[name].tobytes() for name in "ab")
+    assert stored.startswith(first)
+    assert stored[places.tensors[2].offset :][: len(last)] == bytes(len(last))
+
+
+def test_what_went_to_the_disk_is_not_mapped(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_now(*_: object) -> int:
+        raise BlockingIOError
+
+    file.write(made(0))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", not_now)
+        file.write(made(1))
+        assert not file.mapped
+    file.write(made(2))
+    assert file.mapped
 
 
 def test_nothing_is_mapped_where_a_full_disk_would_end_the_process(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +259,21 @@ async def test_a_publisher_that_waits_for_room_keeps_none_of_what_is_deleted(
         while kept in maps():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     waiting.cancel()
+
+
+def test_a_reader_keeps_none_of_what_is_deleted_when_it_maps_the_next(file: File, tmp_path: Path) -> None:
+    following = File(tmp_path / "next.bin", file.files)
+    reader = Maps()
+    for seed, one in enumerate((file, following)):
+        one.write(made(seed))
+        found = ManifestOf(manifest=layout(made(seed)), path=str(one.path), host=boot_id())
+        assert reader.map(found) is not None  # and nobody has a view of it any more
+        assert one.mapped
+        if one is file:
+            file.path.unlink()
+    assert str(file.path) not in maps()
+    reader.close()
+    assert str(tmp_path) not in maps()
 
 
 def test_the_type_of_a_file_system_is_told() -> None:

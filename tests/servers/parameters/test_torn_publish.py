@@ -219,6 +219,21 @@ def test_of_two_versions_that_begin_at_once_one_gets_the_spare_file(
     assert staged[0].path != staged[1].path
 
 
+def test_a_spare_file_with_holes_gets_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory, where it is not looked for again in a file that has it."""
+
+    def memory(_: int) -> str:
+        return "tmpfs"
+
+    monkeypatch.setattr("staleflow.servers.parameters.versions.file_system", memory)
+    versions, spare = recycling(tmp_path), tmp_path / "spare.part"
+    nbytes = 64 * spare.stat().st_blksize
+    os.truncate(spare, nbytes)
+    staged = versions.stage(VersionKey(Lineage(0), Version(2)), nbytes)
+    assert staged.recycled
+    assert staged.path.stat().st_blocks * 512 >= nbytes
+
+
 def test_a_version_written_over_an_old_one_is_whole_or_not_there_wherever_it_is_torn(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         versions = recycling(tmp_path / "whole")
