@@ -24,7 +24,7 @@ from staleflow.servers.scheduler.stage_loads import Loads
 from staleflow.servers.scheduler.why import Why
 
 MANY_PEERS = 64
-"""Beyond so many processes an answer is used again for a while: building one takes time that the ledger needs."""
+"""Beyond so many processes most of an answer is used again for a while: building it takes time the ledger needs."""
 FRESH_MS = 1_000
 """So long."""
 
@@ -66,11 +66,12 @@ class StatusView:
         return self._why.sentence()
 
     def values(self, present: set[str]) -> dict[str, Any]:
-        """``present``: peers that the transport hears at the moment. With many peers, as of the last second."""
+        """``present``: peers that the transport hears at the moment. With many peers, as of the last second, but for
+        where the run is: a trainer that has just joined publishes by its term."""
         now = self._interpreter.clock.now_ms()
         made_ms, newest = self._newest
         if len(present) > MANY_PEERS and now - made_ms < FRESH_MS:
-            return newest
+            return newest | self._run(now)
         values = self._values(now, present)
         self._newest = now, values
         return values

@@ -166,15 +166,26 @@ def test_noteworthy_lines_are_kept_at_hand_and_the_life_of_a_group_is_not(tmp_pa
     assert [line["t"] for line in recent] == sorted(line["t"] for line in recent)
 
 
-def test_with_many_processes_an_answer_serves_for_a_second(tmp_path: Path) -> None:
+def test_with_many_processes_most_of_an_answer_serves_for_a_second(tmp_path: Path) -> None:
     table = Table(tmp_path / "run", config())
     for number in range(64):
         table.attach(f"rollout-{number}", "rollout", capacity=0)
     first = asked(table)
     table.clock.ms += 999
-    assert asked(table) is first
+    assert asked(table)["workers"] is first["workers"]
     table.clock.ms += 1
-    assert asked(table)["uptime_s"] == first["uptime_s"] + 1.0
+    assert asked(table)["workers"] is not first["workers"]
+
+
+def test_with_many_processes_the_term_of_a_trainer_that_joins_is_known_at_once(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    for number in range(64):
+        table.attach(f"rollout-{number}", "rollout", capacity=0)
+    first = asked(table)
+    table.join("successor", 0)
+    assert table.term > first["trainer_term"]
+    assert asked(table)["trainer_term"] == table.term
+    assert asked(table)["workers"] is first["workers"]
 
 
 def test_with_few_processes_every_answer_is_new(tmp_path: Path) -> None:
