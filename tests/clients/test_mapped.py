@@ -2,9 +2,7 @@
 where it cannot read them."""
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +32,7 @@ from staleflow.protocols.wire.messages import (
     TakeStage,
 )
 from staleflow.protocols.wire.tensors import pack
+from tests.clients.opened import open_files
 from tests.clients.trainer.making import payload
 
 SLABS = 3
@@ -133,15 +132,6 @@ class Judge:
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
         pass
-
-
-def open_files(folder: Path) -> int:
-    """Descriptors that this process has of files in a folder, deleted ones among them."""
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of this look
-            found += os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/")
-    return found
 
 
 def shards(folder: Path) -> list[Any]:

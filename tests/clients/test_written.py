@@ -19,6 +19,7 @@ from staleflow.protocols.wire.manifest import digest
 from staleflow.protocols.wire.messages import Manifest, ManifestOf, PublishTo
 from staleflow.protocols.wire.tensors import Array
 from staleflow.runtime.host import boot_id, file_system
+from tests.clients.opened import open_files
 from tests.servers.running import WEIGHTS, Run
 
 
@@ -75,11 +76,6 @@ class File:
     def mapped(self) -> bool:
         """By this process."""
         return f" {self.path.stat().st_ino} " in maps()
-
-
-def descriptors() -> int:
-    """How many this process has open."""
-    return len(os.listdir("/proc/self/fd"))
 
 
 def maps() -> str:
@@ -140,20 +136,19 @@ def test_only_the_last_files_are_kept_and_nothing_after_the_end(
     file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_maps, "KEPT", 2)
-    before = descriptors()
     others = [File(tmp_path / f"{number}.part", file.files) for number in range(4)]
     for seed in range(3):
         for other in others:
             other.write(made(seed))
     assert [other.mapped for other in others] == [False] * 4  # each was forgotten before its turn came again
-    assert descriptors() == before + 2
+    assert open_files(tmp_path) == 2
     others[-2].write(made(3))  # one of the last two
-    assert (others[-2].mapped, descriptors()) == (True, before + 3)
+    assert (others[-2].mapped, open_files(tmp_path)) == (True, 3)
     file.files.close()
-    assert (others[-2].mapped, descriptors()) == (False, before)
+    assert (others[-2].mapped, open_files(tmp_path)) == (False, 0)
     for other in others * 2:
         other.write(made(4))
-    assert descriptors() == before
+    assert open_files(tmp_path) == 0
 
 
 def test_a_publish_that_was_given_up_writes_no_more_and_another_waits_for_that(file: File) -> None:

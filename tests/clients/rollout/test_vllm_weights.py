@@ -12,6 +12,7 @@ import pytest
 
 from staleflow.clients.rollout import vllm_weights
 from staleflow.clients.rollout.vllm_weights import Parcel, Place, parcels
+from tests.clients.opened import open_files
 
 
 def read(path: str, place: Place) -> Any:
@@ -27,11 +28,7 @@ def ours(parcel: Parcel) -> bool:
 
 def open_spools() -> int:
     """Files of ours that this process has."""
-    links: list[str] = []
-    for found in Path("/proc/self/fd").iterdir():
-        if found.is_symlink():  # but for the one that lists them
-            links.append(os.readlink(found))
-    return sum(link.startswith("/memfd:staleflow-weights") for link in links)
+    return open_files("/memfd:staleflow-weights")
 
 
 def mapped(path: Path, content: bytes, access: int = mmap.ACCESS_READ) -> memoryview:
