@@ -21,6 +21,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.disk import bytes_of
 from bench.flat_load import BATCH, GROUP_SIZE, Load, config_of
 
 SERVERS = ("scheduler", "trajectories-0", "parameters")
@@ -87,7 +88,7 @@ def measure(run_dir: Path, trajectories: int) -> Flat:
         for name, seen in servers.items():
             seen.memory.append(watched[name].memory_info().rss)
             seen.files.append(watched[name].num_fds())
-            seen.store.append(_bytes_of(run_dir / name))
+            seen.store.append(bytes_of(run_dir / name))
 
     started = time.perf_counter()
     try:
@@ -99,7 +100,7 @@ def measure(run_dir: Path, trajectories: int) -> Flat:
         codes = {name: process.wait(30) for name, process in processes.items()}
     if any(codes.values()):
         raise RuntimeError(f"servers ended with {codes}")
-    logs = sum(_bytes_of(run_dir / name) for name in LOGS)
+    logs = sum(bytes_of(run_dir / name) for name in LOGS)
     return Flat(load.trained, time.perf_counter() - started, logs, servers)
 
 
@@ -107,18 +108,6 @@ def _started(name: str, run_dir: Path) -> "subprocess.Popen[bytes]":
     role, _, shard = name.partition("-")
     code = _PROCESS.format(role=role, shard=f", {shard}" if shard else "")
     return subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stderr=subprocess.DEVNULL)
-
-
-def _bytes_of(path: Path) -> int:
-    """On the disk: holes of a file take none."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    total = 0
-    for file in files:
-        try:
-            total += file.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
-    return total
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import cast
 
+from bench.disk import bytes_of
 from bench.fuzz_messages import Raw, Said
 from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read, signature
 from staleflow.protocols.consistency.effects import Code
@@ -160,7 +161,7 @@ class ParameterTarget:
         await self._rest()
         for stored in self._versions.stored.values():
             self._versions.verify(stored)
-        if sum(path.stat().st_size for path in self._folder.iterdir()) > MOST_BYTES:
+        if bytes_of(self._folder) > MOST_BYTES:
             raise Finding("small messages have taken much of the disk")
         if len(self._versions.stored) > MOST_VERSIONS or self._random.random() < 0.02:
             await self.close()
