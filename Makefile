@@ -44,7 +44,7 @@ mypy pyright: .venv/.installed
 	$(BIN)/$@
 
 unit: .venv/.installed ## unit, property, simulation, process and wheel tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long" tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup -m "not long" tests
 
 test-backends: .venv/.installed ## long: every trainer backend on one rank and two, against plain torch
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/clients/trainer/test_backends.py
