@@ -2,9 +2,10 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 
-def open_files(prefix: object) -> int:
+def open_files(prefix: str | Path) -> int:
     """Descriptors of files whose path begins so, deleted ones among them; what other tests left open is not counted."""
     found = 0
     for name in os.listdir("/proc/self/fd"):

@@ -102,7 +102,7 @@ async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(
     async def much() -> bytes:
         return bytes(MUCH)
 
-    monkeypatch.setattr(scrape, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(scrape, "PATIENCE_S", 1.0)
     caplog.set_level(logging.DEBUG, logger=scrape.__name__)
     made = ScrapeServer("http://127.0.0.1:0", much)
     await made.start()
@@ -118,8 +118,8 @@ async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(
         async with asyncio.timeout(30):
             while caplog.text.count("is let go") < MOST_CONNECTIONS:  # noqa: ASYNC110 they are told of in the log only
                 await asyncio.sleep(0.01)
-            for reader in idle:  # what the system still had comes, and no more
-                assert len(await rest(reader)) < MUCH
+            left = [len(await rest(reader)) for reader in idle]
+        assert 0 < max(left) < MUCH  # what the system still had comes, and no more
 
 
 async def test_a_long_answer_reaches_who_reads_it() -> None:
