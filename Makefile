@@ -36,6 +36,7 @@ format: .venv/.installed ## write the house format
 lint: .venv/.installed ## format and lint, read only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@git ls-files '*.py' | xargs wc -l | awk '$$1 > 500 && $$2 != "total" {print "warning: " $$2 " has " $$1 " lines; is it one topic?"}'
 
 type: .venv/.installed ## mypy and pyright, strict, side by side
 	$(MAKE) --no-print-directory --jobs 2 --output-sync mypy pyright
