@@ -4,7 +4,7 @@ Times in seconds since the first line of the trace, by the scheduler's clock, wi
 scheduler; those of the stages are by their shards' clocks, the same on one host.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from staleflow.monitor.words import worker_name
 from staleflow.runtime.printable import all_printable
+from staleflow.runtime.trace_time import Axis
 
 _Seconds = Annotated[float, Meta(ge=0, le=2**53)]
 
@@ -45,50 +46,6 @@ class Lane(NamedTuple):
     """``engine``, ``trainer``, or the name of a stage."""
     worker: str
     spans: list[Span]
-
-
-class _Piece(NamedTuple):
-    """One incarnation, by the monotonic clock of its boot."""
-
-    begin_s: float
-    end_s: float
-    """Of its last line."""
-    zero_s: float
-    """What is second 0 of the axis by this clock."""
-
-
-class Axis:
-    """Seconds since the first line. From the last line of an incarnation to the next ``open`` none pass, be it a second
-    or a night, within one boot or across two."""
-
-    def __init__(self) -> None:
-        self._pieces: list[_Piece] = []
-
-    def see(self, event: Mapping[str, Any]) -> float:
-        """When the next line happened."""
-        mono_s: float = event["m"] / 1e9
-        last = self._pieces[-1] if self._pieces else _Piece(mono_s, mono_s, mono_s)
-        if not self._pieces or event["ev"] == "open" or mono_s < last.end_s:
-            self._pieces.append(_Piece(mono_s, mono_s, mono_s - (last.end_s - last.zero_s)))
-        else:
-            self._pieces[-1] = last._replace(end_s=mono_s)
-        return mono_s - self._pieces[-1].zero_s
-
-    def at(self, mono_s: float) -> float:
-        """Where any moment is; one between two incarnations is at the end of the first."""
-        if not self._pieces:
-            return mono_s
-        begun = [piece for piece in self._pieces if piece.begin_s <= mono_s] or self._pieces[:1]
-        inside = (piece for piece in begun if mono_s <= piece.end_s)
-        piece = next(inside, None) or max(begun, key=lambda piece: piece.end_s)
-        return (mono_s if piece is self._pieces[-1] else min(mono_s, piece.end_s)) - piece.zero_s
-
-
-def timed(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """Each event with its time."""
-    axis = Axis()
-    for event in events:
-        yield axis.see(event), event
 
 
 def lanes(events: Iterable[dict[str, Any]], stages: Iterable[dict[str, Any]]) -> list[Lane]:

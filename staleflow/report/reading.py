@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from staleflow.monitor.lanes import timed
 from staleflow.monitor.words import worker_name
 from staleflow.report.facts import Facts, Happening, Last, Spent, StepFact, VersionFact
+from staleflow.runtime.trace_time import timed
 
 Event = Mapping[str, Any]
 EXPECTED_ENDS = ("drained", "finished", "closed", "asked only")

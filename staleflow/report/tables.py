@@ -6,9 +6,9 @@ from typing import Any
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.extras import install
-from staleflow.monitor.lanes import timed
 from staleflow.monitor.words import worker_name
 from staleflow.runtime.trace_lines import FIELDS
+from staleflow.runtime.trace_time import timed
 
 
 def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
