@@ -14,6 +14,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.runtime.metric_lines import metric_lines
 from staleflow.runtime.trace import read_events
+from staleflow.runtime.trace_time import timed
 
 LOST = ("aborted", "expired")
 """Releases of groups that failed or whose worker was lost; the others are policy."""
@@ -46,9 +47,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int = 0
     tokens_generated: int = 0
     tokens_per_s: float = 0.0
-    """Trained, over this session's wall time from the first step on."""
+    """Trained tokens over the running time from the first published version to the last consumed step."""
     wall_s: float = 0.0
-    """Of this session."""
+    """Running time of all sessions: seconds during which a scheduler served the run."""
     restarts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     groups_lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Groups whose worker or stage failed, by reason; they were generated again."""
@@ -59,30 +60,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def good(self) -> bool:
         return self.outcome == "finished" and not self.error and not self.violations
-
-
-class Pace:
-    """Tokens trained a second of this session, from the first weights on to the last step. Pure: time comes in."""
-
-    def __init__(self) -> None:
-        self._first: tuple[float, int] | None = None
-        self._last = (0.0, 0)
-
-    def see(self, status: Mapping[str, Any], now_s: float) -> None:
-        """Takes in one status of the scheduler."""
-        if int(status.get("version", -1)) < 0:
-            return
-        totals: Mapping[str, Any] = status.get("totals") or {}
-        trained = int(totals.get("tokens_trained") or 0)
-        self._first = self._first or (now_s, trained)
-        if trained > self._last[1]:
-            self._last = (now_s, trained)
-
-    @property
-    def tokens_per_s(self) -> float:
-        if self._first is None or self._last[0] <= self._first[0]:
-            return 0.0
-        return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
 
 def rewards(lines: Sequence[Mapping[str, Any]]) -> tuple[str, float | None, float | None]:
@@ -98,36 +75,38 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the summary takes from the trace."""
 
     ages: list[int] = msgspec.field(default_factory=list[int])
-    """Versions between the oldest token and the step, of every group that was trained."""
+    """Versions between the oldest token and the step, for every trained group whose step was not rolled back."""
     lost: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Releases of groups that failed; what a worker that leaves gives back is lost if the run goes on after it."""
     steps: int = 0
     """Published and not rolled back."""
     tokens_trained: int = 0
+    """Tokens of the steps that were not rolled back."""
     tokens_pushed: int = 0
     """Of those generated; a trace has no others."""
     filtered: int = 0
+    wall_s: float = 0.0
+    working_s: float = 0.0
+    """From the first published version to the last consumed step."""
 
-    def as_status(self) -> dict[str, Any]:
-        """What the scheduler would have said, for a run that ended before it said anything."""
-        totals = {
-            "tokens_trained": self.tokens_trained,
-            "tokens_generated": self.tokens_pushed,
-            "releases": {"filtered": self.filtered},
-        }
-        return {"version": self.steps, "totals": totals}
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_trained / self.working_s if self.working_s > 0 else 0.0
 
 
 def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
     """One pass over a trace."""
-    sealed: dict[int, tuple[int, list[int]]] = {}
-    steps = trained = pushed = filtered = 0
-    ages: list[int] = []
+    sealed: dict[int, tuple[int, int, list[int]]] = {}
+    trained: dict[int, tuple[float, int, list[int]]] = {}
+    """By step: when it was consumed, its tokens and the ages of its groups."""
+    steps = pushed = filtered = 0
+    now_s = 0.0
+    published_s: float | None = None
     lost: Counter[str] = Counter()
     given_back: Counter[str] = Counter()
     holders: dict[int, str] = {}
     gone: set[str] = set()
-    for event in events:
+    for now_s, event in timed(events):
         match event["ev"]:
             case "attach":
                 gone.discard(event["worker"])
@@ -140,17 +119,19 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
                 pushed += sum(segment["tokens"] for segment in event["segments"])
             case "seal":
                 of_batch = [event["step"] - member["version"] for member in event["members"]]
-                sealed[event["batch"]] = event["tokens"] - event["masked_tokens"], of_batch
+                sealed[event["batch"]] = event["step"], event["tokens"] - event["masked_tokens"], of_batch
             case "consume":
-                tokens, of_batch = sealed.pop(event["batch"], (0, []))
-                trained += tokens
-                ages += of_batch
+                if (batch := sealed.pop(event["batch"], None)) is not None:
+                    trained[batch[0]] = now_s, batch[1], batch[2]
                 lost += given_back
                 given_back.clear()
             case "publish":
                 steps = event["version"]
+                published_s = now_s if published_s is None else published_s
             case "rollback":
                 steps = event["to_version"]
+                for step in [step for step in trained if step >= steps]:
+                    del trained[step]
             case "release":
                 holder = holders.pop(event["group"], None)
                 filtered += event["why"] == "filtered"
@@ -160,8 +141,16 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
                 given_back.clear()
             case _:
                 pass
+    last_s = max((at_s for at_s, _, _ in trained.values()), default=0.0)
     return TraceFacts(
-        ages=ages, lost=dict(lost), steps=steps, tokens_trained=trained, tokens_pushed=pushed, filtered=filtered
+        ages=[age for _, _, ages in trained.values() for age in ages],
+        lost=dict(lost),
+        steps=steps,
+        tokens_trained=sum(tokens for _, tokens, _ in trained.values()),
+        tokens_pushed=pushed,
+        filtered=filtered,
+        wall_s=now_s,
+        working_s=max(last_s - (published_s or 0.0), 0.0),
     )
 
 
@@ -173,12 +162,19 @@ def newest_model(run_dir: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name), default=None)
 
 
-def _of_trace(trace: Path) -> TraceFacts:
-    """Nothing of one that is not there or is damaged: the audit says so, and the run has its summary all the same."""
+def _of_trace(trace: Path, status: Mapping[str, Any]) -> TraceFacts:
+    """Read the facts of a trace. Without a trace that can be read, return what ``status`` has of them."""
     try:
         return facts(read_events(trace))
     except ConfigError:
-        return TraceFacts()
+        totals: Mapping[str, Any] = status.get("totals") or {}
+        releases: Mapping[str, int] = totals.get("releases") or {}
+        return TraceFacts(
+            steps=max(int(status.get("version") or 0), 0),
+            tokens_trained=int(totals.get("tokens_trained") or 0),
+            filtered=int(releases.get("filtered", 0)),
+            wall_s=float(status.get("run_s") or 0.0),
+        )
 
 
 def total(lines: Iterable[Mapping[str, Any]], key: str) -> float:
@@ -195,24 +191,24 @@ def summarise(
     error: str,
     status: Mapping[str, Any],
     violations: int | None,
-    wall_s: float,
-    trained_per_s: float,
     restarts: Mapping[str, int],
 ) -> Summary:
-    """Everything that is known about the run at its end."""
+    """Return everything that is known about the run at its end.
+
+    Steps, tokens and times come from the trace, like those of the report. ``status`` is the scheduler's last answer; it
+    may be older than the trace by the steps that were trained while the run drained.
+    """
     lines = metric_lines(run_dir / "metrics.jsonl")
     what, start, end = rewards(lines)
-    trace = _of_trace(run_dir / "trace.jsonl")
-    status = status or trace.as_status()
+    trace = _of_trace(run_dir / "trace.jsonl", status)
     totals: Mapping[str, Any] = status.get("totals") or {}
-    releases: Mapping[str, int] = totals.get("releases") or {}
     return Summary(
         name=config.name,
         run_dir=str(run_dir),
         model=str((config.trainer.backend != "simulated" and newest_model(run_dir)) or ""),
         outcome=outcome,
         error=error or str(status.get("error") or ""),
-        steps=max(int(status.get("version") or 0), 0),
+        steps=trace.steps,
         steps_wanted=config.trainer.steps,
         reward_start=start,
         reward_end=end,
@@ -222,13 +218,13 @@ def summarise(
         max_staleness=config.staleness.max_staleness,
         bound=config.staleness.bound.value,
         violations=violations,
-        tokens_trained=int(totals.get("tokens_trained") or 0),
-        tokens_generated=int(totals.get("tokens_generated") or 0),
-        tokens_per_s=trained_per_s,
-        wall_s=wall_s,
+        tokens_trained=trace.tokens_trained,
+        tokens_generated=max(int(totals.get("tokens_generated") or 0), trace.tokens_pushed),
+        tokens_per_s=trace.tokens_per_s,
+        wall_s=trace.wall_s,
         restarts={name: count for name, count in restarts.items() if count},
         groups_lost=trace.lost,
-        groups_filtered=int(releases.get("filtered", 0)),
+        groups_filtered=trace.filtered,
         failed_steps=int(total(lines, "trainer/bad_steps")),
     )
 

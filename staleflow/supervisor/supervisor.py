@@ -25,7 +25,7 @@ from staleflow.supervisor.drain import drain
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import Interrupted, StopSignals
-from staleflow.supervisor.summary import Pace, Summary, summarise, write
+from staleflow.supervisor.summary import Summary, summarise, write
 from staleflow.supervisor.view import Snapshot, Undisturbed, View
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
@@ -64,7 +64,6 @@ class Supervisor:
         self._phase = "starting"
         self._detail = ""
         self._began = time.monotonic()
-        self._pace = Pace()
         self._lines = NewLines(run_dir / "metrics.jsonl")
 
     def run(self) -> int:
@@ -212,7 +211,6 @@ class Supervisor:
 
     def _show(self) -> None:
         status = self._watch.newest
-        self._pace.see(status, time.monotonic())
         self._view.show(
             Snapshot(
                 phase=self._phase,
@@ -246,8 +244,6 @@ class Supervisor:
             error=error.partition("\n")[0],
             status=status,
             violations=_violations(self._run_dir / "trace.jsonl"),
-            wall_s=time.monotonic() - self._began,
-            trained_per_s=self._pace.tokens_per_s,
             restarts={child.name: child.restarts for child in self._children},
         )
         try:

@@ -1,7 +1,7 @@
 """The end of a run, from its files."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from staleflow import api
 from staleflow.configs.load import load, write_resolved
 from staleflow.monitor.ending import rows
 from staleflow.supervisor import summary
-from staleflow.supervisor.summary import Pace, Summary, facts, rewards, summarise
+from staleflow.supervisor.summary import Summary, TraceFacts, rewards, summarise
 from tests.report.traces import PLAIN, save
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
@@ -36,6 +36,11 @@ def push(group: int) -> dict[str, Any]:
 
 def release(group: int, why: str = "aborted") -> dict[str, Any]:
     return {"ev": "release", "group": group, "why": why}
+
+
+def facts(events: Iterable[dict[str, Any]], step_s: float = 1.0) -> TraceFacts:
+    """The facts of these events, ``step_s`` apart."""
+    return summary.facts({**event, "m": round(at * step_s * 1e9)} for at, event in enumerate(events))
 
 
 ATTACH, DETACH, CLOSE = {"ev": "attach", "worker": "a"}, {"ev": "detach", "worker": "a"}, {"ev": "close"}
@@ -75,7 +80,7 @@ def test_a_trace_is_read_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def lines(path: Path) -> Iterator[Line]:
         nonlocal most
         for _ in range(100):
-            alive.add(id(line := Line(push(1))))
+            alive.add(id(line := Line({**push(1), "m": 0})))
             most = max(most, len(alive))
             yield line
 
@@ -111,8 +116,6 @@ def made(run_dir: Path, overrides: Sequence[str] = (), **changes: Any) -> Summar
         "error": "",
         "status": {"version": 30, "totals": {"tokens_trained": 7, "releases": {"filtered": 2}}},
         "violations": 0,
-        "wall_s": 1.0,
-        "trained_per_s": 2.0,
         "restarts": {"rollout-0": 1, "trainer": 0},
     }
     return summarise(config, run_dir, **(given | changes))
@@ -149,16 +152,26 @@ def test_a_resumed_run_that_ends_before_its_scheduler_answers_has_what_it_had(tm
     it = made(tmp_path, outcome="interrupted", status={})
     assert (it.steps, it.tokens_trained, it.tokens_generated, it.groups_filtered) == (2, 20, 20, 0)
     it = made(tmp_path)
-    assert (it.steps, it.tokens_trained, it.groups_filtered) == (30, 7, 2), "as the scheduler says, where it does"
+    assert (it.steps, it.tokens_trained, it.groups_filtered) == (2, 20, 0), "the trace is newer than any status"
 
 
-def test_the_pace_counts_from_the_first_weights_to_the_last_step() -> None:
-    pace = Pace()
-    assert pace.tokens_per_s == 0.0
-    seen = [(0.0, -1, 0), (10.0, 0, 100), (12.0, 1, 200), (14.0, 2, 300), (60.0, 2, 300)]
-    for now_s, version, tokens in seen:
-        pace.see({"version": version, "totals": {"tokens_trained": tokens}}, now_s)
-    assert pace.tokens_per_s == 50.0
+def test_wall_time_and_tokens_per_second_are_those_of_all_sessions_and_without_the_time_between_them() -> None:
+    opened = {"ev": "open"}
+    step = [push(0), seal(0, 0, 0), consume(0), {"ev": "publish", "version": 1}]
+    first = [opened, {"ev": "publish", "version": 0}, *step, CLOSE]
+    resumed = [opened, push(1), seal(1, 1, 0), consume(1)]
+    night = [
+        {**event, "m": round((at + 10_000 * (at >= len(first))) * 1e9)} for at, event in enumerate(first + resumed)
+    ]
+    found = summary.facts(night)
+    assert (found.wall_s, found.working_s, found.tokens_per_s) == (9.0, 8.0, 14 / 8)
+
+
+def test_tokens_and_ages_of_steps_that_were_rolled_back_do_not_count() -> None:
+    lines = [seal(0, 0, 0), consume(0), seal(1, 1, 0), consume(1), {"ev": "rollback", "to_version": 1}]
+    found = facts(lines)
+    assert (found.tokens_trained, found.ages) == (7, [0])
+    assert facts([*lines, seal(2, 1, 1), consume(2)]).ages == [0, 0]
 
 
 @pytest.mark.parametrize(
