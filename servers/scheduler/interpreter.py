@@ -58,6 +58,12 @@ class Interpreter:
         self._extra: list[Callable[[Write], None]] = []
         self._touched = False
         self.load()
+        self._started_ms, self._served_before_s = self.clock.now_ms(), self.totals.counts.served_s
+
+    @property
+    def served_s(self) -> float:
+        """Seconds that this scheduler and the ones before it have served the run."""
+        return self._served_before_s + (self.clock.now_ms() - self._started_ms) / 1000
 
     def listen(self, effect: type, listener: Callable[[Any], None]) -> None:
         """Call ``listener`` with every effect of that type. It may note things; it may not apply events."""
@@ -172,6 +178,7 @@ class Interpreter:
     def _write(self, txn: Write) -> None:
         if self._touched:
             self._rows.save(txn, self.machine)
+            self.totals.counts.served_s = self.served_s
             self.totals.save(txn)
         self.deck.save(txn)
         for write in self._extra:

@@ -23,6 +23,7 @@ from staleflow.servers.scheduler.totals import Totals
 log = logging.getLogger(__name__)
 
 Line = dict[str, float | int | None]
+_EVAL = "reward/eval"
 
 
 class Metrics:
@@ -48,8 +49,13 @@ class Metrics:
         self._since_ms: dict[LeaseId, int] = {}
         self._leases_s: list[float] = []
         """Of the groups that were pushed in this step."""
-        self.last = _last_line(path)
+        lines = _whole_lines(path)
+        self.last = _decoded(path, lines[-1]) if lines else {}
         """The line written last."""
+        self.first = next(
+            (line for raw in lines if _EVAL.encode() in raw and (line := _start(_decoded(path, raw)))), {}
+        )
+        """Step, lineage and value of the first evaluation; a monitor that attaches later shows the progress since."""
         self.newest: Line = dict(self.last)
         """The newest value of every key."""
 
@@ -124,6 +130,7 @@ class Metrics:
             line.update(self._lengths.quality())
         line.update(values)
         self.last = line
+        self.first = self.first or _start(line)
         self.newest.update(line)
         try:
             with self._path.open("ab") as file:
@@ -208,19 +215,28 @@ def _spread(name: str, ages: list[tuple[int, int]]) -> Line:
     return {f"{name}/mean": mean, f"{name}/max": max((age for age, count in ages if count), default=0)}
 
 
-def _last_line(path: Path) -> Line:
-    """The last whole line of the file, after a torn one was cut off."""
+def _whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of the file after cutting off a torn last one."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        return {}
+        return []
     whole = raw[: raw.rfind(b"\n") + 1]
     if len(whole) < len(raw):
         os.truncate(path, len(whole))
-    if not whole:
-        return {}
+    return whole.splitlines()
+
+
+def _decoded(path: Path, raw: bytes) -> Line:
     try:
-        return msgspec.json.decode(whole.splitlines()[-1], type=Line)
+        return msgspec.json.decode(raw, type=Line)
     except msgspec.DecodeError:
-        log.warning("the last line of %s is not one of ours", path)
+        log.warning("%s has a line that is not a metrics line", path)
         return {}
+
+
+def _start(line: Line) -> Line:
+    """Return the part of a line that starts the held-out curve; empty if the line has no evaluation."""
+    if line.get(_EVAL) is None:
+        return {}
+    return {key: line[key] for key in ("step", "lineage", _EVAL) if key in line}

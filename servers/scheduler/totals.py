@@ -39,6 +39,8 @@ class Counts(msgspec.Struct, kw_only=True):
     """Groups trained, by their staleness."""
     samples_pushed: int = 0
     samples_trained: int = 0
+    served_s: float = 0.0
+    """Seconds that schedulers have served this run, up to the last commit."""
     violations: int = 0
     """Groups delivered beyond the bound. Anything but 0 is a bug."""
 

@@ -50,7 +50,8 @@ class History:
     def see(self, snapshot: Snapshot) -> None:
         """Takes in one snapshot."""
         newest: Mapping[str, Any] = snapshot.status.get("metrics") or {}
-        for line in (*snapshot.lines, numbers(newest)):
+        first: Mapping[str, Any] = snapshot.status.get("first_metrics") or {}
+        for line in (*([numbers(first)] if first else ()), *snapshot.lines, numbers(newest)):
             self.line(line)
         version = int(snapshot.status.get("version", -1))
         if self.steps and 0 <= version < self.steps[-1][1]:

@@ -290,6 +290,7 @@ class Retold:
             "run": opening.get("run", ""),
             "incarnation": opening.get("inc", 0),
             "uptime_s": self._now_s - self._began_s,
+            "run_s": self._now_s,
             "lineage": self._lineage,
             "version": int(window.version),
             "next_step": int(window.step),

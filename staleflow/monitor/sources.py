@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from staleflow.configs.errors import ConfigError
 from staleflow.monitor.replay import Contradiction, Retold
 from staleflow.runtime.metric_lines import metric_lines
+from staleflow.runtime.patience import PatientReader
 from staleflow.runtime.trace import read_events
 from staleflow.runtime.transport import SOCKETS, Transport
 from staleflow.supervisor import summary
@@ -47,10 +48,11 @@ class Live:
         self._transport = transport
         self._watch = StatusWatch(address, LIVE_EVERY_S, transport=transport)
         self._parameters: StatusWatch | None = None
-        self._lines: NewLines | None = None
-        self._first: tuple[float, float] | None = None
-        """Of the first answer: when it came, and how long the scheduler had been up."""
-        self._began = time.monotonic()
+        self._lines: PatientReader[tuple[Mapping[str, Any], ...]] | None = None
+        self._summary: PatientReader[summary.Summary | None] | None = None
+        self._met = False
+        self._ended_s: float | None = None
+        """Running time at the end of the run."""
         if run_dir is not None:
             self._reach(run_dir)
 
@@ -80,38 +82,44 @@ class Live:
 
     def snapshot(self) -> Snapshot:
         status = self._watch.newest
-        if status and self._first is None:
+        if status and not self._met:
             self._meet(status)
         self._ask_parameters(str(status.get("parameters") or ""))
-        phase, ended = self._end() or (phase_of(status, self.silent_s), "")
+        end = self._end()
+        phase, ended = end or (phase_of(status, self.silent_s), "")
         return Snapshot(
             phase=phase,
             ended=ended,
-            elapsed_s=self._elapsed_s(),
+            elapsed_s=self._elapsed_s(status, over=end is not None or phase == "finished"),
             status=status,
             status_age_s=self.silent_s,
-            lines=self._lines.take() if self._lines is not None else (),
+            lines=(self._lines.take() if self._lines is not None else None) or (),
             parameters={} if self._parameters is None else self._parameters.newest,
             unix_s=time.time(),
         )
 
     def _end(self) -> tuple[str, str] | None:
         """The outcome of a run for which nobody answers any more, and a sentence about it; None if it is not known."""
-        folder = self.trace.parent if self.trace is not None and self.silent_s > 3 * LIVE_EVERY_S else None
-        found = summary.read(folder) if folder is not None else None
-        if found is None:
+        if self.trace is None or self._summary is None or self.silent_s <= 3 * LIVE_EVERY_S:
+            return None
+        folder = self.trace.parent
+        if (found := self._summary.take()) is None:
             return None
         steps = f"{found.steps:,} of {found.steps_wanted:,} steps"
         return found.outcome, f"the run has ended: {found.outcome}, {steps}; staleflow report {folder} tells of it"
 
-    def _elapsed_s(self) -> float:
-        """Goes on over a restart of the scheduler."""
-        began, up_s = self._first or (self._began, 0.0)
-        return up_s + time.monotonic() - began
+    def _elapsed_s(self, status: Mapping[str, Any], *, over: bool) -> float:
+        """Return the running time of the run. It stops with the run, and counts on while the scheduler is silent."""
+        run_s = float(status.get("run_s") or 0.0)
+        if not over:
+            self._ended_s = None
+            return run_s + self.silent_s
+        self._ended_s = run_s if self._ended_s is None else self._ended_s
+        return self._ended_s
 
     def _meet(self, status: Mapping[str, Any]) -> None:
-        """The first answer says what the run is called, and where it lies."""
-        self._first = time.monotonic() - self.silent_s, float(status.get("uptime_s") or 0.0)
+        """Take the name and the directory of the run from the first reply."""
+        self._met = True
         run_dir = Path(str(status.get("run_dir") or ""))
         if self.trace is None and status.get("run_dir"):
             self.name = run_dir.name
@@ -119,7 +127,9 @@ class Live:
                 self._reach(run_dir)
 
     def _reach(self, run_dir: Path) -> None:
-        self.trace, self._lines = run_dir / TRACE, NewLines(run_dir / "metrics.jsonl")
+        self.trace = run_dir / TRACE
+        self._lines = PatientReader(NewLines(run_dir / "metrics.jsonl").take)
+        self._summary = PatientReader(lambda: summary.read(run_dir))
 
     def _ask_parameters(self, endpoint: str) -> None:
         """As soon as the scheduler has said where it is."""

@@ -1,5 +1,7 @@
 """A service that runs, as those see it who look on: over restarts, from its directory or from its address alone."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def test_the_scheduler_says_where_the_parameter_server_and_the_run_directory_are
     (tmp_path / "trace.jsonl").touch()
     (tmp_path / "metrics.jsonl").write_text('{"step":1,"loss":0.5}\n')
     live = Live("tcp://near:1")
-    answers["tcp://near:1"] = STATUS | {"uptime_s": 50.0, "run_dir": str(tmp_path), "parameters": "tcp://near:2"}
+    answers["tcp://near:1"] = STATUS | {"run_s": 50.0, "run_dir": str(tmp_path), "parameters": "tcp://near:2"}
     answers["tcp://near:2"] = {"versions": []}
     shot = live.snapshot()
     assert (live.name, live.trace, live.complete) == (tmp_path.name, tmp_path / "trace.jsonl", True)
@@ -77,12 +79,48 @@ def test_a_run_that_came_to_its_end_is_not_waited_for(answers: dict[str, Any], t
     assert live.snapshot().phase == "running", "a resumed one answers"
 
 
-def test_time_goes_on_when_the_scheduler_starts_again(answers: dict[str, Any]) -> None:
-    answers["a"] = STATUS | {"uptime_s": 500.0}
+def test_the_clock_shows_the_running_time_and_counts_on_while_the_scheduler_is_silent(answers: dict[str, Any]) -> None:
+    answers["a"] = STATUS | {"run_s": 500.0, "uptime_s": 1.0}
     live = Live("a")
-    live.snapshot()
-    answers["a"] = STATUS | {"uptime_s": 1.0}
-    assert live.snapshot().elapsed_s >= 500.0
+    assert live.snapshot().elapsed_s == 500.0
+    Watch.age_s = 2.5
+    assert live.snapshot().elapsed_s == 502.5
+
+
+def test_the_clock_stops_with_the_run(answers: dict[str, Any], tmp_path: Path) -> None:
+    live = Live("a", tmp_path)
+    answers["a"] = STATUS | {"run_s": 500.0, "finished": True}
+    assert live.snapshot().elapsed_s == 500.0
+    answers["a"], Watch.age_s = STATUS | {"run_s": 501.0, "finished": True}, 60.0
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(SUMMARY))
+    assert live.snapshot().elapsed_s == 500.0
+    answers["a"], Watch.age_s = STATUS | {"run_s": 510.0}, 0.0
+    assert live.snapshot().elapsed_s == 510.0, "a resumed run continues"
+
+
+def test_a_monitor_that_attaches_late_shows_the_progress_since_the_first_evaluation(answers: dict[str, Any]) -> None:
+    metrics = {"step": 90, "lineage": 1, "reward/eval": 0.71}
+    first = {"step": -1, "lineage": 0, "reward/eval": 0.39}
+    answers["a"] = STATUS | {"metrics": metrics, "first_metrics": first}
+    history = History()
+    for _ in range(2):
+        history.see(Live("a").snapshot())
+    assert board("run", Live("a").snapshot(), history).held_out == (0.39, 0.71)
+
+
+def test_a_snapshot_does_not_wait_for_a_file_system_that_hangs(answers: dict[str, Any], tmp_path: Path) -> None:
+    """Opening a pipe that has no writer blocks as a read from a dead network file system does."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    answers["a"] = STATUS
+    live = Live("a", tmp_path)
+    assert [live.snapshot().lines for _ in range(3)] == [(), (), ()]
+    os.close(os.open(tmp_path / "metrics.jsonl", os.O_WRONLY))  # the read fails, as it does when the server returns
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step":1,"loss":0.5}\n')
+    deadline = time.monotonic() + 30
+    while not (lines := live.snapshot().lines):
+        assert time.monotonic() < deadline
+    assert lines == ({"step": 1, "loss": 0.5},)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path: Path) -> None
     assert [(line["step"], line["loss"]) for line in lines(path)] == [(0, 1.0), (1, 0.5)]
 
 
+def test_the_first_evaluation_is_known_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written = metrics(path)
+    assert written.first == {}
+    for step, value in ((-1, 0.25), (0, None), (1, 0.5)):
+        values = {"loss": 1.0} if value is None else {"reward/eval": value}
+        written.step(Step(step), values, machine(), [], 10**9)
+    assert written.first == {"step": -1, "lineage": 0, "reward/eval": 0.25}
+    assert metrics(path).first == written.first
+
+
 def test_the_same_step_said_twice_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = metrics(path)

@@ -65,6 +65,19 @@ def test_what_was_trained_is_counted_over_a_restart(tmp_path: Path) -> None:
     assert sum(count for _, count in before) == 4
 
 
+def test_running_time_is_that_of_all_schedulers_without_the_time_between_them(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    began_s = asked(table)["run_s"]
+    table.clock.ms += 40_000
+    trained(table, Seat(table, "a"), 1)
+    served_s = asked(table)["run_s"]
+    assert served_s >= began_s + 40
+    table.clock.ms += 100
+    table.restart()
+    table.clock.ms += 2_000
+    assert served_s + 2 <= asked(table)["run_s"] <= served_s + 2.1
+
+
 def test_a_pinning_group_is_told_with_its_engine_and_its_times(tmp_path: Path) -> None:
     table = Table(tmp_path / "run", config())
     seat = Seat(table, "a", capacity=8)
