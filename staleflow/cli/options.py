@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from staleflow.configs.schema import Config
+
+T = TypeVar("T")
 
 
 def complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -84,6 +86,17 @@ def run_meant(run_dir: Path | None, *, or_connect: bool = True) -> Path:
         raise click.UsageError(f"which run? There is none under {RUNS}/. Give {how}")
     click.echo(f"the newest run: {found}", err=True)
     return found
+
+
+def read_within(run_dir: Path, read: "Callable[[], T]") -> "T":
+    """Return ``read()``, which reads files of ``run_dir``. ``ConfigError`` if their file system hangs."""
+    from staleflow.runtime.patience import READ_TIMEOUT_S, within
+
+    try:
+        return within(READ_TIMEOUT_S, read)
+    except TimeoutError:
+        allowed = f"its file system has not answered for {READ_TIMEOUT_S:g} s; --connect ADDRESS needs no files"
+        raise ConfigError("RUN_DIR", str(run_dir), allowed) from None
 
 
 def run_config(

@@ -40,15 +40,19 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     if run_dir is not None and connect is not None:
         raise click.UsageError("which run? Give RUN_DIR or --connect ADDRESS")
     run_dir = options.run_meant(run_dir) if connect is None else None
-    config = read_run(run_dir) if run_dir else None
-    address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
-    if run_dir is not None and not may_answer(address):
-        return _ended(run_dir, address, why, as_json)
+    config, address = None, connect or ""
+    if run_dir is not None:
+        config = options.read_within(run_dir, lambda: read_run(run_dir))
+        address = addresses(config, run_dir).scheduler
+        if not options.read_within(run_dir, lambda: may_answer(address)):
+            return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json))
     try:
         sockets = client_sockets(config.security if config else None, *LOOKING)
         with Admin(address, "status", transport=sockets) as admin:
             values = admin.status(timeout_s=3.0)
     except Unavailable:
+        if run_dir is not None:
+            return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json, asked=True))
         return _ended(run_dir, address, why, as_json, asked=True)
     if as_json:
         _print_json({"phase": phase_of(values), **values})
@@ -69,10 +73,18 @@ def _show(values: dict[str, Any], run_dir: Path | None) -> None:
     from staleflow.monitor.screen import dashboard
     from staleflow.monitor.sources import phase_of
     from staleflow.runtime.metric_lines import metric_lines
+    from staleflow.runtime.patience import READ_TIMEOUT_S, within
     from staleflow.supervisor.view import Snapshot
 
-    elapsed_s = float(values.get("uptime_s") or 0.0)
-    lines = tuple(metric_lines(run_dir / "metrics.jsonl")) if run_dir else ()
+    elapsed_s = float(values.get("run_s") or 0.0)
+    lines: tuple[dict[str, Any], ...] = ()
+    if run_dir is not None:
+        try:
+            lines = tuple(within(READ_TIMEOUT_S, lambda: metric_lines(run_dir / "metrics.jsonl")))
+        except TimeoutError:
+            click.echo(
+                f"staleflow: no curves: {run_dir}/metrics.jsonl cannot be read within {READ_TIMEOUT_S:g} s", err=True
+            )
     snapshot = Snapshot(phase=phase_of(values), elapsed_s=elapsed_s, status=values, lines=lines, unix_s=time.time())
     history = History()
     history.see(snapshot)
@@ -98,16 +110,19 @@ def _why(values: dict[str, Any]) -> None:
 
 
 def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, asked: bool = False) -> int:
-    """``asked``: the scheduler may be there, and has not answered."""
+    """Print how a run without an answer ended, or why it does not answer. ``asked``: the scheduler listens, and has not
+    answered."""
     import msgspec
 
     from staleflow.runtime.printable import printable
     from staleflow.supervisor import rundir, summary
-    from staleflow.supervisor.addresses import nobody
+    from staleflow.supervisor.addresses import nobody, silence
 
     process = rundir.holder(run_dir) if run_dir else None
-    if process is not None:
-        return _silent(f"the run in {run_dir} is being started, or is about to end (process {process})", as_json)
+    if asked and run_dir is not None and (why_silent := silence(address)):
+        return _silent(f"the scheduler at {address} does not answer: {why_silent}")
+    if run_dir is not None and process is not None:
+        return _silent(rundir.without_scheduler(run_dir, process), as_json)
     found: Summary | None = summary.read(run_dir) if run_dir else None
     if found is None:
         silent = "it cannot be reached from here, or the run has ended" if asked else nobody(address)

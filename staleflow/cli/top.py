@@ -90,16 +90,15 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     from staleflow.monitor.sources import Live
     from staleflow.runtime.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import may_answer, nobody
-    from staleflow.supervisor.rundir import holder
+    from staleflow.supervisor.rundir import holder, without_scheduler
 
-    config = read_run(run_dir) if run_dir else None
+    config = options.read_within(run_dir, lambda: read_run(run_dir)) if run_dir else None
     address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
-    if run_dir is not None and not may_answer(address):
+    if run_dir is not None and not options.read_within(run_dir, lambda: may_answer(address)):
         wait_for_start(run_dir, address)
     if run_dir is not None and not may_answer(address):
         if (process := holder(run_dir)) is not None:
-            allowed = f"nobody listens there yet, or any more: process {process} starts the run, or ends it"
-            raise ConfigError("scheduler", address, allowed)
+            raise ConfigError("scheduler", address, without_scheduler(run_dir, process))
         allowed = f"nobody listens there: {nobody(address)}. Again: staleflow top {run_dir} --replay"
         raise ConfigError("scheduler", address, allowed)
     return Live(address, run_dir, transport=client_sockets(config.security if config else None, *LOOKING))

@@ -2,6 +2,7 @@
 
 import errno
 import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -51,6 +52,37 @@ def nobody(address: str) -> str:
         port = urlsplit(address).port
         return f"the run has ended, or its servers are on another machine: --connect tcp://THAT-MACHINE:{port}"
     return "the run has ended, or was never started"
+
+
+def silence(address: str) -> str:
+    """Explain why a server of this machine that listens at ``address`` does not answer; empty if none listens here."""
+    if not in_use(address):
+        return ""
+    process = _listener(address)
+    if process is None:
+        return "it listens; its process is stopped, or waits for its disk"
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return f"its process {process} has ended"
+    if state in ("T", "t"):
+        return f"its process {process} is stopped; kill -CONT {process} continues it"
+    if state == "D":
+        return f"its process {process} waits for its disk"
+    return f"its process {process} is running and busy, or waits for its disk"
+
+
+def _listener(address: str) -> int | None:
+    """Return the process that listens on an ipc address of this machine; None if that is not known."""
+    if not address.startswith("ipc://"):
+        return None
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.removeprefix("ipc://"))
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        except (OSError, AttributeError):  # SO_PEERCRED exists on Linux only
+            return None
+    return struct.unpack("3i", credentials)[0]
 
 
 def _refused(address: str) -> int:

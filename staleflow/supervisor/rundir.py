@@ -71,6 +71,17 @@ def holder(run_dir: Path) -> str | None:
     return None
 
 
+def without_scheduler(run_dir: Path, process: str) -> str:
+    """Explain why a run that ``process`` holds has no scheduler that listens."""
+    try:
+        began_s, traced_s = ((run_dir / name).stat().st_mtime for name in (_LOCK, "trace.jsonl"))
+    except OSError:
+        return f"the run in {run_dir} is being started (process {process})"
+    if traced_s < began_s:
+        return f"the run in {run_dir} is being resumed (process {process})"
+    return f"the scheduler of the run in {run_dir} is down: process {process} restarts it, or ends the run"
+
+
 def _running(run_dir: Path, process: str) -> ConfigError:
     allowed = f"it is running (process {process}); watch it with staleflow top {run_dir}"
     return ConfigError("--run-dir", str(run_dir), allowed)

@@ -3,7 +3,10 @@
 import importlib.util
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,16 +172,59 @@ def test_a_run_that_is_being_started_is_said_to_be(cli: Cli, short_dir: Path) ->
     pid = os.getpid()
     with rundir.claim(load(SIMULATED), short_dir / "r", resume=False):
         said = cli("status", "r")
-        starting = f"staleflow: the run in r is being started, or is about to end (process {pid})\n"
+        starting = f"staleflow: the run in r is being started (process {pid})\n"
         assert (said.code, said.out, said.err) == (1, "", starting)
         assert json.loads(cli("status", "r", "--json").out) == {"phase": "starting"}
-        refused(cli("top", "r"), f"process {pid} starts the run, or ends it", ["r"])
+        refused(cli("top", "r"), f"the run in r is being started (process {pid})", ["r"])
         running = f"it is running (process {pid}); watch it with staleflow top r"
         refused(cli("run", SIMULATED, "--run-dir", "r"), running, ["r"])
         refused(cli("run", "--run-dir", "r", "--resume"), running, ["r"])
     said = cli("status", "r")
     assert said.code == 1
     assert said.err.endswith("does not answer: the run has ended, or was never started\n")
+
+
+def test_a_run_whose_scheduler_died_is_not_called_starting(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load
+    from staleflow.supervisor import rundir
+
+    with rundir.claim(load(SIMULATED), short_dir / "r", resume=False):
+        began_s = (short_dir / "r" / ".lock").stat().st_mtime
+        (short_dir / "r" / "trace.jsonl").touch()
+        os.utime(short_dir / "r" / "trace.jsonl", (began_s + 1, began_s + 1))
+        down = f"the scheduler of the run in r is down: process {os.getpid()} restarts it, or ends the run"
+        assert cli("status", "r").err == f"staleflow: {down}\n"
+        os.utime(short_dir / "r" / "trace.jsonl", (began_s - 1, began_s - 1))
+        assert cli("status", "r").err == f"staleflow: the run in r is being resumed (process {os.getpid()})\n"
+
+
+def test_a_scheduler_that_listens_and_is_stopped_is_named_with_its_process(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import addresses, load, write_resolved
+
+    config = load(SIMULATED)
+    (short_dir / "r").mkdir()
+    address = addresses(config, short_dir / "r").scheduler
+    write_resolved(config, short_dir / "r")
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print(); input()"
+    words = [sys.executable, "-c", code, address.removeprefix("ipc://")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGSTOP)
+        said = cli("status", "r").err
+        os.kill(process.pid, signal.SIGKILL)
+    assert said.splitlines()[-1] == (
+        f"staleflow: the scheduler at {address} does not answer: its process {process.pid} is stopped; "
+        f"kill -CONT {process.pid} continues it"
+    )
+
+
+def test_status_does_not_wait_for_a_file_system_that_hangs(cli: Cli, short_dir: Path) -> None:
+    """Opening a pipe that has no writer blocks as a read from a dead network file system does."""
+    (short_dir / "r").mkdir()
+    os.mkfifo(short_dir / "r" / "config.json")
+    said = cli("status", "r")
+    refused(said, "its file system has not answered for 5 s; --connect ADDRESS needs no files", ["r"])
 
 
 def test_a_run_whose_scheduler_is_on_another_machine_is_not_taken_for_ended(cli: Cli, short_dir: Path) -> None:
