@@ -52,9 +52,8 @@ class Metrics:
         lines = _whole_lines(path)
         self.last = _decoded(path, lines[-1]) if lines else {}
         """The line written last."""
-        self.first = next(
-            (line for raw in lines if _EVAL.encode() in raw and (line := _start(_decoded(path, raw)))), {}
-        )
+        starts = (_start(_decoded(path, raw)) for raw in lines if _EVAL.encode() in raw)
+        self.first: Line = next(filter(None, starts), Line())
         """Step, lineage and value of the first evaluation; a monitor that attaches later shows the progress since."""
         self.newest: Line = dict(self.last)
         """The newest value of every key."""

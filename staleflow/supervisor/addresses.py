@@ -82,7 +82,8 @@ def _listener(address: str) -> int | None:
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         except (OSError, AttributeError):  # SO_PEERCRED exists on Linux only
             return None
-    return struct.unpack("3i", credentials)[0]
+    process: int = struct.unpack("3i", credentials)[0]
+    return process
 
 
 def _refused(address: str) -> int:

@@ -156,7 +156,7 @@ def test_a_resumed_run_that_ends_before_its_scheduler_answers_has_what_it_had(tm
 
 
 def test_wall_time_and_tokens_per_second_are_those_of_all_sessions_and_without_the_time_between_them() -> None:
-    opened = {"ev": "open"}
+    opened: dict[str, Any] = {"ev": "open"}
     step = [push(0), seal(0, 0, 0), consume(0), {"ev": "publish", "version": 1}]
     first = [opened, {"ev": "publish", "version": 0}, *step, CLOSE]
     resumed = [opened, push(1), seal(1, 1, 0), consume(1)]
