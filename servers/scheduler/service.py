@@ -34,6 +34,7 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.operations import GroupOperations
 from staleflow.servers.scheduler.phase import Phase
+from staleflow.servers.scheduler.pulls import PullReports
 from staleflow.servers.scheduler.registry import Registry
 from staleflow.servers.scheduler.rejects import Rejects
 from staleflow.servers.scheduler.setbacks import Setbacks
@@ -95,6 +96,7 @@ class Service:
         )
         known = (interpreter, self._answers, self._rejects)
         self._attachments = Attachments(config, identity, str(run_dir), *known, self._registry, self._instances)
+        self._pulls = PullReports(*known, self._registry, self._instances)
         self._training = Training(*known, self._status.why, config.trainer.steps)
         self.exposition = Exposition(*seen, self._loads, self.phase, self._training.asked)
         self._describing = Describing(deck, self._registry)
@@ -118,7 +120,7 @@ class Service:
             messages.Attach: self._attachments.attach,
             messages.Detach: self._attachments.detach,
             messages.Report: self._report,
-            messages.Pulled: self._pulled,
+            messages.Pulled: self._pulls.pulled,
             messages.Operations: self._operate,
             messages.Retention: self._retention,
             messages.Inventory: self._inventory,
@@ -157,6 +159,7 @@ class Service:
         listen(effects.Sealed, self._metrics.on_sealed)
         listen(effects.Consumed, self._metrics.on_consumed)
         listen(effects.Published, self._on_published)
+        listen(effects.Published, self._pulls.on_published)
         listen(effects.RolledBack, instances.on_rolled_back)
         listen(effects.RolledBack, self._on_rolled_back)
         for effect in (effects.Released, effects.Dropped, effects.Sealed, effects.Consumed, effects.Unsealed):
@@ -339,15 +342,6 @@ class Service:
         if process is not None:
             before, process.generated = process.generated, generated
             self._interpreter.totals.counts.tokens_generated += max(generated - before, 0) if before is not None else 0
-
-    def _pulled(self, call: Call, body: messages.Pulled) -> None:
-        self._interpreter.trace.add(
-            trace_events.Pull(worker=body.worker, lineage=body.lineage, version=body.version, sha=body.sha, ok=body.ok)
-        )
-        instance = self._instances.get(body.worker)
-        if instance is not None and not body.ok:
-            instance.pull_failed(self._clock.now_ms())
-        self._answers.hold(call, Done())
 
     # --- shards and the parameter server ---------------------------------------------------------------------
 
