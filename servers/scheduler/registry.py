@@ -65,8 +65,11 @@ class Registry:
     def load(self, txn: Read) -> None:
         """Know again who was attached; nobody counts as alive before it is heard."""
         for _, raw in txn.items("workers"):
-            process = Process(msgspec.msgpack.decode(raw, type=Attach), self._clock.now_ms(), alive=False)
-            self._know(process)
+            try:
+                attach = msgspec.msgpack.decode(raw, type=Attach)
+            except msgspec.ValidationError:  # of another protocol, in which that process cannot be heard again
+                continue
+            self._know(Process(attach, self._clock.now_ms(), alive=False))
 
     def attach(self, attach: Attach) -> Process | None:
         """Take a process in; the one that it replaces, if there is one."""
