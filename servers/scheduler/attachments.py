@@ -5,6 +5,7 @@ silent keeps them until they expire.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from staleflow.configs.load import to_json
 from staleflow.configs.schema import Config
@@ -69,12 +70,11 @@ class Attachments:
             return
         known = self._registry.get(body.worker)
         if known is None or known.attach != body or not known.alive:
-            self._take_in(body)
-            self._registry.came_with(body.worker, call.key)
+            self._take_in(body, call.key)
         self._answers.hold(call, self._attached())
 
-    def _take_in(self, body: Attach) -> None:
-        older = self._registry.attach(body)
+    def _take_in(self, body: Attach, key: str) -> None:
+        older = self._registry.attach(body, key)
         if older is not None:
             self._leave(older, f"replaced by {body.worker}")
         if body.role not in LOOKING:
@@ -107,7 +107,7 @@ class Attachments:
             return no
         if body.role == "stage" and (no := self._stage_objection(body)) is not None:
             return no
-        return self._live_owner(call, body)
+        return self._busy(call, body)
 
     def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
         """Names belong to a role, and those of a supervisor's processes to the supervisor."""
@@ -131,11 +131,16 @@ class Attachments:
             )
         return None
 
-    def _live_owner(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """A live process keeps its name from all but its successor in the same slot. It may have died just now: a
-        process that comes back waits until the other is silent."""
+    def _busy(self, call: Call, body: Attach) -> tuple[Code, str] | None:
+        """A live process keeps its name from all but its successor in the same slot, and a key has a limited number of
+        them. Either may have died just now: a process that comes back waits until the other is silent."""
         owner = self._registry.named(body.name)
-        if owner is None or not owner.alive or owner.worker == body.worker:
+        if owner is None or not owner.alive:
+            limit = self._config.scheduler.max_workers_per_key
+            if self._registry.num_alive(call.key, limit) < limit:
+                return None
+            return Code.BUSY, f"{limit} live processes have its key already (scheduler.max_workers_per_key)"
+        if owner.worker == body.worker:
             return None
         succeeds = body.slot != "" and body.slot == owner.attach.slot and owner.key in ("", call.key)
         if succeeds:
@@ -200,10 +205,11 @@ class Attachments:
         """A message of that process came, with that key; one that was silent is back."""
         process = self._registry.get(worker)
         if process is not None:
-            process.key = key or process.key
             process.seen_ms = now
-            if not process.alive:
-                process.alive = process.heard = True
+            if process.alive:
+                process.key = key or process.key
+            else:
+                self._registry.found(process, key)
                 self._arrive(process.attach, "heard again")
         return process
 
@@ -218,9 +224,20 @@ class Attachments:
         """Nothing was heard of a process for three heartbeats: no new work; its leases run on until they expire."""
         process = self._registry.get(worker)
         if process is not None and process.alive:
-            process.alive = False
+            self._registry.lost(process)
             trace = self._interpreter.trace
             trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
             self._instances.remove(WorkerId(worker))
             if process.role in LOOKING:
                 self._registry.remove(process.worker)
+            self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Discard silent processes beyond the limits, in memory and in the store: their names cost room."""
+        machine = self._interpreter.machine
+
+        def needed(process: Process) -> bool:
+            return process.worker == machine.trainer or bool(machine.leases_of(process.worker))
+
+        for process in self._registry.forget_gone(needed):
+            self._interpreter.with_commit(partial(registry.forget, name=process.name))

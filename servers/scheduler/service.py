@@ -280,6 +280,8 @@ class Service:
         if not self.phase.closed and not self._interpreter.failed:
             self._interpreter.apply(events.Tick())
             self._attachments.present(self.peers(), now)
+            if self._ticks % ROOM_TICKS == 0:
+                self._attachments.forget_gone()
             self._rejects.flush(now)
             if self._finished_ms and (self._idle() or now - self._finished_ms > CLOSE_AFTER_MS):
                 self.close("finished" if not self.phase.error else self.phase.error)
