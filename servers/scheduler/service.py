@@ -5,7 +5,9 @@ deals new work; all of it is committed; only then do answers leave. A long drain
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView
-from staleflow.protocols.consistency.ids import LeaseId, WorkerId
+from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.runtime import trace_events
@@ -54,6 +56,8 @@ CLOSE_AFTER_MS = 5_000
 """A finished run closes its trace when nothing is in flight any more, at latest after this."""
 _IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
 """Answered and forgotten once the trace is closed."""
+MAX_LOADED_PER_KEY = 32
+"""Versions that are kept because workers of one key have loaded them, the newest of them."""
 EXPECTED = 16_384
 """Payloads that a shard is asked for at once."""
 _QUESTIONS = (messages.Report, messages.Retention, messages.Inventory, messages.VersionsInUse, messages.Metrics)
@@ -366,10 +370,14 @@ class Service:
     def _versions_in_use(self, call: Call, _: messages.VersionsInUse) -> None:
         machine = self._interpreter.machine
         used = dict.fromkeys(machine.versions_in_use())
+        claimed = defaultdict[str, set[tuple[Lineage, Version]]](set)
         for instance in self._instances:
+            process = self._registry.get(instance.worker)
             for weights in (instance.loaded(), instance.pull):
                 if weights is not None and machine.survives(*weights) and weights[1] >= 0:
-                    used[weights] = None
+                    claimed["" if process is None else process.key].add(weights)
+        for versions in claimed.values():  # what a worker reports as loaded is its word alone
+            used |= dict.fromkeys(nlargest(MAX_LOADED_PER_KEY, versions))
         self._answers.hold(call, messages.KeepVersions(versions=sorted(used)))
 
     # --- the end ---------------------------------------------------------------------------------------------

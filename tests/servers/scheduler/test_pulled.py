@@ -7,11 +7,11 @@ import pytest
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import Detach, Done, Pulled, Refusal, Reply
+from staleflow.protocols.wire.messages import Detach, Done, KeepVersions, Pulled, Refusal, Reply, VersionsInUse
 from staleflow.runtime.audit import audit
 from staleflow.runtime.roles import Role
 from staleflow.runtime.store import key_number
-from staleflow.servers.scheduler import pulls
+from staleflow.servers.scheduler import pulls, service
 from tests.servers.scheduler.asked import Asked
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config, sha
@@ -97,6 +97,27 @@ def test_a_report_that_is_repeated_without_end_does_not_fill_the_trace(tmp_path:
     assert ("b", 0, True) in found
     assert len(found) < 100
     run.stop()
+
+
+def test_a_key_keeps_few_versions_by_its_workers_reports_of_what_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_LOADED_PER_KEY", 2)
+    table = Table(tmp_path / "run", config(batch_size=1, max_staleness=1))
+    seat = Seat(table, "a")
+    for _ in range(6):
+        seat.finish(seat.holds()[0])
+        table.train()
+        seat.report()
+    for version in range(1, 6):
+        liar = Seat(table, f"liar-{version}", capacity=0)
+        liar.report(lineage=Lineage(0), version=Version(version))
+    kept = table.ask("parameters", VersionsInUse())
+    assert isinstance(kept, KeepVersions)
+    needed = table.interpreter.machine.versions_in_use()
+    assert kept.versions == sorted({*needed, (0, 6), (0, 5)})
+    assert (0, 2) not in kept.versions
+    table.close()
 
 
 def test_a_digest_is_forgotten_when_no_worker_can_load_its_version(
