@@ -111,6 +111,7 @@ def test_a_key_keeps_few_versions_by_its_workers_reports_of_what_they_have(
         seat.report()
     for version in range(1, 6):
         liar = Seat(table, f"liar-{version}", capacity=0)
+        liar.loads = False
         liar.report(lineage=Lineage(0), version=Version(version))
     kept = table.ask("parameters", VersionsInUse())
     assert isinstance(kept, KeepVersions)
