@@ -5,8 +5,9 @@ from staleflow.servers.parameters.versions import VersionKey
 MOST_OF_ONE = 16
 """Versions that one worker pins at once. An engine needs three: the one that it has, its base, and the next."""
 MAX_PER_KEY = 32
-"""Versions that all workers of one key pin at once, however many names they have; without keys, all workers. The workers
-of a run use few versions at a time, and mostly the same."""
+"""Versions that all workers of one key pin at once, however many names they have; without keys, all workers.
+
+The workers of a run use few versions at a time, and mostly the same."""
 
 
 class Pins:
