@@ -209,7 +209,7 @@ def test_workers_of_one_key_pin_a_few_versions_at_once_whatever_their_names_are(
         pins.forget(f"evil.{worker}")
     assert [version for version in range(160) if pins.in_use(key(version))] == [3]
     pins.forget("honest")
-    assert pins._of == pins._owners == pins._by_owner == {}  # pyright: ignore[reportPrivateUsage]
+    assert [*pins._of, *pins._owners, *pins._by_owner] == []  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_doubts_without_end_cost_one_look_at_a_time_and_keep_nobody_waiting(
