@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> Attached:
     """The run's answer, once every trajectory server (and the parameter server, if wanted) is attached to it too.
 
-    Waits for servers that are still to come. ``RunOver`` after the end, ``ConfigError`` when the run does not take this
-    worker.
+    Waits for servers that are still to come, and a bounded time for a name whose owner may have died. ``RunOver`` after
+    the end, ``ConfigError`` when the run does not take this worker.
     """
-    request = msgspec.structs.replace(request, supervised=supervised.is_supervised())
+    request = msgspec.structs.replace(request, slot=request.slot or supervised.slot())
     backoff, attempt = Backoff(0.1, 1.0), 0
     while True:
         try:
@@ -31,7 +31,7 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
         except Refused as refused:
             if refused.is_over:
                 raise RunOver from refused
-            if refused.code in (Code.DENIED, Code.CONFLICT, Code.FENCED):
+            if refused.code in (Code.DENIED, Code.CONFLICT, Code.FENCED, Code.BUSY):
                 raise ConfigError(f"{request.role} worker", request.name, refused.detail) from refused
             raise
         if answer.shards and all(answer.shards) and (answer.parameters or not parameters):

@@ -410,6 +410,8 @@ class Scheduler(Section, frozen=True, kw_only=True):
     """What an acknowledged transition survives: ``kill -9``, or a power failure too (synced before the answer)."""
     map_mb: Mebibytes = 1024
     """Size of its LMDB map; writes are refused at 90 %."""
+    max_workers_per_key: Positive = 4096
+    """Live processes that may attach with one key (without keys: in all). More are refused ``busy``."""
 
 
 class Trajectories(Section, frozen=True, kw_only=True):

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+import msgspec
+
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.wire.messages import Attach, Attached
 from staleflow.runtime import supervised
@@ -96,6 +98,7 @@ async def serve_attached(
 async def _work(
     scheduler: Client, hello: Attach, service: Service, on_attached: Callable[[Attached], None] | None
 ) -> None:
+    hello = msgspec.structs.replace(hello, slot=supervised.slot())
     try:
         attached = await scheduler.ask(hello, Attached, timeout_s=None)
     except Refused as no:

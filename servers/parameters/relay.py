@@ -126,7 +126,7 @@ class RelayService:
         except Refused as no:
             _refuse(call, no)
             return
-        self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version))
+        self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version), call.key)
 
         async def answering() -> None:
             try:

@@ -11,6 +11,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import config_sha
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import Attach
+from staleflow.runtime import supervised
 from staleflow.runtime.address import is_wildcard
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
@@ -113,6 +114,7 @@ async def serve_until(
             config_sha=config_sha(config),
             endpoint=address,
             pid=os.getpid(),
+            slot=supervised.slot(),
         )
         return services[0].hello
 

@@ -128,7 +128,7 @@ class ParameterService:
             case GetManifest() as ask:
                 key = VersionKey(ask.lineage, ask.version)
                 stored = self._catalog.find(key)
-                self._catalog.pins.add(ask.worker, key)  # now: a later Unpin must find it
+                self._catalog.pins.add(ask.worker, key, call.key)  # now: a later Unpin must find it
                 self._later(call, partial(self._manifest, ask, key, stored))
             case GetChunk() as ask:
                 self._later_chunk(call, ask)

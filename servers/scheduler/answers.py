@@ -17,11 +17,12 @@ class Answers:
         """Answer ``call`` once everything up to now is durable."""
         self._held.append((call, reply))
 
-    def refuse(self, call: Call, code: Code, detail: str) -> None:
+    def refuse(self, call: Call, code: Code, detail: str, retry_for_ms: int = 0) -> None:
         """A normal no, in its place among the other answers."""
-        self._held.append(
-            (call, Refusal(code=code, detail=detail, retry_after_ms=RETRY_MS if code is Code.BUSY else 0))
-        )
+        refusal = Refusal(code=code, detail=detail)
+        if code is Code.BUSY:
+            refusal = Refusal(code=code, detail=detail, retry_after_ms=RETRY_MS, retry_for_ms=retry_for_ms)
+        self._held.append((call, refusal))
 
     def release(self) -> None:
         """The commit is done: the answers leave."""

@@ -5,6 +5,7 @@ silent keeps them until they expire.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from staleflow.configs.load import to_json
 from staleflow.configs.schema import Config
@@ -22,11 +23,15 @@ from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.names import name_objection
 from staleflow.servers.scheduler.registry import ROLES, Process, Registry
 from staleflow.servers.scheduler.rejects import Rejects
 
 MOST_TEXT_BYTES = 1_024
 """Of what a process says when it attaches, names aside: it is stored."""
+NAME_TIMEOUT_MS = 15_000
+"""A process waits this long for the name of a live one: a dead one is silent after three heartbeats, or a little later
+where the scheduler itself is late."""
 MOST_WHY_CHARS = 200
 """Of what it says when it leaves: it is traced."""
 
@@ -47,6 +52,7 @@ class Attachments:
     ) -> None:
         self._config = config
         self._config_json = to_json(config)
+        self._stages = frozenset(stages(config))
         self._identity = identity
         self._run_dir = run_dir
         self._interpreter = interpreter
@@ -60,16 +66,15 @@ class Attachments:
         now = self._interpreter.clock.now_ms()
         self._rejects.auth(call.peer, body.role, no[1] if no else "", ok=no is None, now_ms=now)
         if no is not None:
-            self._answers.refuse(call, *no)
+            self._answers.refuse(call, *no, retry_for_ms=NAME_TIMEOUT_MS)
             return
         known = self._registry.get(body.worker)
         if known is None or known.attach != body or not known.alive:
-            self._take_in(body)
-            self._registry.came_with(body.worker, call.key)
+            self._take_in(body, call.key)
         self._answers.hold(call, self._attached())
 
-    def _take_in(self, body: Attach) -> None:
-        older = self._registry.attach(body)
+    def _take_in(self, body: Attach, key: str) -> None:
+        older = self._registry.attach(body, key)
         if older is not None:
             self._leave(older, f"replaced by {body.worker}")
         if body.role not in LOOKING:
@@ -92,41 +97,61 @@ class Attachments:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
         if not (body.name + body.worker).isprintable():  # it is shown on the terminals of others
             return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has characters that do not print"
-        if len((body.endpoint + body.prompts_sha + body.stage).encode()) > MOST_TEXT_BYTES:
+        if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MOST_TEXT_BYTES:
             return Code.MALFORMED, f"what {body.name} says of itself is longer than {MOST_TEXT_BYTES} bytes"
         if (no := self._name_objection(call, body)) is not None:
             return no
         if body.config_sha and body.config_sha != self._identity.config_sha:
             return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
-        if body.role == "trajectories":
-            return self._shard_objection(body)
-        return self._stage_objection(body) if body.role == "stage" else None
+        if body.role == "trajectories" and (no := self._shard_objection(body)) is not None:
+            return no
+        if body.role == "stage" and (no := self._stage_objection(body)) is not None:
+            return no
+        return self._busy(call, body)
 
     def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """Names belong to somebody: to one process, one role, one key while its owner is there, or the supervisor."""
+        """Names belong to a role, and those of a supervisor's processes to the supervisor."""
         if (over := self._registry.over(body.worker)) is not None:
             return Code.FENCED, over
         known = self._registry.get(body.worker)
         if known is not None and known.name != body.name:
             return Code.CONFLICT, f"{body.worker} is attached as {known.name}; a process has one name"
+        for name in (body.name, body.worker):
+            if (no := name_objection(name, body.role, self._stages)) is not None:
+                return Code.DENIED, no
         owner = self._registry.named(body.name)
         if owner is None:
             return None
         if owner.role != body.role:
             return Code.DENIED, f"{body.name} is the name of a process of role {owner.role}"
-        if owner.alive and owner.key not in ("", call.key):
-            return Code.BUSY, f"{body.name} is there, with another key"
-        if owner.heard and owner.attach.supervised and not body.supervised:
+        if owner.heard and owner.attach.slot and not body.slot:
             return (
                 Code.CONFLICT,
                 f"{body.name} belongs to the supervisor of this run, which looks after it: another name",
             )
         return None
 
+    def _busy(self, call: Call, body: Attach) -> tuple[Code, str] | None:
+        """A live process keeps its name from all but its successor in the same slot, and a key has a limited number of
+        them. Either may have died just now: a process that comes back waits until the other is silent."""
+        owner = self._registry.named(body.name)
+        if owner is None or not owner.alive:
+            limit = self._config.scheduler.max_workers_per_key
+            if self._registry.num_alive(call.key, limit) < limit:
+                return None
+            return Code.BUSY, f"{limit} live processes have its key already (scheduler.max_workers_per_key)"
+        if owner.worker == body.worker:
+            return None
+        succeeds = body.slot != "" and body.slot == owner.attach.slot and owner.key in ("", call.key)
+        if succeeds:
+            return None
+        return Code.BUSY, f"the live process {owner.worker} has this name; end it, or use another name"
+
     def _stage_objection(self, body: Attach) -> tuple[Code, str] | None:
-        stage, known = body.stage or REWARD, stages(self._config)
-        if stage not in known:
-            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {", ".join(known)}'
+        stage = body.stage or REWARD
+        if stage not in self._stages:
+            known = ", ".join(stages(self._config))
+            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {known}'
         others = [p for p in self._registry.processes() if p.alive and p.name != body.name]
         critic = next((other for other in others if other.role == "stage" and other.attach.stage == CRITIC), None)
         if stage == CRITIC and critic is not None:
@@ -180,10 +205,11 @@ class Attachments:
         """A message of that process came, with that key; one that was silent is back."""
         process = self._registry.get(worker)
         if process is not None:
-            process.key = key or process.key
             process.seen_ms = now
-            if not process.alive:
-                process.alive = process.heard = True
+            if process.alive:
+                process.key = key or process.key
+            else:
+                self._registry.found(process, key)
                 self._arrive(process.attach, "heard again")
         return process
 
@@ -198,9 +224,20 @@ class Attachments:
         """Nothing was heard of a process for three heartbeats: no new work; its leases run on until they expire."""
         process = self._registry.get(worker)
         if process is not None and process.alive:
-            process.alive = False
+            self._registry.lost(process)
             trace = self._interpreter.trace
             trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
             self._instances.remove(WorkerId(worker))
             if process.role in LOOKING:
                 self._registry.remove(process.worker)
+            self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Discard silent processes beyond the limits, in memory and in the store: their names cost room."""
+        machine = self._interpreter.machine
+
+        def needed(process: Process) -> bool:
+            return process.worker == machine.trainer or bool(machine.leases_of(process.worker))
+
+        for process in self._registry.forget_gone(needed):
+            self._interpreter.with_commit(partial(registry.forget, name=process.name))

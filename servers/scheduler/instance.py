@@ -68,6 +68,7 @@ class Instance:
         "pull",
         "pull_ms",
         "pushed",
+        "reported",
         "stats",
         "stuck",
         "worker",
@@ -88,6 +89,8 @@ class Instance:
         """Weights that it was told to load and has not reported."""
         self.pull_ms = 0
         """When it was told, or may be told again after a failure."""
+        self.reported = (Lineage(0), Version(-1))
+        """Newest weights that it reported as loaded, and that the trace has."""
         self.stuck = False
         """The last order to load weights was not carried out."""
         self.call: Call | None = None

@@ -5,6 +5,8 @@ word and needs not attach anew. Who is silent is gone until it is heard again.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from heapq import nsmallest
 
 import msgspec
 
@@ -16,7 +18,17 @@ from staleflow.runtime.roles import ATTACHES_AS, Role
 from staleflow.runtime.security import LOOKING
 from staleflow.runtime.store import Read, Write
 
+SERVERS = ("trajectories", "parameters")
+"""Roles of which a run has a fixed number of processes."""
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
+MAX_GONE = 1_024
+"""Silent processes that are known at once; the one that fell silent first is forgotten first."""
+MAX_GONE_PER_KEY = 256
+"""The same of one key."""
+FORGET_AFTER_MS = 24 * 3_600_000
+"""A process that is silent for this long is forgotten."""
+RETURN_MS = 600_000
+"""Processes that a scheduler knows from its store count as silent when it has not heard them for this long."""
 MOST_OVER = 4_096
 """So many processes that are over are known; an echo comes sooner than so many are replaced."""
 
@@ -24,7 +36,7 @@ MOST_OVER = 4_096
 class Process:
     """One attached process."""
 
-    __slots__ = ("alive", "attach", "generated", "heard", "key", "seen_ms")
+    __slots__ = ("alive", "attach", "generated", "gone_ms", "heard", "key", "seen_ms")
 
     def __init__(self, attach: Attach, now_ms: int, *, alive: bool) -> None:
         self.attach = attach
@@ -32,6 +44,8 @@ class Process:
         self.heard = alive
         """By this process of the scheduler; silent since, or not."""
         self.seen_ms = now_ms
+        self.gone_ms = now_ms
+        """When it fell silent, if it is."""
         self.key = ""
         """That it came with; empty without keys, and after a restart until it is heard."""
         self.generated: int | None = 0 if alive else None
@@ -59,21 +73,31 @@ class Registry:
         self._parameters = ""
         self._names: dict[str, Process] = {}
         self._workers: dict[WorkerId, Process] = {}
+        self._gone: dict[str, dict[WorkerId, Process]] = {}
+        """Silent processes by key, in order of their silence."""
+        self._unheard_until_ms: float = 0
+        """Until then a process from the store may be alive and just not heard yet."""
         self._over: dict[WorkerId, str] = {}
         """Why those may not come again who were replaced or said goodbye, the newest of them."""
 
     def load(self, txn: Read) -> None:
         """Know again who was attached; nobody counts as alive before it is heard."""
+        self._unheard_until_ms = self._clock.now_ms() + RETURN_MS
         for _, raw in txn.items("workers"):
-            process = Process(msgspec.msgpack.decode(raw, type=Attach), self._clock.now_ms(), alive=False)
-            self._know(process)
+            try:
+                attach = msgspec.msgpack.decode(raw, type=Attach)
+            except msgspec.ValidationError:  # of another protocol, in which that process cannot be heard again
+                continue
+            self._know(Process(attach, self._clock.now_ms(), alive=False))
 
-    def attach(self, attach: Attach) -> Process | None:
-        """Take a process in; the one that it replaces, if there is one."""
+    def attach(self, attach: Attach, key: str = "") -> Process | None:
+        """Take a process in, with the key of its connection; the one that it replaces, if there is one."""
         older = self._names.get(attach.name)
         if older is not None:
             self._workers.pop(older.worker, None)
+            self._is_back(older)
         process = Process(attach, self._clock.now_ms(), alive=True)
+        process.key = key
         if older is not None and older.worker == attach.worker:
             process.generated = older.generated
         self._know(process)
@@ -95,8 +119,66 @@ class Registry:
         process = self._workers.pop(worker, None)
         if process is not None:
             del self._names[process.name]
+            self._is_back(process)
             self._end(process, f"{worker} has said goodbye")
         return process
+
+    def lost(self, process: Process) -> None:
+        """Note that a process is silent."""
+        process.alive = False
+        process.gone_ms = self._clock.now_ms()
+        self._gone.setdefault(process.key, {})[process.worker] = process
+
+    def found(self, process: Process, key: str) -> None:
+        """Note that a silent process is heard again, with that key."""
+        self._is_back(process)
+        process.key = key or process.key
+        process.alive = process.heard = True
+
+    def _is_back(self, process: Process) -> None:
+        gone = self._gone.get(process.key, {})
+        gone.pop(process.worker, None)
+        if not gone:
+            self._gone.pop(process.key, None)
+
+    def num_alive(self, key: str, limit: int) -> int:
+        """Return how many live processes came with ``key``; 0 where they cannot be as many as ``limit``."""
+        if len(self._names) < limit:
+            return 0
+        return sum(process.alive and process.key == key for process in self._names.values())
+
+    def forget_gone(self, needed: Callable[[Process], bool]) -> list[Process]:
+        """Forget the processes that are silent for too long, and those that fell silent first where there are too many.
+
+        A server is kept: a restart of the scheduler must know where it is. So is a process that is ``needed``.
+        """
+        now = self._clock.now_ms()
+        if self._unheard_until_ms and now >= self._unheard_until_ms:
+            self._unheard_until_ms = 0
+            for process in self._names.values():
+                if not process.heard:
+                    self.lost(process)
+        forgotten = list[Process]()
+        for gone in self._gone.values():
+            excess = len(gone) - MAX_GONE_PER_KEY
+            for process in gone.values():
+                if excess <= 0 and now - process.gone_ms < FORGET_AFTER_MS:
+                    break
+                if process.role not in SERVERS and not needed(process):
+                    forgotten.append(process)
+                    excess -= 1
+        self._forget(forgotten)
+        if (excess := sum(map(len, self._gone.values())) - MAX_GONE) > 0:
+            every = [process for gone in self._gone.values() for process in gone.values()]
+            free = [process for process in every if process.role not in SERVERS and not needed(process)]
+            self._forget(more := nsmallest(excess, free, key=lambda process: process.gone_ms))
+            forgotten += more
+        return forgotten
+
+    def _forget(self, processes: list[Process]) -> None:
+        for process in processes:
+            self._is_back(process)
+            del self._workers[process.worker], self._names[process.name]
 
     def _end(self, process: Process, why: str) -> None:
         """An echo of its ``Attach`` would throw its successor out. Who only looked may come again."""
@@ -113,10 +195,6 @@ class Registry:
     def named(self, name: str) -> Process | None:
         """The process of that name, alive or silent."""
         return self._names.get(name)
-
-    def came_with(self, worker: WorkerId, key: str) -> None:
-        """The key of a process, as its connection says."""
-        self._workers[worker].key = key
 
     def over(self, worker: str) -> str | None:
         """Why a process may not come again; None if it may. Its id is not used again, so that this is for good."""

@@ -52,9 +52,20 @@ class Rejects:
         """Who ``peer`` said it was, and whether it was taken in."""
         self._note(Auth(peer=peer, role=role, ok=ok, why=why, count=1), (peer, f"auth {ok}"), now_ms)
 
+    def due(self, peer: str, kind: str, now_ms: int) -> bool:
+        """Return whether a line of that kind, which carries no count, may be written for ``peer`` now."""
+        key = self._key(peer, kind)
+        if now_ms < self._next_ms.get(key, 0):
+            return False
+        self._next_ms[key] = now_ms + PERIOD_MS
+        return True
+
+    def _key(self, peer: str, kind: str) -> tuple[str, str]:
+        key = (peer, kind)
+        return key if key in self._next_ms or len(self._next_ms) < MAX_PEERS else ("", kind)
+
     def _note(self, line: Reject | Auth, key: tuple[str, str], now_ms: int) -> None:
-        if key not in self._next_ms and len(self._next_ms) >= MAX_PEERS:
-            key = ("", key[1])
+        key = self._key(*key)
         waiting = self._waiting.get(key)
         if waiting is not None:
             self._waiting[key] = msgspec.structs.replace(waiting, count=waiting.count + 1)

@@ -5,7 +5,9 @@ deals new work; all of it is committed; only then do answers leave. A long drain
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView
-from staleflow.protocols.consistency.ids import LeaseId, WorkerId
+from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.runtime import trace_events
@@ -34,6 +36,7 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.operations import GroupOperations
 from staleflow.servers.scheduler.phase import Phase
+from staleflow.servers.scheduler.pulls import PullReports
 from staleflow.servers.scheduler.registry import Registry
 from staleflow.servers.scheduler.rejects import Rejects
 from staleflow.servers.scheduler.setbacks import Setbacks
@@ -53,6 +56,8 @@ CLOSE_AFTER_MS = 5_000
 """A finished run closes its trace when nothing is in flight any more, at latest after this."""
 _IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
 """Answered and forgotten once the trace is closed."""
+MAX_LOADED_PER_KEY = 32
+"""Versions that are kept because workers of one key have loaded them, the newest of them."""
 EXPECTED = 16_384
 """Payloads that a shard is asked for at once."""
 _QUESTIONS = (messages.Report, messages.Retention, messages.Inventory, messages.VersionsInUse, messages.Metrics)
@@ -95,6 +100,7 @@ class Service:
         )
         known = (interpreter, self._answers, self._rejects)
         self._attachments = Attachments(config, identity, str(run_dir), *known, self._registry, self._instances)
+        self._pulls = PullReports(*known, self._registry, self._instances)
         self._training = Training(*known, self._status.why, config.trainer.steps)
         self.exposition = Exposition(*seen, self._loads, self.phase, self._training.asked)
         self._describing = Describing(deck, self._registry)
@@ -118,7 +124,7 @@ class Service:
             messages.Attach: self._attachments.attach,
             messages.Detach: self._attachments.detach,
             messages.Report: self._report,
-            messages.Pulled: self._pulled,
+            messages.Pulled: self._pulls.pulled,
             messages.Operations: self._operate,
             messages.Retention: self._retention,
             messages.Inventory: self._inventory,
@@ -157,6 +163,7 @@ class Service:
         listen(effects.Sealed, self._metrics.on_sealed)
         listen(effects.Consumed, self._metrics.on_consumed)
         listen(effects.Published, self._on_published)
+        listen(effects.Published, self._pulls.on_published)
         listen(effects.RolledBack, instances.on_rolled_back)
         listen(effects.RolledBack, self._on_rolled_back)
         for effect in (effects.Released, effects.Dropped, effects.Sealed, effects.Consumed, effects.Unsealed):
@@ -277,6 +284,8 @@ class Service:
         if not self.phase.closed and not self._interpreter.failed:
             self._interpreter.apply(events.Tick())
             self._attachments.present(self.peers(), now)
+            if self._ticks % ROOM_TICKS == 0:
+                self._attachments.forget_gone()
             self._rejects.flush(now)
             if self._finished_ms and (self._idle() or now - self._finished_ms > CLOSE_AFTER_MS):
                 self.close("finished" if not self.phase.error else self.phase.error)
@@ -340,15 +349,6 @@ class Service:
             before, process.generated = process.generated, generated
             self._interpreter.totals.counts.tokens_generated += max(generated - before, 0) if before is not None else 0
 
-    def _pulled(self, call: Call, body: messages.Pulled) -> None:
-        self._interpreter.trace.add(
-            trace_events.Pull(worker=body.worker, lineage=body.lineage, version=body.version, sha=body.sha, ok=body.ok)
-        )
-        instance = self._instances.get(body.worker)
-        if instance is not None and not body.ok:
-            instance.pull_failed(self._clock.now_ms())
-        self._answers.hold(call, Done())
-
     # --- shards and the parameter server ---------------------------------------------------------------------
 
     def _operate(self, call: Call, body: messages.Operations) -> None:
@@ -370,10 +370,14 @@ class Service:
     def _versions_in_use(self, call: Call, _: messages.VersionsInUse) -> None:
         machine = self._interpreter.machine
         used = dict.fromkeys(machine.versions_in_use())
+        claimed = defaultdict[str, set[tuple[Lineage, Version]]](set)
         for instance in self._instances:
+            process = self._registry.get(instance.worker)
             for weights in (instance.loaded(), instance.pull):
                 if weights is not None and machine.survives(*weights) and weights[1] >= 0:
-                    used[weights] = None
+                    claimed["" if process is None else process.key].add(weights)
+        for versions in claimed.values():  # what a worker reports as loaded is its word alone
+            used |= dict.fromkeys(nlargest(MAX_LOADED_PER_KEY, versions))
         self._answers.hold(call, messages.KeepVersions(versions=sorted(used)))
 
     # --- the end ---------------------------------------------------------------------------------------------

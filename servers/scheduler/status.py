@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from heapq import nlargest
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ MANY_PEERS = 64
 """Beyond so many processes most of an answer is used again for a while: building it takes time the ledger needs."""
 FRESH_MS = 1_000
 """So long."""
+MAX_GONE_ROWS = 64
+"""Silent processes in an answer."""
 
 
 class StatusView:
@@ -85,7 +88,7 @@ class StatusView:
             "staleness": self._staleness(),
             "recent": self._interpreter.trace.recent.lines(),
             "instances": self._instance_rows(now, present),
-            "workers": [self._worker_row(process, now, present) for process in self._registry.processes()],
+            **self._workers(now, present),
             "stages": self._stage_rows(),
             "shards": [
                 {"shard": shard, "used_share": share, "full": full}
@@ -191,6 +194,17 @@ class StatusView:
             }
             for node in self._stages
         ]
+
+    def _workers(self, now: int, present: set[str]) -> dict[str, Any]:
+        """Every live process, then those that fell silent last."""
+        every = self._registry.processes()
+        gone = [process for process in every if not process.alive]
+        newest = nlargest(MAX_GONE_ROWS, gone, key=lambda process: process.gone_ms)
+        listed = [*(process for process in every if process.alive), *newest]
+        return {
+            "workers": [self._worker_row(process, now, present) for process in listed],
+            "workers_left_out": len(gone) - len(newest),
+        }
 
     def _worker_row(self, process: Process, now: int, present: set[str]) -> dict[str, Any]:
         return {

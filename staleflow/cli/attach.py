@@ -13,6 +13,8 @@ from staleflow.configs.errors import ConfigError
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
 
+NAME_BYTES = 8
+"""Random bytes of a made-up name: two workers of a run never make up the same one."""
 ONLY = {
     "stage": ("stage", "a stage worker"),
     "nproc": ("train", "the trainer"),
@@ -43,7 +45,11 @@ ONLY = {
     metavar="MB",
     help="The most that a relay asks for, in 10^6 bytes a second. Default: no bound.",
 )
-@click.option("--name", metavar="NAME", help="Default: made up. A known name replaces the process that has it.")
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="Default: made up. A live process keeps its name; that of a silent one is taken over.",
+)
 def command(
     role: str,
     overrides: tuple[str, ...],
@@ -148,4 +154,4 @@ def _attach(role: str, config: "Config", run_dir: Path, name: str, scheduler: st
 
 
 def _made_up(role: str) -> str:
-    return "trainer" if role == "train" else f"{role}-{os.urandom(2).hex()}"
+    return "trainer" if role == "train" else f"{role}-{os.urandom(NAME_BYTES).hex()}"

@@ -46,8 +46,10 @@ def publish(books: Books, e: ev.Publish) -> None:
 
 
 def pull(books: Books, e: ev.Pull) -> None:
-    if e.ok:
-        sha = books.published.get((e.lineage, e.version))
+    sha = books.published.get((e.lineage, e.version))
+    if not e.ok:  # the bytes did not arrive, or were not loaded
+        books.expect(Rule.PULL, sha is not None, f"{e.worker} pulled version {e.version}, which was never published")
+    else:
         books.expect(Rule.PULL, sha == e.sha, f"{e.worker} loaded {e.sha} as version {e.version}, published was {sha}")
 
 

@@ -62,7 +62,7 @@ def nbytes_of(parts: Sequence[Data]) -> int:
 class _Pending:
     """A request that waits for its answer."""
 
-    __slots__ = ("attempt", "deadline_s", "future", "id", "nbytes", "parts", "started_s", "timer", "why")
+    __slots__ = ("attempt", "busy_s", "deadline_s", "future", "id", "nbytes", "parts", "started_s", "timer", "why")
 
     def __init__(self, id: int, parts: list[Data], future: "asyncio.Future[Answer]", started_s: float) -> None:
         self.id = id
@@ -73,7 +73,17 @@ class _Pending:
         self.deadline_s = float("inf")
         self.attempt = 0
         self.timer: asyncio.TimerHandle | None = None
+        self.busy_s: float | None = None
+        """When the server first answered that it is busy for a limited time; None if its last answer had no limit."""
         self.why = ""
+
+    def is_final(self, busy: Refusal, now_s: float) -> bool:
+        """Return whether the limit of that answer has passed since the server first gave it."""
+        if not busy.retry_for_ms:
+            self.busy_s = None
+            return False
+        self.busy_s = now_s if self.busy_s is None else self.busy_s
+        return now_s - self.busy_s >= busy.retry_for_ms / 1_000
 
 
 class Client:
@@ -106,8 +116,8 @@ class Client:
     async def call(self, body: Request, frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0) -> Answer:
         """The answer and its raw frames. Frames are not copied: nobody may change their bytes before the answer.
 
-        ``Refused`` for any no but ``busy``; ``Unavailable`` after ``timeout_s`` (None waits for ever);
-        ``ConfigError`` if the server speaks another protocol.
+        ``Refused`` for any no, for ``busy`` only after the server's own time limit; ``Unavailable`` after ``timeout_s``
+        (None waits for ever); ``ConfigError`` if the server speaks another protocol.
         """
         pending = self._ask(body, frames, timeout_s)
         try:
@@ -224,7 +234,7 @@ class Client:
             return
         if oversize:
             reply = Refusal(code=Code.OVERSIZE, detail=f"the answer of {self.address} exceeds this client's limits")
-        if type(reply) is Refusal and reply.code is Code.BUSY:
+        if type(reply) is Refusal and reply.code is Code.BUSY and not pending.is_final(reply, now):
             pending.why = reply.detail
             base_s = max(reply.retry_after_ms / 1_000, LEAST_BUSY_S)
             self._set_timer(pending, now, Backoff(base_s, max(base_s, self._limits.retry_cap_s)).delay_s(1))

@@ -7,11 +7,13 @@ from pathlib import Path
 
 VARIABLE = "STALEFLOW_SUPERVISED"
 """Environment: a file to be told in. Set in the processes that a supervisor starts, and in those that these start."""
+SLOT_VARIABLE = "STALEFLOW_SLOT"
+"""Environment: a secret of the place that a process fills, kept when the supervisor restarts it."""
 
 
-def is_supervised() -> bool:
-    """Whether a supervisor started this process."""
-    return VARIABLE in os.environ
+def slot() -> str:
+    """Return the secret by which the scheduler knows this process as the successor of another; empty without one."""
+    return os.environ.get(SLOT_VARIABLE, "")
 
 
 def tell_attached() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -69,6 +70,7 @@ class Child:
         self._lifeline = lifeline
         self._output = run_dir / "logs" / f"{role.name}.out"
         self._told = (run_dir / "logs" / f".{role.name}.attached").absolute()
+        self._slot = secrets.token_hex(16)
         self._process: subprocess.Popen[bytes] | None = None
         self._swept = False
         self._started_at = 0.0
@@ -124,6 +126,7 @@ class Child:
             "PYTHONUNBUFFERED": "1",
             VARIABLE: str(self._lifeline.read_fd),
             supervised.VARIABLE: str(self._told),
+            supervised.SLOT_VARIABLE: self._slot,
         }
 
     def plan_restart(self) -> bool:

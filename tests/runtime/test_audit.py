@@ -174,6 +174,16 @@ def an_occupied_group_is_released(lines: list[dict[str, Any]]) -> None:
     )
 
 
+def a_version_is_pulled_that_was_never_published(lines: list[dict[str, Any]], *, ok: bool = True) -> None:
+    pull = {"ev": "pull", "worker": "w", "lineage": 0, "version": 10**6, "sha": "f" * 64 if ok else "", "ok": ok}
+    where = first(lines, "seal")
+    lines.insert(where + 1, lines[where] | pull)
+
+
+def a_version_is_not_pulled_that_was_never_published(lines: list[dict[str, Any]]) -> None:
+    a_version_is_pulled_that_was_never_published(lines, ok=False)
+
+
 FORGERIES = [
     (a_stale_lease_pushes, Rule.I4),
     (a_group_is_sealed_twice, Rule.I3),
@@ -182,6 +192,8 @@ FORGERIES = [
     (a_version_is_skipped, Rule.I5),
     (a_seal_comes_late, Rule.PROGRESS),
     (an_occupied_group_is_released, Rule.MOVE),
+    (a_version_is_pulled_that_was_never_published, Rule.PULL),
+    (a_version_is_not_pulled_that_was_never_published, Rule.PULL),
 ]
 
 

@@ -17,7 +17,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import ProtocolError, encode_reply
-from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Pong, Status
+from staleflow.protocols.wire.messages import PROTOCOL, Done, GetStatus, Pong, Refusal, Status
 from staleflow.runtime.client import BlockingClient, Client, worker_id
 from staleflow.runtime.endpoint import Call, Endpoint
 from staleflow.runtime.errors import Refused, Unavailable
@@ -74,6 +74,20 @@ async def test_a_busy_server_is_asked_again_with_the_same_id(network: "Network",
     network.endpoint(ipc, busy_twice)
     assert (await network.client(ipc).call(GetStatus()))[0] == Done()
     assert ids == [1, 1, 1]
+
+
+async def test_a_server_that_is_busy_for_a_limited_time_refuses_after_it(network: "Network", ipc: str) -> None:
+    asked: list[float] = []
+
+    def busy(call: Call) -> None:
+        asked.append(time.monotonic())
+        limit_ms = 300 if len(asked) > 2 else 0
+        call.reply(Refusal(code=Code.BUSY, detail="taken", retry_after_ms=20, retry_for_ms=limit_ms))
+
+    network.endpoint(ipc, busy)
+    with pytest.raises(Refused, match="busy: taken"):
+        await network.client(ipc).ask(GetStatus(), Status, timeout_s=30)
+    assert asked[-1] - asked[2] >= 0.3, "the limit counts from the first answer that has one"
 
 
 async def test_a_server_that_stays_busy_is_unavailable_and_says_why(network: "Network", ipc: str) -> None:

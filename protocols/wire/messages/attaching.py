@@ -5,7 +5,7 @@ from staleflow.protocols.wire.messages.base import Count, Message
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """A process joins the run. Attaching again under a known ``name`` replaces the older process. -> Attached"""
+    """A process joins the run. It takes its ``name`` from a silent process, or one of the same ``slot``. -> Attached"""
 
     worker: WorkerId
     name: str
@@ -26,8 +26,9 @@ class Attach(Message, frozen=True, kw_only=True):
     pid: int = 0
     stage: str = ""
     """Stage workers: which stage; empty for the reward."""
-    supervised: bool = False
-    """The run's supervisor started it, and starts it again: only another one of its processes may take its name."""
+    slot: str = ""
+    """A secret of the supervisor that started it, the same for each process that it starts in this place: each may
+    take the name at once. Empty without a supervisor."""
 
 
 class Attached(Message, frozen=True, kw_only=True):

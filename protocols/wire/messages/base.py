@@ -6,7 +6,7 @@ import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
 
 Sha = Annotated[str, msgspec.Meta(max_length=64)]
@@ -46,6 +46,8 @@ class Refusal(Message, frozen=True, kw_only=True):
     code: Code
     detail: str = ""
     retry_after_ms: int = 0
+    retry_for_ms: int = 0
+    """After this long of the same answer, ``busy`` is final; 0: it may be tried again without end."""
 
 
 class Done(Message, frozen=True, kw_only=True):

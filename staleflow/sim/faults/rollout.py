@@ -98,7 +98,7 @@ class RolloutWorker:
 
     async def run(self) -> None:
         """Work until the run drains; an error ends it."""
-        hello = Attach(worker=self.me, name=self._name, role="rollout", capacity=self._capacity)
+        hello = Attach(worker=self.me, name=self._name, role="rollout", capacity=self._capacity, slot=self._name)
         await attach(self._scheduler, hello, parameters=True)
         for pusher in self._pushers:
             self._spawn(pusher.run())

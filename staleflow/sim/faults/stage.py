@@ -56,7 +56,7 @@ async def run_stage(scene: Scene, process: Process, name: str, stage: str) -> No
     """One worker of a stage, until its process ends."""
     me, transport = worker_id(name), scene.network.transport(process)
     scheduler = Client(scene.where.scheduler, worker=me, transport=transport)
-    await attach(scheduler, Attach(worker=me, name=name, role="stage", stage=stage))
+    await attach(scheduler, Attach(worker=me, name=name, role="stage", stage=stage, slot=name))
     shards = [Client(address, worker=me, transport=transport) for address in scene.where.trajectories]
     worker = StageWorker(worker=me, name=stage, stage=CheckedStage(scene, stage), max_groups=MOST_GROUPS)
     await worker.serve(shards)

@@ -85,7 +85,9 @@ class Trainer:
 
     async def run(self) -> None:
         """Train until the run has had enough, or another trainer has taken over."""
-        await attach(self._scheduler, Attach(worker=self.me, name=self._name, role="trainer"), parameters=True)
+        await attach(
+            self._scheduler, Attach(worker=self.me, name=self._name, role="trainer", slot=self._name), parameters=True
+        )
         try:
             await self._train(await self._join())
         except Refused as no:

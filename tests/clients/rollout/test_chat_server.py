@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from staleflow.clients.rollout import chat_server
 from staleflow.clients.rollout.chat_calls import ChatRefused
 from staleflow.clients.rollout.chat_server import CHUNK, ChatServer
 from tests.clients.rollout.waiting import until
@@ -150,3 +151,107 @@ async def test_a_client_that_goes_away_ends_its_call() -> None:
         await asyncio.wait_for(began.wait(), 10)
         writer.close()
         await until(ended.is_set)
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(server: ChatServer) -> AsyncGenerator[Stream]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.base_url.split(":")[2].split("/")[0]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def head(key: str, nbytes: int) -> bytes:
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {nbytes}\r\n\r\n"
+    ).encode()
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """Everything up to the end of the connection, which must come."""
+    return await asyncio.wait_for(reader.read(), 30)
+
+
+async def test_a_stranger_is_refused_before_its_body_is_read() -> None:
+    async with serving() as server, connected(server) as (reader, writer):
+        writer.write(head("nothing", chat_server.MAX_BODY_BYTES))
+        assert (await rest(reader)).startswith(b"HTTP/1.1 401")
+        with suppress(ConnectionError):
+            for _ in range(64):
+                writer.write(b"x" * (1 << 20))
+                await writer.drain()
+        await until(lambda: not server._connections)  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_strangers_are_limited_in_number_and_keep_no_episode_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "MAX_STRANGERS", 2)
+    async with serving() as server, connected(server) as (mine, to_mine):
+        key = server.open(echo)
+        to_mine.write(head(key, 2) + b"{}")
+        assert b"200" in await mine.readuntil(b"}}")
+        async with connected(server) as (first, _), connected(server), connected(server):
+            assert await rest(first) == b"", "the oldest goes"
+            assert len(server._connections) <= 3  # pyright: ignore[reportPrivateUsage]
+            to_mine.write(head(key, 2) + b"{}")
+            assert b"200" in await asyncio.wait_for(mine.readuntil(b"}}"), 30)
+            assert (await ask(server, "/completions", key, b"{}"))[0] == 200
+
+
+async def test_a_stranger_has_little_time_for_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "HEADER_TIMEOUT_S", 0.2)
+    async with serving() as server:
+        for begun in (b"", b"POST /v1/completions HTTP/1.1\r\n"):
+            async with connected(server) as (reader, writer):
+                writer.write(begun)
+                assert await rest(reader) == b""
+
+
+async def test_an_episode_that_sends_nothing_more_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "IDLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(chat_server, "BODY_TIMEOUT_S", 0.2)
+    async with serving() as server:
+        key = server.open(echo)
+        async with connected(server) as (reader, writer):
+            writer.write(head(key, 2) + b"{}")
+            assert (await rest(reader)).startswith(b"HTTP/1.1 200")
+        async with connected(server) as (reader, writer):
+            writer.write(head(key, 2) + b"{")
+            assert (await rest(reader)).startswith(b"HTTP/1.1 408")
+
+
+async def test_bodies_of_all_calls_together_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "MAX_BODIES_BYTES", 100)
+    async with serving() as server:
+        go = asyncio.Event()
+
+        async def wait(route: str, body: object) -> dict[str, Any]:
+            await go.wait()
+            return {}
+
+        slow, key = server.open(wait), server.open(echo)
+        async with connected(server) as (reader, writer):
+            writer.write(head(slow, 80) + b"{}".ljust(80))
+            await until(lambda: server._bodies_bytes == 80)  # pyright: ignore[reportPrivateUsage]
+            status, body = await ask(server, "/completions", key, b"{}".ljust(30))
+            assert (status, body["error"]["code"]) == (503, "busy")
+            assert (await ask(server, "/completions", key, b"{}"))[0] == 200
+            go.set()
+            assert b"200" in await asyncio.wait_for(reader.readuntil(b"{}"), 30)
+        assert (await ask(server, "/completions", key, b"{}".ljust(30)))[0] == 200
+        assert server._bodies_bytes == 0  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_connections_of_episodes_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server, "MAX_CONNECTIONS", 1)
+    async with serving() as server, connected(server) as (mine, to_mine):
+        key = server.open(echo)
+        to_mine.write(head(key, 2) + b"{}")
+        assert b"200" in await mine.readuntil(b"}}")
+        status, body = await ask(server, "/completions", key, b"{}")
+        assert (status, body["error"]["code"]) == (503, "busy")
+        to_mine.write(head(key, 2) + b"{}")
+        assert b"200" in await asyncio.wait_for(mine.readuntil(b"}}"), 30)

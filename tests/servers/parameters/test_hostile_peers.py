@@ -23,7 +23,7 @@ from staleflow.runtime.limits import TransportLimits
 from staleflow.servers import attached
 from staleflow.servers.parameters import relay_sources, tree, turns, versions
 from staleflow.servers.parameters.deltas import Deltas
-from staleflow.servers.parameters.pins import MOST_OF_ONE, Pins
+from staleflow.servers.parameters.pins import MAX_PER_KEY, MOST_OF_ONE, Pins
 from staleflow.servers.parameters.relay import RelayService
 from staleflow.servers.parameters.relay_arrivals import Arrivals
 from staleflow.servers.parameters.service import ParameterService
@@ -195,6 +195,21 @@ def test_one_worker_pins_a_few_versions_at_once_and_the_oldest_goes_first() -> N
     pins.add("greedy", key(10_000 - MOST_OF_ONE))  # asked for again: the one before it is the oldest now
     pins.add("greedy", key(20_000))
     assert pins.of(key(10_000 - MOST_OF_ONE)) == ["greedy"]
+
+
+def test_workers_of_one_key_pin_a_few_versions_at_once_whatever_their_names_are() -> None:
+    pins = Pins()
+    pins.add("honest", key(3), "rollout/honest")
+    for version in range(160):
+        pins.add(f"evil.{version // 16}", key(version), "rollout/box")
+    assert [version for version in range(160) if pins.in_use(key(version))] == [3, *range(160 - MAX_PER_KEY, 160)]
+    assert pins.of(key(3)) == ["honest"]
+    pins.add("evil.0", key(3), "rollout/box")
+    for worker in range(10):
+        pins.forget(f"evil.{worker}")
+    assert [version for version in range(160) if pins.in_use(key(version))] == [3]
+    pins.forget("honest")
+    assert [*pins._of, *pins._owners, *pins._by_owner] == []  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_doubts_without_end_cost_one_look_at_a_time_and_keep_nobody_waiting(

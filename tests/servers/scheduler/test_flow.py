@@ -371,14 +371,14 @@ async def test_a_step_long_gone_is_not_waited_for(world: World) -> None:
 async def test_the_name_of_a_supervised_process_goes_only_to_another_one_of_the_supervisor(world: World) -> None:
     """A person who attaches under it would end the run: the supervised one is told to leave, and is started again."""
     await Cast(world).enter()
-    supervised = Someone(world, "rollout-7", "rollout", capacity=1, supervised=True)
+    supervised = Someone(world, "rollout-7", "rollout", capacity=1)
     await supervised.attach()
-    by_hand = Someone(world, "rollout-7", "rollout", capacity=1)
+    by_hand = Someone(world, "rollout-7", "rollout", capacity=1, slot="")
     with pytest.raises(Refused, match=r"rollout-7 belongs to the supervisor of this run, .* another name") as refused:
         await by_hand.attach()
     assert refused.value.code is Code.CONFLICT
     await supervised.attach()  # it is still the one
-    again = Someone(world, "rollout-7", "rollout", capacity=1, supervised=True)
+    again = Someone(world, "rollout-7", "rollout", capacity=1)
     await again.attach()
     await again.client.ask(Detach(worker=again.worker, why="goodbye"), Done)
     await by_hand.attach()
@@ -386,10 +386,12 @@ async def test_the_name_of_a_supervised_process_goes_only_to_another_one_of_the_
 
 async def test_a_name_that_no_supervisor_looks_after_goes_to_whoever_comes(world: World) -> None:
     await Cast(world).enter()
-    supervised = Someone(world, "rollout-7", "rollout", capacity=1, supervised=True)
+    supervised = Someone(world, "rollout-7", "rollout", capacity=1)
     await supervised.attach()
     supervised.client.close()
     world.kill()
     world.start()
-    await Someone(world, "rollout-7", "rollout", capacity=1).attach()  # nobody has heard the supervised one since
-    await Someone(world, "rollout-7", "rollout", capacity=1).attach()
+    by_hand = Someone(world, "rollout-7", "rollout", capacity=1, slot="")
+    await by_hand.attach()  # the supervised one was not heard since
+    by_hand.client.close()
+    await Someone(world, "rollout-7", "rollout", capacity=1, slot="").attach()

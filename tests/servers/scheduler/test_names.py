@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from staleflow.cli.attach import _made_up  # pyright: ignore[reportPrivateUsage]
 from staleflow.cli.main import main
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
@@ -24,10 +25,12 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.drained import end_context
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import client_sockets, server_sockets
 from staleflow.servers.scheduler import registry
 from staleflow.servers.scheduler.main import open_store, serve_until
+from staleflow.servers.scheduler.names import name_objection
 from tests.servers.running import config_of
 from tests.servers.scheduler.asked import Asked
 
@@ -61,10 +64,86 @@ def test_a_name_belongs_to_its_key_while_its_owner_is_there(tmp_path: Path) -> N
     other = ("evil", "name-of-a", "rollout", Role.ROLLOUT)
     assert refused(run.attach(*other, key="key-of-evil", capacity=4)) is Code.BUSY
     assert run.leases("a") == held
+    run.service.on_gone("a")
     assert isinstance(run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), Attached)
     run.service.on_gone("a.again")
     assert isinstance(run.attach(*other, key="key-of-evil", capacity=4), Attached)
     run.stop()
+
+
+def test_a_live_process_keeps_its_name(tmp_path: Path) -> None:
+    """The same key is no proof: several workers may share one."""
+    run = Asked(tmp_path)
+    run.cast("a")
+    held = run.leases("a")
+    again = ("a.again", "name-of-a", "rollout", Role.ROLLOUT)
+    for slot in ("", "made up"):
+        answer = run.attach(*again, key="key-of-a", capacity=4, slot=slot)
+        assert isinstance(answer, Refusal)
+        assert answer.code is Code.BUSY
+        assert answer.detail == "the live process a has this name; end it, or use another name"
+        assert answer.retry_for_ms > TransportLimits().silence_s * 1_000, "long enough for a dead one to be silent"
+    assert run.leases("a") == held
+    run.service.on_gone("a")
+    assert isinstance(run.attach(*again, key="key-of-a", capacity=4), Attached)
+    run.stop()
+
+
+def test_a_successor_in_the_same_slot_has_the_name_at_once(tmp_path: Path) -> None:
+    run = Asked(tmp_path)
+    run.cast()
+
+    def attach(worker: str, slot: str, key: str = "box") -> object:
+        return run.attach(worker, "rollout-0", "rollout", Role.ROLLOUT, key=key, capacity=1, slot=slot)
+
+    assert isinstance(attach("a", "secret"), Attached)
+    assert refused(attach("b", "other")) is Code.BUSY
+    assert refused(attach("x", "secret", key="of another")) is Code.BUSY
+    assert isinstance(attach("b", "secret"), Attached)
+    run.stop()
+    run.start()
+    assert isinstance(run.report("b"), Refusal | Commands | None)  # heard again: alive
+    assert refused(attach("c", "other", key="rollout")) is Code.BUSY
+    assert isinstance(attach("c", "secret", key="rollout"), Attached)
+    run.stop()
+
+
+@pytest.mark.parametrize(
+    "name", ["trainer", "trainer-1", "trajectories-0", "parameters", "relay-0", "scheduler", "reward-7"]
+)
+def test_a_rollout_key_never_has_the_name_of_another_role(tmp_path: Path, name: str) -> None:
+    """Not while it is free either: its owner may have left for a moment, or is yet to come."""
+    run = Asked(tmp_path)
+    for _ in range(2):
+        answer = run.attach("evil.1", name, "rollout", Role.ROLLOUT, key="box", capacity=1)
+        assert isinstance(answer, Refusal)
+        assert answer.code is Code.DENIED
+        assert answer.detail.startswith(f'name is "{name}", which is reserved for ')
+        assert refused(run.attach(f"{name}.ab12", "mine", "rollout", Role.ROLLOUT, key="box")) is Code.DENIED
+        run.stop()
+        run.start()
+    run.stop()
+
+
+def test_each_role_has_the_names_that_begin_with_its_word() -> None:
+    stages = ("reward", "judge")
+    own = {
+        "rollout-0-1": "rollout",
+        "judge-3": "stage",
+        "trainer-1": "trainer",
+        "relay-0": "relay",
+        "admin.ab": "monitor",
+    }
+    for name, role in own.items():
+        assert name_objection(name, role, stages) is None
+        assert name_objection(name, "trajectories", stages) is not None
+    for name in ("gpu-box-7", "trainers-box", "critic-0", "rolloutx", "日本"):
+        assert name_objection(name, "rollout", stages) is None, "no word of a role or of a stage of this run"
+
+
+def test_a_made_up_name_is_never_made_up_twice() -> None:
+    assert len({_made_up("rollout") for _ in range(10_000)}) == 10_000
+    assert len(_made_up("rollout").removeprefix("rollout-")) * 4 >= 64
 
 
 def test_an_echo_of_attach_does_not_throw_the_successor_out(tmp_path: Path) -> None:
@@ -75,6 +154,7 @@ def test_an_echo_of_attach_does_not_throw_the_successor_out(tmp_path: Path) -> N
     def attach(worker: str, name: str, role: str, key_role: Role, key: str) -> object:
         return run.attach(worker, name, role, key_role, key=key, capacity=4)
 
+    run.service.on_gone("a")
     assert isinstance(attach(*second), Attached)
     late = attach(*first)
     assert late == Refusal(code=Code.FENCED, detail="a newer process has taken the name of a")
@@ -90,6 +170,7 @@ def test_an_echo_of_attach_does_not_bring_a_server_back_to_where_it_was(tmp_path
     def attach(worker: str, endpoint: str) -> object:
         return run.attach(worker, "trajectories-0", "trajectories", Role.SERVER, endpoint=endpoint, rows=1000)
 
+    run.service.on_gone("shard.1")
     answer = attach("shard.2", "ipc:///new")
     assert refused(attach("shard.1", "ipc:///s")) is Code.FENCED
     assert isinstance(answer, Attached)
@@ -115,8 +196,10 @@ def test_those_that_are_over_are_not_known_for_ever(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(registry, "MOST_OVER", 2)
     run = Asked(tmp_path)
     for number in range(5):
-        run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1)
-    late = [refused(run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1)) for number in (3, 2, 4, 1)]
+        run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1, slot="w")
+    late = [
+        refused(run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1, slot="w")) for number in (3, 2, 4, 1)
+    ]
     assert late == [Code.FENCED, Code.FENCED, None, None]
     run.stop()
 

@@ -170,6 +170,7 @@ class Someone:
     def __init__(self, world: World, name: str, role: str, **attach: Any) -> None:
         self.worker = worker_id(name)
         self.client = world.client(self.worker)
+        attach.setdefault("slot", name)  # as of one supervisor: the next of the same name succeeds it at once
         self._attach = Attach(worker=self.worker, name=name, role=role, pid=os.getpid(), **attach)
 
     async def attach(self) -> Attached:
