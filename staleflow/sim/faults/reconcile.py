@@ -75,7 +75,7 @@ class Told:
     dropped_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     """By (group, lease): when what was pushed was dropped."""
     kept: int = 0
-    """The version of the newest checkpoint: consumed payload of later steps stays."""
+    """The version of the oldest checkpoint that is kept: consumed payload of later steps stays."""
     end_s: float = 0.0
 
     @classmethod
