@@ -167,7 +167,7 @@ class Checkpoints:
         """``DamagedCheckpoint`` unless it is one of this run."""
         try:
             head = msgspec.json.decode((path / HEAD).read_bytes(), type=Head)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{HEAD}: {error}") from error
         if head.schema != SCHEMA:
             raise DamagedCheckpoint(f"schema is {head.schema}; it must be {SCHEMA}")

@@ -82,6 +82,8 @@ def test_a_write_that_fails_leaves_the_older_ones_as_they_were(tmp_path: Path) -
         ("weights", b"w" * 10, "weights is not what was written"),
         ("weights", None, "weights is missing"),
         ("checkpoint.json", b"{", "checkpoint.json"),
+        ("checkpoint.json", b'{"run": "\xff"}', "checkpoint.json"),
+        ("checkpoint.json", b"[" * 100_000, "checkpoint.json"),
         ("checkpoint.json", None, "checkpoint.json"),
     ],
 )
