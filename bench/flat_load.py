@@ -20,8 +20,8 @@ from staleflow.protocols.wire.messages import (
     Attach,
     Attached,
     Batch,
+    CheckpointRegistered,
     Commands,
-    Done,
     FetchGroups,
     FinishStage,
     Groups,
@@ -178,7 +178,7 @@ class Load:
             )
             if version % CHECKPOINT_EVERY == 0:
                 kept = RegisterCheckpoint(trainer_term=term, lineage=lineage, version=version)
-                await scheduler.ask(kept, Done, timeout_s=None)
+                await scheduler.ask(kept, CheckpointRegistered, timeout_s=None)
             self.trained += len(groups.groups) * GROUP_SIZE
             self._on_step(self.trained)
 

@@ -45,8 +45,8 @@ from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
     Attached,
+    CheckpointRegistered,
     Commands,
-    Done,
     InstanceStats,
     Join,
     Joined,
@@ -306,7 +306,7 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
         await parameters.ask(told, Registered, timeout_s=None)
         if version % CHECKPOINT_EVERY == 0:
             kept = RegisterCheckpoint(trainer_term=term, lineage=Lineage(0), version=Version(version))
-            await scheduler.ask(kept, Done, timeout_s=None)
+            await scheduler.ask(kept, CheckpointRegistered, timeout_s=None)
 
     await register(0, None)
     if shape.step_s:

@@ -385,9 +385,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     grad_clip: PositiveFloat = 1.0
     """Largest L2 norm of the gradient."""
     checkpoint_every: Positive = 20
-    """Steps between checkpoints; consumed payload is kept that long. Sooner when a trajectory server is half full."""
+    """Steps between checkpoints. Sooner when a trajectory server is half full."""
     keep_checkpoints: Positive = 2
-    """Newest checkpoints kept; older ones are deleted once a newer one is whole."""
+    """Newest checkpoints kept, version 0 being the first. Where the newest is damaged, the run resumes from the one
+    before. Costs the disk of so many, and that of the payload of `keep_checkpoints` times `checkpoint_every` steps.
+    1: no fallback."""
     eval_every: NonNegative = 0
     """Steps between evaluations on the held-out prompts; 0: at the start and at the end only."""
     eval_prompts: NonNegative = 256

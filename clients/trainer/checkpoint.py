@@ -13,6 +13,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 SCHEMA = 1
 HEAD = "checkpoint.json"
 _PART = ".part"
+_DAMAGED = ".damaged"
 _CHUNK = 1 << 20
 
 
@@ -62,6 +64,14 @@ class DamagedCheckpoint(Exception):
     """A directory that is no complete checkpoint; the text says what is wrong with it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A damaged checkpoint, what is wrong with it, and where it lies."""
+
+    path: Path
+    why: str
+
+
 class Overtaken(Exception):
     """A trainer of a later lineage has saved this version; the text names where."""
 
@@ -72,7 +82,9 @@ class Checkpoints:
     def __init__(self, folder: Path, *, run: str, keep: int) -> None:
         self.folder = folder
         self._run = run
-        self._keep = keep
+        self.keep = keep
+        self.damaged: list[Damage] = []
+        """The checkpoints that ``newest`` found damaged, the newest first."""
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint with the files that ``write`` puts into the directory it is given; it is durable then.
@@ -88,28 +100,50 @@ class Checkpoints:
         self._replace(part, final, state.lineage)
         return final
 
-    def tidy(self, state: TrainerState) -> None:
-        """The run has taken the checkpoint of ``state``: the oldest go, and what fenced trainers left beyond it."""
-        for path in [path for path in self._paths() if int(path.name) <= state.version][self._keep :]:
-            shutil.rmtree(path, ignore_errors=True)
+    def tidy(self, state: TrainerState, oldest: Version) -> None:
+        """Delete the oldest checkpoints, and those of fenced trainers after ``state``, which the run has registered.
+
+        The run can still go back to ``oldest``: that one stays, however many lie after it.
+        """
+        for path in [path for path in self.paths() if int(path.name) <= state.version][self.keep :]:
+            if int(path.name) < oldest:
+                shutil.rmtree(path, ignore_errors=True)
         self.drop_after(state)
 
     def newest(self) -> Iterator[tuple[Path, TrainerState]]:
-        """Complete checkpoints of this run, the newest first; a damaged one is named in the log and left out."""
-        for path in self._paths():
+        """Complete checkpoints of this run, the newest first; damaged ones are left out and put into ``damaged``."""
+        self.damaged.clear()
+        for path in self.paths():
             try:
                 yield path, self.read(path)
             except DamagedCheckpoint as damage:
-                log.error("checkpoint %s is not used: %s", path, damage)
+                self.damaged.append(Damage(path, str(damage)))
+
+    def set_aside(self, state: TrainerState) -> list[Damage]:
+        """Rename the damaged checkpoints, which no reader looks at then; a person decides what becomes of them.
+
+        A later lineage than that of ``state`` may have replaced one meanwhile: that one stays.
+        """
+
+        def older(found: TrainerState | None) -> bool:
+            return found is None or found.lineage <= state.lineage
+
+        renamed: list[Damage] = []
+        for damage in self.damaged:
+            aside = damage.path.with_name(f"{damage.path.name}.{secrets.token_hex(4)}{_DAMAGED}")
+            if self._taken(damage.path, aside, older) is not None:
+                renamed.append(Damage(aside, damage.why))
+        self.damaged.clear()
+        return renamed
+
+    def newest_model(self) -> Path | None:
+        """The newest directory whose model is what was written, whatever happened to the other files there."""
+        return next((path for path in self.paths() if self._holds_model(path)), None)
 
     def read(self, path: Path) -> TrainerState:
         """The scalars of a checkpoint, after every file of it was checked. ``DamagedCheckpoint`` says what is wrong."""
         head = self._head(path)
-        for name, stored in head.files.items():
-            if not (path / name).is_file():
-                raise DamagedCheckpoint(f"{name} is missing")
-            if _stored(path / name) != stored:
-                raise DamagedCheckpoint(f"{name} is not what was written")
+        _check(path, head.files)
         return head.state
 
     def drop_after(self, state: TrainerState, refused: Collection[TrainerState] = ()) -> None:
@@ -119,8 +153,9 @@ class Checkpoints:
         def gone(found: TrainerState | None) -> bool:
             return found is None or found.lineage < state.lineage or found in refused
 
-        for path in self._paths():
-            if int(path.name) > state.version and (aside := self._taken(path, state.lineage, gone)) is not None:
+        for path in self.paths():
+            aside = self._unnamed(Version(int(path.name)), state.lineage)
+            if int(path.name) > state.version and self._taken(path, aside, gone) is not None:
                 log.warning("checkpoint %s belongs to a history that is gone: removed", path)
                 shutil.rmtree(aside, ignore_errors=True)
         for path in self.folder.glob(f"*{_PART}"):
@@ -132,13 +167,21 @@ class Checkpoints:
         """``DamagedCheckpoint`` unless it is one of this run."""
         try:
             head = msgspec.json.decode((path / HEAD).read_bytes(), type=Head)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{HEAD}: {error}") from error
         if head.schema != SCHEMA:
             raise DamagedCheckpoint(f"schema is {head.schema}; it must be {SCHEMA}")
         if head.run != self._run:
             raise DamagedCheckpoint(f"it belongs to run {head.run}, not to {self._run}")
         return head
+
+    def _holds_model(self, path: Path) -> bool:
+        try:
+            files = self._head(path).files
+            _check(path, {name: stored for name, stored in files.items() if _is_model(name)})
+        except DamagedCheckpoint:
+            return False
+        return "config.json" in files
 
     def _found(self, path: Path) -> TrainerState | None:
         """Who wrote it, as far as that can be read."""
@@ -151,7 +194,8 @@ class Checkpoints:
         """A name that no reader looks at, and nobody else has."""
         return self.folder / f"{version}.{lineage}.{secrets.token_hex(4)}{_PART}"
 
-    def _paths(self) -> list[Path]:
+    def paths(self) -> list[Path]:
+        """The directories that have the name of a checkpoint, the newest first."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if path.name.isdecimal() and path.is_dir()]
@@ -159,7 +203,8 @@ class Checkpoints:
 
     def _replace(self, part: Path, final: Path, lineage: Lineage) -> None:
         """A directory cannot be renamed over another one: what a fenced trainer left there steps aside first."""
-        aside = self._taken(final, lineage, lambda found: found is None or found.lineage <= lineage)
+        unnamed = self._unnamed(Version(int(final.name)), lineage)
+        aside = self._taken(final, unnamed, lambda found: found is None or found.lineage <= lineage)
         try:
             part.rename(final)
         except OSError as error:
@@ -172,11 +217,10 @@ class Checkpoints:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _taken(self, path: Path, lineage: Lineage, gone: Callable[[TrainerState | None], bool]) -> Path | None:
-        """Where what lay at ``path`` is now, if it was ``gone``; None if it was not, or there was nothing."""
+    def _taken(self, path: Path, aside: Path, gone: Callable[[TrainerState | None], bool]) -> Path | None:
+        """Rename ``path`` to ``aside`` if it was ``gone``, and return that; None if it was not, or does not exist."""
         if not path.exists() or not gone(self._found(path)):
             return None
-        aside = self._unnamed(Version(int(path.name)), lineage)
         try:
             path.rename(aside)
         except FileNotFoundError:
@@ -185,6 +229,23 @@ class Checkpoints:
             return aside
         aside.rename(path)  # a successor had put it there between the two lines
         return None
+
+
+def _check(folder: Path, files: dict[str, StoredFile]) -> None:
+    for name, stored in files.items():
+        try:
+            found = _stored(folder / name)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{name} is missing") from None
+        except OSError as error:  # a block of the disk that cannot be read
+            raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from error
+        if found != stored:
+            raise DamagedCheckpoint(f"{name} is not what was written")
+
+
+def _is_model(name: str) -> bool:
+    """Whether ``from_pretrained`` reads this file; the other tensors are an optimizer's, or random states."""
+    return name.startswith("model") or not name.endswith(".safetensors")
 
 
 def _names(folder: Path) -> list[str]:

@@ -36,6 +36,7 @@ from staleflow.protocols.wire.messages import (
     Attach,
     Attached,
     Batch,
+    CheckpointRegistered,
     Detach,
     Done,
     Finished,
@@ -162,8 +163,12 @@ class TrainerClient:
         self._publish(weights, self._new_lineage, Version(0), None)
 
     def holds(self, weights: Mapping[str, Any] | Published) -> None:
-        """These are the weights of the version joined with: published again should the server's copy be damaged."""
+        """These are the weights of the version joined with: published again if the parameter server lacks them.
+
+        It deletes the versions of all checkpoints but the newest; rollout waits for the one of an older checkpoint.
+        """
         self._held = weights, None
+        self._mend()
 
     def batches(self, steps: int) -> Generator[TrainBatch]:
         """The batch of every step up to ``steps``, one fetched ahead; each must be committed before the next.
@@ -297,10 +302,15 @@ class TrainerClient:
         self._current = None
         return self.version
 
-    def checkpointed(self, lineage: Lineage, version: Version) -> bool:
-        """Tell the run that this trainer can come back at a version; if it heard, what only older ones need may go."""
-        request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version)
-        return self._say(self._scheduler.ask(request, Done, timeout_s=None))
+    def checkpointed(self, lineage: Lineage, version: Version, *, keep: int = 1) -> Version | None:
+        """Register a checkpoint: this trainer can come back at it, and at the ``keep`` - 1 registered before it.
+
+        Returns the oldest version that the run keeps payload for; checkpoints before it may be deleted. None when the
+        scheduler did not acknowledge: then delete nothing.
+        """
+        request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version, keep=keep)
+        registered = self._say(self._scheduler.ask(request, CheckpointRegistered, timeout_s=None))
+        return None if registered is None else registered.oldest
 
     def crowded(self) -> bool:
         """Whether a trajectory server is so full that pushes may soon be refused; False if one does not say."""
@@ -376,14 +386,13 @@ class TrainerClient:
     def _not_in_time(self) -> Exception:
         return Unavailable("the parameter server", COMMIT_GRACE_S, "asked to end while a version was being published")
 
-    def _say(self, call: Coroutine[Any, Any, Done]) -> bool:
-        """Something whose loss costs nobody but the reader of a log. Says whether it was heard."""
+    def _say(self, call: Coroutine[Any, Any, T]) -> T | None:
+        """Send something whose loss costs only the reader of a log. None when it was not acknowledged."""
         try:
-            self._wait(call, grace_s=FAREWELL_GRACE_S)
+            return self._wait(call, grace_s=FAREWELL_GRACE_S)
         except (Stopped, Unavailable) as error:
             log.warning("the scheduler did not hear it: %r", error)
-            return False
-        return True
+            return None
 
     def _wait(
         self, call: Coroutine[Any, Any, T], *, grace_s: float = 0.0, late: Callable[[], Exception] = Stopped

@@ -1,7 +1,7 @@
 """The life of a trainer: resume, join, then batch after batch until the last step. No torch, no sockets of its own.
 
 Consumes: the sealed batch of step k, waits for it. Produces: version k + 1, and with it the end of batch k. A trainer
-that is killed anywhere comes back at its newest checkpoint and is served the same batches again.
+that is killed anywhere comes back at its newest whole checkpoint and is served the same batches again.
 
 A step whose loss or gradient is not finite changes nothing but the version: its batch is consumed, the weights are
 published as they were. The third such step in a row is not consumed, and the run stops with its batch kept.
@@ -26,8 +26,10 @@ from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, Trainer
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.samples import Samples
 from staleflow.clients.trainer.steps import Computed, Steps
+from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, Version
+from staleflow.protocols.wire.messages import Joined
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class TrainingLoop:
         self._samples = samples
         self._state = TrainerState()
         self._saved: TrainerState | None = None
+        self._oldest = Version(0)
+        """The run keeps payload since this version, as far as this trainer knows."""
 
     def run(self) -> None:
         """Train up to the last step, or until ``stop``. ``GaveUp`` after the run was told why. After ``Fenced`` and
@@ -112,30 +116,56 @@ class TrainingLoop:
             self._client.finished()
 
     def _resume(self) -> None:
-        """Join with the newest checkpoint that the service takes, or with the initial model."""
-        refused_states: list[TrainerState] = []
-        for path, state in self._checkpoints.newest():
-            self._backend.check(path)  # before the trainer that wrote it is fenced
+        """Join with the newest whole checkpoint that the service takes, or with the initial model."""
+        refused: dict[TrainerState, str] = {}
+        while True:
+            before = self._checkpoints.paths()
             try:
-                joined = self._client.join(state.lineage, state.version)
-            except BadVersion as refused:
-                log.error("checkpoint %s is not used: %s", path, refused)
-                refused_states.append(state)
-                continue
-            log.info("resumed from %s", path)
-            self._backend.load(path)
-            self._state = msgspec.structs.replace(state, lineage=joined.lineage)
-            break
-        else:
-            joined = self._client.join(Lineage(0), Version(0))
-            self._backend.load(None)
-            self._state = TrainerState(lineage=joined.lineage)
+                path, state, joined = self._join_newest(refused)
+                break
+            except BadVersion as error:
+                if self._checkpoints.paths() == before:  # else another trainer has saved one meanwhile
+                    raise self._nothing_left(refused, str(error)) from error
+        self._state = msgspec.structs.replace(state, lineage=joined.lineage)
+        source = "the initial model" if path is None else str(path)
+        for damage in self._checkpoints.set_aside(self._state):
+            version, _, _ = damage.path.name.partition(".")
+            log.warning(
+                "checkpoint %s is damaged (%s): set aside as %s, resumed from %s at version %d",
+                *(version, damage.why, damage.path, source, state.version),
+            )
+        log.info("resumed from %s", source)
+        self._backend.load(path)
         self._saved = self._state  # the model directory is the checkpoint of version 0
-        self._checkpoints.drop_after(self._state, refused_states)
+        self._checkpoints.drop_after(self._state, refused)
         if joined.version < 0:
             self._client.publish_initial(self._backend.weights())
         else:
             self._client.holds(self._backend.weights())
+
+    def _join_newest(self, refused: dict[TrainerState, str]) -> tuple[Path | None, TrainerState, Joined]:
+        """The checkpoint that the service took, None for the initial model. ``BadVersion`` when it takes neither."""
+        for path, state in self._checkpoints.newest():
+            self._backend.check(path)  # before the trainer that wrote it is fenced
+            try:
+                return path, state, self._client.join(state.lineage, state.version)
+            except BadVersion as error:
+                log.error("checkpoint %s is not used: %s", path, error)
+                refused[state] = str(error)
+        return None, TrainerState(), self._client.join(Lineage(0), Version(0))
+
+    def _nothing_left(self, refused: dict[TrainerState, str], initial: str) -> ConfigError:
+        """Starting the trainer again would not help: a person has to choose. Everything stays where it is."""
+        checkpoints = self._checkpoints
+        reasons = [f"{damage.path.name} is damaged ({damage.why})" for damage in checkpoints.damaged]
+        reasons += [f"{state.version} is refused ({why})" for state, why in refused.items()]
+        reasons.append(f"the initial model is refused ({initial})")
+        model = checkpoints.newest_model() or self._config.model.path or "DIRECTORY"
+        allowed = (
+            f"the run can resume from none of them: {'; '.join(reasons)}; put the files back as they were, or start a "
+            f"new run with model.path={model} (its optimizer starts afresh)"
+        )
+        return ConfigError("checkpoints", str(checkpoints.folder), allowed)
 
     def _commit(self, computed: Computed) -> None:
         batch, result = computed.batch, computed.result
@@ -187,29 +217,41 @@ class TrainingLoop:
         return False
 
     def _make_room(self) -> None:
-        """A batch waits for a push that waits for room: what was consumed since the last checkpoint can go."""
-        if not self._is_saved() and self._client.full():
+        """A batch waits for a push that waits for room: with a checkpoint of this version all consumed payload can go.
+
+        That gives up the older checkpoints, but a run that waits for ever is worth less than their payload.
+        """
+        if self._oldest < self._state.version and self._client.full():
             log.warning(
-                "version %d: a checkpoint before its time; the trajectory servers are full", self._state.version
+                "version %d: a checkpoint before its time, and payload is kept for no older one; the trajectory servers"
+                " are full",
+                self._state.version,
             )
-            self._save()
+            self._save(keep=1)
 
     def _is_saved(self) -> bool:
         return self._saved is not None and self._saved.version == self._state.version
 
-    def _save(self) -> float:
-        """A checkpoint of the newest version, unless there is one. Returns the seconds it took. ``Fenced``."""
-        if self._is_saved():
-            return 0.0
+    def _save(self, keep: int | None = None) -> float:
+        """Write a checkpoint of the newest version, unless there is one; return the seconds it took. ``Fenced``.
+
+        ``keep``: register it as one of so few, whether there was one or not.
+        """
         started = time.monotonic()
-        try:
-            path: Path = self._checkpoints.save(self._state, self._backend.save)
-        except Overtaken as error:
-            raise Fenced(f"another trainer has joined the run, this one stops ({error})") from error
-        self._saved = self._state
-        if self._client.checkpointed(self._state.lineage, self._state.version):
-            self._checkpoints.tidy(self._state)
-        log.info("checkpoint %s", path)
+        if not self._is_saved():
+            try:
+                path = self._checkpoints.save(self._state, self._backend.save)
+            except Overtaken as error:
+                raise Fenced(f"another trainer has joined the run, this one stops ({error})") from error
+            log.info("checkpoint %s", path)
+            self._saved = self._state
+        elif keep is None:
+            return 0.0
+        lineage, version = self._state.lineage, self._state.version
+        oldest = self._client.checkpointed(lineage, version, keep=keep or self._checkpoints.keep)
+        if oldest is not None:
+            self._oldest = oldest
+            self._checkpoints.tidy(self._state, oldest)
         return time.monotonic() - started
 
     def _save_in_little_memory(self) -> None:

@@ -190,6 +190,8 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointKept:
+    """A checkpoint is registered. Lineage and version: the oldest one that the trainer can come back from now."""
+
     lineage: Lineage
     version: Version
     trainer_term: TrainerTerm

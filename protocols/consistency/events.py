@@ -141,11 +141,12 @@ class Consume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointed:
-    """The trainer can come back at ``version``; what only older checkpoints need may be forgotten."""
+    """The trainer can come back at ``version``; only the ``keep`` newest checkpoints are still needed."""
 
     trainer_term: TrainerTerm
     lineage: Lineage
     version: Version
+    keep: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

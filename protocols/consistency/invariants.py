@@ -35,7 +35,7 @@ def _i1(ledger: Ledger) -> None:
             masked += sum(segment.tokens for segment in group.segments if segment.version < step - eta)
             oldest = min((segment.version for segment in group.segments), default=group.version)
             _require(oldest >= group.version, ledger, "I1: a segment is older than its group", group)
-        whole = step >= ledger.kept[1]
+        whole = step >= ledger.floor
         _require(not whole or masked == batch.sealed.masked_tokens, ledger, f"I1: {masked} tokens in {step} are old")
 
 
@@ -60,7 +60,7 @@ def _i3(ledger: Ledger) -> None:
     seen: set[int] = set()
     for step, batch in ledger.batches.items():
         ids = {group.id for group in batch.left()}
-        due = ledger.limits.batch_size if step >= ledger.kept[1] else len(ids)
+        due = ledger.limits.batch_size if step >= ledger.floor else len(ids)
         _require(len(batch.left()) == len(ids) == due, ledger, f"I3: {len(ids)} in step {step}")
         _require(not seen & ids, ledger, f"I3: a group of step {step} is in two batches")
         seen |= ids
@@ -81,10 +81,12 @@ def _i4(ledger: Ledger) -> None:
 
 
 def _i5(ledger: Ledger) -> None:
-    """Versions are dense: v steps are consumed, s - v are sealed, none is missing."""
-    window = ledger.window
+    """Versions are dense: v steps are consumed, s - v are sealed, none since the oldest checkpoint is missing."""
+    window, checkpoints = ledger.window, ledger.checkpoints
+    ascending = checkpoints == sorted(set(checkpoints)) and checkpoints[0] >= 0
+    _require(ascending and checkpoints[-1] <= max(window.version, 0), ledger, f"I5: checkpoints {checkpoints}")
     _require(max(window.version, 0) <= window.step <= window.version + 2, ledger, f"I5: s {window.step}")
-    for step in range(max(ledger.kept[1], 0), window.step):
+    for step in range(ledger.floor, window.step):
         batch = ledger.batches.get(Step(step))
         _require(batch is not None and batch.consumed == (step < window.version), ledger, f"I5: step {step}")
 

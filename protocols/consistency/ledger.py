@@ -69,14 +69,14 @@ class Ledger:
         self.retired = Retired()
         self.groups: dict[GroupId, Group] = {}
         self.batches: dict[Step, Batch] = {}
-        """Sealed ones, and those consumed since the last checkpoint."""
+        """Sealed ones, and those consumed since the oldest checkpoint."""
         self.claims: list[Group] = []
         self.trainer_term = TrainerTerm(0)
         self.trainer = WorkerId("")
         self.joined = (Lineage(0), Version(0))
         """What the trainer came with."""
-        self.kept = (Lineage(0), Version(0))
-        """The checkpoint that no rollback goes below."""
+        self.checkpoints = [Version(0)]
+        """Surviving checkpoints that the trainer can come back from, oldest first; version 0 is the initial model."""
         self.first_sha = ""
         self.newest_sha = ""
         self.consumed_batch = BatchId(0)
@@ -94,6 +94,11 @@ class Ledger:
         self.dirty: dict[int, None] = {}
         self.out: list[Effect] = []
         self.story = Story() if limits.debug else None
+
+    @property
+    def floor(self) -> Version:
+        """The oldest checkpoint: no rollback goes below it, and its batch and all later ones are kept."""
+        return self.checkpoints[0]
 
     # --- answers -------------------------------------------------------------------------------------------------
 

@@ -145,7 +145,13 @@ class Machine:
     @property
     def checkpoint(self) -> tuple[Lineage, Version]:
         """The newest checkpoint that a trainer was promised to be able to come back from."""
-        return self._ledger.kept
+        version = self._ledger.checkpoints[-1]
+        return self.lineage_of(version), version
+
+    @property
+    def oldest_checkpoint(self) -> tuple[Lineage, Version]:
+        """The oldest checkpoint that a trainer can come back from: everything since then is kept."""
+        return self.lineage_of(self._ledger.floor), self._ledger.floor
 
     @property
     def newest_sha(self) -> str:
@@ -230,7 +236,10 @@ class Machine:
         return None if batch is None or batch.consumed else batch.sealed
 
     def versions_in_use(self) -> tuple[tuple[Lineage, Version], ...]:
-        """Versions that must stay: the newest, the checkpoint's, and those of live leases. Ascending."""
+        """Versions that must stay: the newest, the newest checkpoint's, and those of live leases. Ascending.
+
+        A trainer that comes back from an older checkpoint publishes its version again.
+        """
         return snapshot.versions_in_use(self._ledger)
 
     def must_keep(self, id: GroupId) -> bool:
@@ -238,7 +247,7 @@ class Machine:
         group = self._ledger.groups.get(id)
         if group is None or group.state is State.RELEASED:
             return False
-        return group.state is not State.CONSUMED or group.step >= self._ledger.kept[1]
+        return group.state is not State.CONSUMED or group.step >= self._ledger.floor
 
     def expected(self, shard: int, after: GroupId, most: int) -> list[tuple[GroupId, str]]:
         """(group, sha) of payloads that a shard must have, the ``most`` lowest groups after that one, ascending.

@@ -115,7 +115,7 @@ def forget(ledger: Ledger) -> None:
     """Retire a few groups of the oldest batch that no rollback can need any more, if there is one. Called as often as
     a group is occupied, so that what is kept is bounded and a checkpoint holds up nobody."""
     step = next(iter(ledger.batches), None)
-    if step is None or step >= ledger.kept[1]:
+    if step is None or step >= ledger.floor:
         return
     batch = ledger.batches[step]
     few = batch.groups[batch.forgotten : batch.forgotten + FORGOTTEN_AT_ONCE]

@@ -18,6 +18,7 @@ def roll_back(ledger: Ledger, to: Version) -> None:
     ledger.out.append(
         RolledBack(lineage=lineage, from_lineage=lineage_before, to_version=to, trainer_term=ledger.trainer_term)
     )
+    ledger.checkpoints = [version for version in ledger.checkpoints if version <= to]
     replay = ledger.batches.get(Step(to))
     _undo_batches(ledger, to)
     window = ledger.window

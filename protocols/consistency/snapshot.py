@@ -17,7 +17,7 @@ from staleflow.protocols.consistency.ledger import PAGE_ROWS, STEP_ROWS, Ledger
 Cell = int | str | bool | None
 Row = tuple[Cell, ...]
 
-FORMAT = 3
+FORMAT = 4
 
 
 def row(ledger: Ledger, key: int) -> Row | None:
@@ -77,7 +77,6 @@ def globals_row(ledger: Ledger) -> Row:
         ledger.trainer_term,
         ledger.trainer,
         *ledger.joined,
-        *ledger.kept,
         ledger.first_sha,
         ledger.newest_sha,
         ledger.consumed_batch,
@@ -92,14 +91,15 @@ def globals_row(ledger: Ledger) -> Row:
         ledger.counts[State.CONSUMED],
         ledger.lineages.current,
         len(ledger.lineages.forks),
+        len(ledger.checkpoints),
     )
     forks = tuple([number for fork in ledger.lineages.forks for number in fork])
     attempts = tuple([number for (batch, rank), n in ledger.attempts.items() for number in (batch, rank, n)])
-    return head + forks + attempts
+    return head + forks + tuple(ledger.checkpoints) + attempts
 
 
 def versions_in_use(ledger: Ledger) -> tuple[tuple[Lineage, Version], ...]:
-    used = {ledger.kept[1], ledger.window.version}
+    used = {ledger.checkpoints[-1], ledger.window.version}
     for holder in ledger.leases.holders.values():
         used.update(group.version for group in holder.leases.values())
     return tuple((ledger.lineages.of(version), version) for version in sorted(used) if version >= 0)
@@ -150,19 +150,22 @@ def _restore_globals(ledger: Ledger, stored: Row) -> None:
     window.version, window.step = Version(_int(stored[4])), Step(_int(stored[5]))
     ledger.trainer_term, ledger.trainer = TrainerTerm(_int(stored[6])), WorkerId(_str(stored[7]))
     ledger.joined = (Lineage(_int(stored[8])), Version(_int(stored[9])))
-    ledger.kept = (Lineage(_int(stored[10])), Version(_int(stored[11])))
-    ledger.first_sha, ledger.newest_sha = _str(stored[12]), _str(stored[13])
-    ledger.consumed_batch = BatchId(_int(stored[14]))
-    ledger.lease_hi, ledger.batch_hi = LeaseId(_int(stored[15])), BatchId(_int(stored[16]))
-    ledger.order_hi, ledger.retired.floor = _int(stored[17]), _int(stored[18])
-    ledger.reserves, ledger.releases = _int(stored[19]), _int(stored[20])
-    ledger.occupies, ledger.drops = _int(stored[21]), _int(stored[22])
-    ledger.counts[State.CONSUMED] = _int(stored[23])
-    ledger.lineages.current = Lineage(_int(stored[24]))
-    numbers = [_int(cell) for cell in stored[26:]]
-    num_forks = _int(stored[25])
-    forks, attempts = numbers[: 2 * num_forks], numbers[2 * num_forks :]
+    ledger.first_sha, ledger.newest_sha = _str(stored[10]), _str(stored[11])
+    ledger.consumed_batch = BatchId(_int(stored[12]))
+    ledger.lease_hi, ledger.batch_hi = LeaseId(_int(stored[13])), BatchId(_int(stored[14]))
+    ledger.order_hi, ledger.retired.floor = _int(stored[15]), _int(stored[16])
+    ledger.reserves, ledger.releases = _int(stored[17]), _int(stored[18])
+    ledger.occupies, ledger.drops = _int(stored[19]), _int(stored[20])
+    ledger.counts[State.CONSUMED] = _int(stored[21])
+    ledger.lineages.current = Lineage(_int(stored[22]))
+    numbers = [_int(cell) for cell in stored[25:]]
+    end_forks = 2 * _int(stored[23])
+    end_checkpoints = end_forks + _int(stored[24])
+    forks, attempts = numbers[:end_forks], numbers[end_checkpoints:]
     ledger.lineages.forks = list(zip(forks[::2], forks[1::2], strict=True))
+    ledger.checkpoints = [Version(number) for number in numbers[end_forks:end_checkpoints]]
+    if not ledger.checkpoints:
+        raise ValueError("there is no checkpoint, not even version 0")
     for batch, rank, count in zip(attempts[::3], attempts[1::3], attempts[2::3], strict=True):
         ledger.attempts[BatchId(batch), rank] = count
 
@@ -186,7 +189,7 @@ def _restore_group(ledger: Ledger, key: int, cells: Sequence[Cell]) -> None:
 
 def _restore_batch(ledger: Ledger, step: int, cells: Sequence[Cell]) -> None:
     ids = [GroupId(_int(id)) for id in cells[6:]]
-    if step < ledger.kept[1]:
+    if step < ledger.floor:
         ids = [id for id in ids if id not in ledger.retired]
     groups = tuple([ledger.groups[id] for id in ids])
     for group in groups:
@@ -203,7 +206,7 @@ def _restore_batch(ledger: Ledger, step: int, cells: Sequence[Cell]) -> None:
         masked_tokens=_int(cells[4]),
         digest=_str(cells[5]),
     )
-    if step >= ledger.kept[1] and digest(members) != sealed.digest:
+    if step >= ledger.floor and digest(members) != sealed.digest:
         raise RestoreError(f"the batch of step {step} has another digest than its groups")
     ledger.batches[sealed.step] = Batch(sealed, groups, consumed=bool(cells[0]))
 

@@ -47,9 +47,10 @@ def join(ledger: Ledger, event: Join) -> None:
     now = max(newest, Version(0))
     if event.version == now and event.trainer == ledger.trainer and held == ledger.joined:
         return ledger.refuse("join", Code.DUPLICATE, f"trainer term {ledger.trainer_term}", worker=event.trainer)
-    if not ledger.kept[1] <= event.version <= now or not ledger.lineages.survives(*held):
+    if not ledger.floor <= event.version <= now or not ledger.lineages.survives(*held):
         detail = (
-            f"version {event.version} of lineage {event.lineage}; the checkpoint is {ledger.kept[1]}, the newest {now}"
+            f"version {event.version} of lineage {event.lineage}; the oldest checkpoint is {ledger.floor}, the newest "
+            f"version {now}"
         )
         return ledger.refuse("join", Code.BAD_VERSION, detail, worker=event.trainer)
     ledger.trainer = event.trainer
@@ -142,13 +143,18 @@ def consume(ledger: Ledger, event: Consume) -> None:
 def checkpointed(ledger: Ledger, event: Checkpointed) -> None:
     if _fenced(ledger, "checkpoint", event.trainer_term):
         return
-    held, newest = (event.lineage, event.version), ledger.window.version
-    if held == ledger.kept and event.version <= newest:
-        return ledger.refuse("checkpoint", Code.DUPLICATE)
-    if not ledger.kept[1] <= event.version <= newest or not ledger.lineages.survives(*held):
-        detail = f"version {event.version} of lineage {event.lineage}; it must lie in {ledger.kept[1]} to {newest}"
+    if event.keep < 1:
+        return ledger.refuse("checkpoint", Code.MALFORMED, f"keep is {event.keep}; at least one checkpoint is kept")
+    last, newest = ledger.checkpoints[-1], ledger.window.version
+    if not last <= event.version <= newest or not ledger.lineages.survives(event.lineage, event.version):
+        detail = f"version {event.version} of lineage {event.lineage}; it must lie in {last} to {newest}"
         return ledger.refuse("checkpoint", Code.BAD_VERSION, detail)
-    ledger.kept = held
+    older = [version for version in ledger.checkpoints if version < event.version]
+    checkpoints = [*older, event.version][-event.keep :]
+    if checkpoints == ledger.checkpoints:
+        return ledger.refuse("checkpoint", Code.DUPLICATE)
+    ledger.checkpoints = checkpoints
     forget(ledger)
-    ledger.out.append(CheckpointKept(lineage=event.lineage, version=event.version, trainer_term=event.trainer_term))
+    lineage = ledger.lineages.of(ledger.floor)
+    ledger.out.append(CheckpointKept(lineage=lineage, version=ledger.floor, trainer_term=event.trainer_term))
     return None

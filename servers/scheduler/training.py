@@ -16,6 +16,7 @@ from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.wire.messages import (
     Batch,
     CheckBatch,
+    CheckpointRegistered,
     Claims,
     Done,
     Join,
@@ -268,9 +269,12 @@ class Training:
             self._rejects.refused(call.peer, refused, self._interpreter.clock.now_ms())
             self._answers.refuse(call, Code.DENIED, f"{call.peer} is not the trainer, {joined} is")
             return
-        event = events.Checkpointed(trainer_term=body.trainer_term, lineage=body.lineage, version=body.version)
+        event = events.Checkpointed(
+            trainer_term=body.trainer_term, lineage=body.lineage, version=body.version, keep=body.keep
+        )
         if not self._refuse(call, self._interpreter.apply(event)):
-            self._answers.hold(call, Done())
+            _, oldest = self._interpreter.machine.oldest_checkpoint
+            self._answers.hold(call, CheckpointRegistered(oldest=oldest))
 
     def current(self, call: Call, term: TrainerTerm) -> bool:
         """Whether ``term`` is that of the trainer in charge; otherwise the call is refused."""

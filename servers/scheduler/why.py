@@ -140,7 +140,7 @@ class Why:
         if loads.full[shard] == "disk":
             return f"the disk of trajectory server {shard} is full: pushes wait until there is room; "
         said = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
-        if machine.checkpoint[1] < machine.version:
+        if machine.oldest_checkpoint[1] < machine.version:
             return f"{said} until a checkpoint lets go; "
         if machine.next_step > machine.version:
             return f"{said} until the trainer lets go; "

@@ -70,7 +70,7 @@ def _unseal(line: Line) -> tuple[str, str]:
 
 
 def _checkpoint(line: Line) -> tuple[str, str]:
-    return f"the checkpoint of version {line['version']} is safe", "good"
+    return f"a checkpoint is safe; the oldest that is kept is of version {line['version']}", "good"
 
 
 def _reject(line: Line) -> tuple[str, str]:

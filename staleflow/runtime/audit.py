@@ -3,7 +3,7 @@
 Two layers. Here: the file itself, that is hashes, numbers, incarnations and well-formed lines. In ``audit_rules``: what
 the lines say the ledger did, recounted with counters of its own; nothing of the ledger's code is asked.
 
-Memory is that of the live groups, and of what a rollback to the last checkpoint could bring back.
+Memory is that of the live groups, and of what a rollback to the oldest kept checkpoint could bring back.
 """
 
 import hashlib

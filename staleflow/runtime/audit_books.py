@@ -125,7 +125,7 @@ class Books:
         self.gone = Ids()
         """Groups that may never be leased again."""
         self.batches: dict[int, Batch] = {}
-        """Not void, newest last; consumed ones until a checkpoint."""
+        """Not void, newest last; consumed ones until no kept checkpoint needs them."""
         self.batch_hi = self.lease_hi = self.term = self.order_hi = 0
         self.lineage = 0
         self.forks: dict[int, tuple[int, int]] = {}

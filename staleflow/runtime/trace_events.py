@@ -209,6 +209,8 @@ class Consume(TraceEvent, frozen=True, kw_only=True, tag="consume"):
 
 
 class CheckpointKept(TraceEvent, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint was registered. Lineage and version are those of the oldest that is kept: no rollback goes below."""
+
     lineage: Lineage
     version: Version
     trainer_term: TrainerTerm

@@ -43,6 +43,11 @@ TAIL = 12
 class Failure(Exception):
     """The run cannot go on; the text says why, several lines with what the process printed."""
 
+    def __init__(self, text: str, *, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
+        """Exit code of the run: 2 where only the operator can help."""
+
 
 class Supervisor:
     """Owns every process of one run. ``run`` is called once, from the main thread."""
@@ -65,6 +70,7 @@ class Supervisor:
         self._detail = ""
         self._began = time.monotonic()
         self._lines = NewLines(run_dir / "metrics.jsonl")
+        self._failed_code = 1
 
     def run(self) -> int:
         """The whole run; returns the exit code."""
@@ -98,6 +104,7 @@ class Supervisor:
         except Interrupted:
             return "interrupted", ""
         except Failure as failure:
+            self._failed_code = failure.code
             return "failed", str(failure)
         error = str(self._watch.newest.get("error") or "")
         return ("failed" if error else "finished"), error
@@ -194,7 +201,7 @@ class Supervisor:
         if self._watch.newest.get("finished"):
             return  # it ended because the run did
         if code == 2:
-            raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1))
+            raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1), code=2)
         if child.unstarted:
             raise Failure(_last_words(f"{child.name} cannot be started again: {child.unstarted}", child))
         if not child.plan_restart():
@@ -260,7 +267,7 @@ class Supervisor:
             self._view.say(f"go on with: {self._resume}")
         if outcome == "interrupted":
             return 130
-        return 0 if summary.good else 1
+        return 0 if summary.good else self._failed_code
 
 
 def _violations(trace: Path) -> int | None:

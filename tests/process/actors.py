@@ -29,6 +29,7 @@ from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
     Batch,
+    CheckpointRegistered,
     Commands,
     Done,
     FetchGroups,
@@ -309,7 +310,7 @@ class Trainer(Actor):
     async def _say_checkpoint(self) -> None:
         term, lineage = self._joined.trainer_term, self._joined.lineage
         said = RegisterCheckpoint(trainer_term=term, lineage=lineage, version=Version(self.version))
-        await self.scheduler.ask(said, Done, timeout_s=None)
+        await self.scheduler.ask(said, CheckpointRegistered, timeout_s=None)
 
     async def _insist(self) -> None:
         """Fenced once, it tries everything; each no is written down, and so is each yes."""

@@ -179,12 +179,15 @@ class History:
         machine = self.machine
         self.do(
             events.Checkpointed(
-                trainer_term=machine.trainer_term, lineage=machine.lineage_of(machine.version), version=machine.version
+                trainer_term=machine.trainer_term,
+                lineage=machine.lineage_of(machine.version),
+                version=machine.version,
+                keep=self.random.randint(1, 3),
             )
         )
 
     def roll_back(self) -> None:
-        _, kept = self.machine.checkpoint
+        _, kept = self.machine.oldest_checkpoint
         version = Version(self.random.randint(kept, self.machine.version))
         trainer = WorkerId(f"trainer.{self.now}")
         self.do(events.Join(trainer=trainer, lineage=self.machine.lineage_of(version), version=version))

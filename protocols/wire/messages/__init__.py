@@ -69,6 +69,7 @@ from staleflow.protocols.wire.messages.stages import StageLoad, StageLoads
 from staleflow.protocols.wire.messages.training import (
     Batch,
     CheckBatch,
+    CheckpointRegistered,
     Claims,
     Finished,
     Join,
@@ -159,6 +160,7 @@ Reply = (
     | Batch
     | Claims
     | Registered
+    | CheckpointRegistered
     | KeepVersions
     | Rows
     | Slab
@@ -180,6 +182,7 @@ __all__ = [
     "Batch",
     "BeginPublish",
     "CheckBatch",
+    "CheckpointRegistered",
     "Chunk",
     "Claims",
     "Command",

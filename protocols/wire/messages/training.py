@@ -117,11 +117,21 @@ class Registered(Message, frozen=True, kw_only=True):
 
 
 class RegisterCheckpoint(Message, frozen=True, kw_only=True):
-    """The trainer can come back at this version. -> Done"""
+    """The trainer can come back at this version, and at the ``keep`` - 1 checkpoints that it registered before it.
+
+    -> CheckpointRegistered, or Refusal ``fenced``, ``denied``, ``bad_version``, ``malformed``
+    """
 
     trainer_term: TrainerTerm
     lineage: Lineage
     version: Version
+    keep: int = 1
+
+
+class CheckpointRegistered(Message, frozen=True, kw_only=True):
+    """What only versions before ``oldest`` need is let go: no trainer can come back at them any more."""
+
+    oldest: Version
 
 
 class VersionsInUse(Message, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ class Told:
     dropped_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     """By (group, lease): when what was pushed was dropped."""
     kept: int = 0
-    """The version of the newest checkpoint: consumed payload of later steps stays."""
+    """The version of the oldest checkpoint that is kept: consumed payload of later steps stays."""
     end_s: float = 0.0
 
     @classmethod
@@ -132,10 +132,11 @@ class Told:
                 if key in self.pushes:
                     self.live.setdefault(key[0], self.pushes[key])
 
-    def needed(self) -> set[tuple[int, int]]:
-        """(group, lease) of what must not be forgotten, and of what a rollback may still want."""
+    def needed(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """By (group, lease): the push of what is live, and of what a rollback to the oldest checkpoint brings back."""
         may_return = {key for step, seal in self.by_step.items() if step >= self.kept for key in _members(seal)}
-        return {(group, push["lease"]) for group, push in self.live.items()} | may_return
+        live = {(group, push["lease"]): push for group, push in self.live.items()}
+        return live | {key: self.pushes[key] for key in may_return if key in self.pushes}
 
     def dropped_late(self) -> set[tuple[int, int]]:
         """What was dropped or released when the run ended: shards that ask what may go are told no more."""
@@ -264,8 +265,8 @@ def _longest(spells: list[Spell], since_s: float, until_s: float) -> float:
 
 
 def _disks(found: Findings, told: Told, stored: Mapping[tuple[int, int], str], flipped: set[tuple[int, int]]) -> None:
-    for group, push in told.live.items():
-        key = (group, push["lease"])
+    needed = told.needed()
+    for key, push in needed.items():
         found.check(
             Rule.STORED,
             stored.get(key) == push["sha"] or key in flipped,
@@ -275,6 +276,6 @@ def _disks(found: Findings, told: Told, stored: Mapping[tuple[int, int], str], f
         )
     for key in told.quarantined:
         found.check(Rule.QUARANTINED, key in flipped, "group {}, lease {} was quarantined, and nothing was wrong", *key)
-    excused = told.needed() | told.dropped_late() | flipped
+    excused = needed.keys() | told.dropped_late() | flipped
     for key in stored:
         found.check(Rule.GARBAGE, key in excused, "group {}, lease {} is garbage", *key)

@@ -20,6 +20,7 @@ from staleflow.protocols.wire.messages import (
     Attach,
     Batch,
     BeginPublish,
+    CheckpointRegistered,
     CommitPublish,
     Done,
     Finished,
@@ -204,8 +205,8 @@ class Trainer:
     async def _checkpoint(self, version: Version) -> None:
         self._scene.checkpoints.append((self._lineage, version))
         await asyncio.sleep(0.01)
-        request = RegisterCheckpoint(trainer_term=self._term, lineage=self._lineage, version=version)
-        await self._scheduler.ask(request, Done, timeout_s=None)
+        request = RegisterCheckpoint(trainer_term=self._term, lineage=self._lineage, version=version, keep=2)
+        await self._scheduler.ask(request, CheckpointRegistered, timeout_s=None)
 
     # --- publishing ------------------------------------------------------------------------------------------
 

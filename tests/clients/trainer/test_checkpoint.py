@@ -1,6 +1,5 @@
 """Checkpoints are complete or absent, checked, and few."""
 
-import logging
 from pathlib import Path
 
 import msgspec
@@ -41,8 +40,16 @@ def test_only_the_newest_are_kept_once_the_run_has_taken_a_newer_one(tmp_path: P
     for version in (5, 20, 100):
         kept.save(state(version), write)
     assert versions(kept) == [100, 20, 5]
-    kept.tidy(state(100))
+    kept.tidy(state(100), Version(20))
     assert versions(kept) == [100, 20]
+
+
+def test_the_oldest_that_the_run_can_go_back_to_stays_however_many_lie_after_it(tmp_path: Path) -> None:
+    kept = checkpoints(tmp_path, keep=2)
+    for version in (5, 10, 15, 20):
+        kept.save(state(version), write)
+    kept.tidy(state(20), Version(10))
+    assert versions(kept) == [20, 15, 10]
 
 
 def test_the_same_version_again_replaces_the_older_one(tmp_path: Path) -> None:
@@ -75,11 +82,13 @@ def test_a_write_that_fails_leaves_the_older_ones_as_they_were(tmp_path: Path) -
         ("weights", b"w" * 10, "weights is not what was written"),
         ("weights", None, "weights is missing"),
         ("checkpoint.json", b"{", "checkpoint.json"),
+        ("checkpoint.json", b'{"run": "\xff"}', "checkpoint.json"),
+        ("checkpoint.json", b"[" * 100_000, "checkpoint.json"),
         ("checkpoint.json", None, "checkpoint.json"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, data: bytes | None, why: str
+    tmp_path: Path, name: str, data: bytes | None, why: str
 ) -> None:
     kept = checkpoints(tmp_path)
     kept.save(state(5), write)
@@ -90,9 +99,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         (path / name).write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match=why):
         kept.read(path)
-    with caplog.at_level(logging.ERROR):
-        assert versions(kept) == [5]
-    assert why in caplog.text
+    assert versions(kept) == [5]
+    (damage,) = kept.damaged
+    assert damage.path == path
+    assert why in damage.why
+    (aside,) = kept.set_aside(state(5))
+    assert aside.why == damage.why
+    assert {*kept.folder.iterdir()} == {kept.folder / "5", aside.path}
+    kept.tidy(state(5, lineage=9), Version(5))
+    assert aside.path.is_dir(), "it is left to a person"
+
+
+def test_a_checkpoint_that_a_successor_replaced_meanwhile_is_not_set_aside(tmp_path: Path) -> None:
+    kept = checkpoints(tmp_path)
+    path = kept.save(state(10), write)
+    (path / "weights").unlink()
+    assert versions(kept) == []
+    checkpoints(tmp_path).save(state(10, lineage=2), write)
+    assert kept.set_aside(state(5, lineage=1)) == []
+    assert [found for _, found in kept.newest()] == [state(10, lineage=2)]
 
 
 def test_a_checkpoint_of_another_run_is_not_used(tmp_path: Path) -> None:
@@ -130,10 +155,10 @@ def test_a_fenced_trainer_neither_replaces_nor_removes_what_its_successor_saved(
     with pytest.raises(Overtaken, match="version 7 of lineage 1 lies at"):
         fenced.save(state(7), write)
     fenced.save(state(9), write)
-    fenced.tidy(state(5))  # the run took that one, and it was slow
+    fenced.tidy(state(5), Version(5))  # the run took that one, and it was slow
     fenced.drop_after(state(5))
     assert [found for _, found in successor.newest()] == [state(9), state(7, lineage=1), state(5)]
-    successor.tidy(state(7, lineage=1))
+    successor.tidy(state(7, lineage=1), Version(7))
     assert [found for _, found in successor.newest()] == [state(7, lineage=1)]
     assert [path.name for path in successor.folder.iterdir()] == ["7"]
 
@@ -143,7 +168,7 @@ def test_what_a_fenced_trainer_left_at_a_version_gives_way(tmp_path: Path) -> No
     for version in (6, 7):
         fenced.save(state(version), write)
     successor.save(state(6, lineage=1), write)
-    successor.tidy(state(6, lineage=1))
+    successor.tidy(state(6, lineage=1), Version(6))
     assert [found for _, found in successor.newest()] == [state(6, lineage=1)]
 
 

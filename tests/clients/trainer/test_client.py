@@ -1,6 +1,7 @@
 """The trainer client against a real service: batches, versions, fences, and coming back."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +126,27 @@ def test_a_version_older_than_the_last_checkpoint_is_refused(service: Service) -
         trainer.checkpointed(seen[0].lineage, Version(seen[0].step + 2))
     with TrainerClient(service.address) as trainer, pytest.raises(BadVersion, match=f"version {seen[0].step + 1} of"):
         trainer.join(seen[0].lineage, Version(seen[0].step + 1))
+
+
+def test_a_run_goes_back_to_an_older_kept_checkpoint_whose_weights_are_published_again(service: Service) -> None:
+    with joined(service) as trainer:
+        seen = train(trainer, trainer.version + 6)
+        lineage, older, newest = seen[0].lineage, Version(seen[0].step + 1), Version(seen[0].step + 3)
+        assert trainer.checkpointed(lineage, older) == older
+        assert trainer.checkpointed(lineage, newest, keep=2) == older
+        seen += train(trainer, trainer.version + 2)  # the parameter server deletes what no one needs then
+    file = service.run_dir / "parameters" / f"{lineage}-{older}.bin"
+    deadline = time.monotonic() + 30.0
+    while file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with TrainerClient(service.address) as trainer:
+        assert trainer.join(lineage, older).lineage == lineage + 1
+        trainer.holds(weights(older))
+        assert file.exists()
+        again = train(trainer, older + 3)
+    assert same(seen[1], again[0])
+    assert [batch.step for batch in again] == [older, older + 1, older + 2]
 
 
 def test_the_older_of_two_trainers_is_fenced_on_everything_it_does(service: Service) -> None:

@@ -40,6 +40,7 @@ class Told:
         self.crowded_at: tuple[int, ...] = ()
         self.full_at: tuple[int, ...] = ()
         self.fenced = self.deaf = False
+        self.kept = [0]
         self.on_wait: Callable[[], None] = lambda: None
 
     def crowded(self) -> bool:
@@ -71,11 +72,12 @@ class Told:
         self.published.append((self._current + 1, weights["w"].tolist()))
         return Version(self._current + 1)
 
-    def checkpointed(self, lineage: int, version: int) -> bool:
+    def checkpointed(self, lineage: int, version: int, *, keep: int) -> Version | None:
         if self.fenced:
             raise Fenced("another trainer has joined the run")
         self.told.append(("checkpointed", lineage, version))
-        return not self.deaf
+        self.kept = [*(older for older in self.kept if older < version), version][-keep:]
+        return None if self.deaf else Version(self.kept[0])
 
     def full(self) -> bool:
         return self._current + 1 in self.full_at
@@ -187,8 +189,86 @@ def test_while_it_waits_for_a_batch_a_checkpoint_makes_room_where_pushes_are_ref
     client = Told()
     client.full_at = (0, 3, 5)
     loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=5)).run()
-    assert [version for _, _, version in client.told[1:-1]] == [3, 5, 6], "once each, none of the initial model"
-    assert caplog.text.count("a checkpoint before its time; the trajectory servers are full") == 1
+    assert [version for _, _, version in client.told[1:-1]] == [3, 5, 5, 6], "none of the initial model"
+    assert caplog.text.count("a checkpoint before its time, and payload is kept for no older one") == 2
+    assert client.kept == [5, 6], "only a full server costs the older ones"
+
+
+def damage(checkpoint: Path, name: str = "count") -> None:
+    """Change the last byte of a file."""
+    data = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(data[:-1] + bytes((data[-1] ^ 1,)))
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_resumes_from_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop(tmp_path, Told(), Counting(stopped=5)).run()
+    assert kept(tmp_path) == [5, 4, 2]
+    before = {path.name: path.read_bytes() for path in (tmp_path / "5").iterdir()}
+    damage(tmp_path / "5")
+    damaged = {path.name: path.read_bytes() for path in (tmp_path / "5").iterdir()}
+    assert damaged != before
+    client = Told(version=5)
+    loop(tmp_path, client, Counting()).run()
+    assert client.told[0] == ("join", 1, 4)
+    assert client.published == [(5, [5.0]), (6, [6.0])]
+    (aside,) = tmp_path.glob("5.*.damaged")
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == damaged
+    said = f"checkpoint 5 is damaged (count is not what was written): set aside as {aside}, resumed from {tmp_path}/4"
+    assert [record.levelname for record in caplog.records if said in record.getMessage()] == ["WARNING"]
+    assert kept(tmp_path) == [6, 4, 2]
+
+
+@pytest.mark.parametrize("file", ["count", "checkpoint.json"])
+def test_where_no_checkpoint_is_whole_the_initial_model_is_one_as_long_as_the_run_keeps_its_batches(
+    tmp_path: Path, file: str
+) -> None:
+    loop(tmp_path, Told(), Counting(stopped=3), keep=2).run()
+    damage(tmp_path / "2", file)
+    damage(tmp_path / "3", file)
+    client = Told(version=3)
+    loop(tmp_path, client, Counting(), keep=2).run()
+    assert client.told[0] == ("join", 1, 0)
+    assert client.published == [(version, [float(version)]) for version in range(1, 7)]
+    assert len([*tmp_path.glob("*.damaged")]) == 2
+
+
+def test_where_nothing_whole_is_left_the_trainer_is_refused_in_one_line_and_everything_stays(tmp_path: Path) -> None:
+    """Weights that can still be read are named: those of the newest directory whose model is whole."""
+
+    class Model(Counting):
+        def save(self, directory: Path) -> None:
+            super().save(directory)
+            for name in ("config.json", "model.safetensors", "trainer.safetensors"):
+                (directory / name).write_text(name)
+
+    loop(tmp_path, Told(), Model(stopped=5)).run()
+    damage(tmp_path / "5", "model.safetensors")
+    damage(tmp_path / "4", "trainer.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(ConfigError) as refused:
+            loop(tmp_path, Told(version=5, refuse=(0, 2)), Model()).run()
+        text = str(refused.value)
+        assert "\n" not in text
+        assert "5 is damaged (model.safetensors is not what was written)" in text
+        assert "4 is damaged (trainer.safetensors is not what was written)" in text
+        assert "2 is refused (version 2); the initial model is refused (version 0)" in text
+        assert f"start a new run with model.path={tmp_path}/4 " in text
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_that_another_trainer_saved_meanwhile_is_tried_before_the_run_is_given_up(tmp_path: Path) -> None:
+    class Late(Told):
+        def join(self, lineage: int, version: int) -> Joined:
+            if version == 0:
+                Checkpoints(tmp_path, run="r1", keep=3).save(TrainerState(version=Version(3)), Counting().save)
+            return super().join(lineage, version)
+
+    client = Late(version=3, refuse=(0,))
+    loop(tmp_path, client, Counting()).run()
+    assert client.told[0] == ("join", 0, 3)
 
 
 @pytest.mark.parametrize("version", [5, 4])
@@ -201,7 +281,7 @@ def test_a_fenced_trainer_that_is_asked_to_end_leaves_what_its_successor_saved(t
             if step == 5:
                 client.fenced = True
                 successor.save(saved, Counting().save)
-                successor.tidy(saved)
+                successor.tidy(saved, saved.version)
                 raise Stopped
             return super().train(batch, step, stopping)
 

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.clients.trainer.service import Service, serving
-from tests.clients.trainer.test_process import surviving_steps
+from tests.clients.trainer.test_backends import needs_deepspeed
+from tests.clients.trainer.test_process import checkpoints, surviving_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,6 +54,36 @@ def test_every_rank_is_delivered_every_batch_and_one_that_dies_ends_the_trainer(
         assert {(step, rank) for step in steps for rank in (0, 1)} <= deliveries(service)
         newest = max(int(path.name) for path in (service.run_dir / "checkpoints").iterdir() if path.name.isdecimal())
         assert newest == len(steps)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("ddp", marks=pytest.mark.long),
+        "fsdp",
+        pytest.param("deepspeed", marks=[pytest.mark.long, needs_deepspeed]),
+    ],
+)
+def test_all_ranks_resume_from_the_same_older_checkpoint_where_the_file_of_one_rank_is_damaged(
+    model_directory: Path, backend: str
+) -> None:
+    settings = (f"trainer.backend={backend}", "trainer.steps=16", "trainer.checkpoint_every=2")
+    with serving(*real(model_directory, *settings)) as service:
+        trainer = service.start_trainer()
+        service.wait_for("checkpoint", 2, LIMIT_S)
+        for process in (*ranks_of(trainer), trainer):
+            process.kill()
+        trainer.wait(LIMIT_S)
+        older, newest = checkpoints(service)[-2:]
+        folder = service.run_dir / "checkpoints" / str(newest)
+        file = next(folder.glob("*-1-of-2.safetensors"), folder / "trainer.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+        assert service.start_trainer().wait(LIMIT_S) == 0
+        assert [event["to_version"] for event in service.trace("rollback")] == [older]
+        assert len({event["digest"] for event in service.trace("seal") if event["step"] == older}) == 1
+        assert surviving_steps(service) == list(range(16))
+        assert len([*folder.parent.glob(f"{newest}.*.damaged")]) == 1
+        assert f"checkpoint {newest} is damaged ({file.name} " in (service.run_dir / "logs/trainer.log").read_text()
 
 
 def test_ranks_started_by_torchrun_train_a_run_to_its_end(model_directory: Path) -> None:

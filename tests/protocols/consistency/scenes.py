@@ -173,9 +173,11 @@ class Scene:
     def claim(self, group: int, step: int) -> tuple[Effect, ...]:
         return self.apply(Claim(group=GroupId(group), step=Step(step), trainer_term=self.machine.trainer_term))
 
-    def checkpointed(self, version: int, lineage: int = 0) -> tuple[Effect, ...]:
+    def checkpointed(self, version: int, lineage: int = 0, *, keep: int = 1) -> tuple[Effect, ...]:
         term = self.machine.trainer_term
-        return self.apply(Checkpointed(trainer_term=term, lineage=Lineage(lineage), version=Version(version)))
+        return self.apply(
+            Checkpointed(trainer_term=term, lineage=Lineage(lineage), version=Version(version), keep=keep)
+        )
 
     # --- the server ---
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from staleflow.protocols.consistency.effects import Refused
+from staleflow.protocols.consistency.effects import Refused, Sealed
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import GroupId, Step, Version
+from staleflow.protocols.consistency.ledger import STEP_ROWS
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.consistency.machine import Machine
 from tests.protocols.consistency.naive import Entry, Naive
@@ -82,8 +83,8 @@ class Explorer:
         }
         places = sorted(self.place(view, ranks) for view in self.views() if view.state is not State.RELEASED)
         fresh = sum(not machine.retired(GroupId(group)) for group in range(self.tiny.groups))
-        names = (machine.version, machine.next_step, machine.lineage, machine.checkpoint[1], fresh)
-        return (*names, *places)
+        kept = machine.oldest_checkpoint[1], machine.checkpoint[1]
+        return (machine.version, machine.next_step, machine.lineage, kept, fresh, *places)
 
     def acts(self) -> Iterator[tuple[str, int, int]]:
         machine = self.scene.machine
@@ -100,9 +101,11 @@ class Explorer:
         if machine.sealed_batch(Step(machine.version)):
             yield "train", machine.version, 0
         if machine.checkpoint[1] < machine.version:
-            yield "checkpoint", machine.version, 0
+            yield "checkpoint", machine.version, 2
+        if machine.oldest_checkpoint[1] < machine.version:
+            yield "checkpoint", machine.version, 1
         if machine.lineage < self.tiny.rollbacks:
-            for to in range(machine.checkpoint[1], machine.version):
+            for to in range(machine.oldest_checkpoint[1], machine.version):
                 yield "rollback", to, 0
 
     def acts_on(self, view: GroupView) -> Iterator[tuple[str, int, int]]:
@@ -142,10 +145,14 @@ class Explorer:
             case "train":
                 effects = scene.train(what)
             case "checkpoint":
-                effects = scene.checkpointed(what, scene.machine.lineage_of(Version(what)))
+                effects = scene.checkpointed(what, scene.machine.lineage_of(Version(what)), keep=how)
             case "rollback":
                 lineage = scene.machine.lineage_of(Version(what))
+                before = scene.machine.row(STEP_ROWS + what)
                 effects = scene.join(what, lineage, trainer=f"t{scene.machine.trainer_term}")
+                (sealed, *_) = [effect for effect in effects if isinstance(effect, Sealed)]
+                assert before is not None
+                assert sealed.digest in before, "another batch than before"
             case "claim":
                 effects = scene.claim(what, how)
             case _:

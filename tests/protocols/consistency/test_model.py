@@ -110,14 +110,15 @@ class SameAsTheBuffers(RuleBasedStateMachine):
         self.naive.consume()
         self.same(effects, self.naive.seal())
 
-    @rule()
-    def checkpoint(self) -> None:
-        self.scene.checkpointed(self.scene.machine.version, self.scene.machine.lineage_of(self.scene.machine.version))
+    @rule(keep=st.integers(1, 3))
+    def checkpoint(self, keep: int) -> None:
+        machine = self.scene.machine
+        self.scene.checkpointed(machine.version, machine.lineage_of(machine.version), keep=keep)
 
-    @rule(back=st.integers(1, 3))
+    @rule(back=st.integers(1, 5))
     def rollback(self, back: int) -> None:
         machine = self.scene.machine
-        to = max(machine.checkpoint[1], machine.version - back)
+        to = max(machine.oldest_checkpoint[1], machine.version - back)
         if to < machine.version:
             self.trainers += 1
             effects = self.scene.join(to, machine.lineage_of(Version(to)), trainer=f"t{self.trainers}")

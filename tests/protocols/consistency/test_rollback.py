@@ -99,7 +99,7 @@ def test_groups_of_later_batches_return_in_their_old_order() -> None:
     assert seals(scene.train(1)) == [(3, (2,))]
 
 
-def test_a_rollback_only_goes_to_a_surviving_published_version_since_the_checkpoint() -> None:
+def test_a_rollback_only_goes_to_a_surviving_published_version_since_the_oldest_checkpoint() -> None:
     scene = trained(3)
     scene.checkpointed(1)
     for lineage, version in ((0, 0), (0, 4), (1, 2), (-1, 2), (0, -1)):
@@ -125,7 +125,7 @@ def test_a_second_rollback_may_go_below_the_first() -> None:
     assert not scene.machine.survives(Lineage(0), Version(2))
 
 
-def test_consumed_payload_is_kept_until_checkpointed_and_then_its_ids_never_come_back() -> None:
+def test_consumed_payload_is_kept_until_no_checkpoint_needs_it_and_then_its_ids_never_come_back() -> None:
     scene = trained(2)
     assert scene.machine.must_keep(GroupId(0))
     (kept,) = scene.checkpointed(1)
@@ -133,6 +133,52 @@ def test_consumed_payload_is_kept_until_checkpointed_and_then_its_ids_never_come
     assert [scene.machine.must_keep(GroupId(group)) for group in (0, 10)] == [False, True]
     assert scene.machine.retired(GroupId(0))
     assert scene.machine.state_counts()["consumed"] == 4
+
+
+def test_everything_since_the_oldest_kept_checkpoint_stays_and_a_rollback_to_it_seals_its_batch_again() -> None:
+    scene = trained(2)
+    batch = scene.machine.row(STEP_ROWS + 1)
+    scene.checkpointed(1, keep=2)
+    scene.checkpointed(2, keep=2)
+    scene.reserve(20, 21, version=2)
+    scene.finish(20, 21)
+    scene.train(2)
+    assert scene.checkpointed(3, keep=3) == (
+        CheckpointKept(lineage=Lineage(0), version=Version(1), trainer_term=scene.machine.trainer_term),
+    ), "the oldest that is left, not the newest"
+    assert [scene.machine.must_keep(GroupId(group)) for group in (0, 10, 20)] == [False, True, True]
+    assert code(scene.join(0, trainer="again")) is Code.BAD_VERSION
+    done = scene.join(1, trainer="again")
+    (sealed,) = [effect for effect in done if isinstance(effect, Sealed)]
+    assert batch is not None
+    assert sealed.digest in batch
+    assert groups(sealed) == (10, 11)
+
+
+def test_a_rollback_forgets_the_checkpoints_after_it() -> None:
+    scene = trained(3)
+    scene.checkpointed(1, keep=3)
+    scene.checkpointed(3, keep=2)
+    assert scene.machine.versions_in_use() == ((0, 3),)
+    scene.join(1, trainer="again")
+    assert (scene.machine.checkpoint, scene.machine.oldest_checkpoint) == ((0, 1), (0, 1))
+    assert scene.machine.versions_in_use() == ((0, 1),)
+    scene.train(1)
+    scene.checkpointed(2, lineage=1, keep=2)
+    assert (scene.machine.checkpoint, scene.machine.oldest_checkpoint) == ((1, 2), (0, 1))
+    assert scene.machine.must_keep(GroupId(10))
+
+
+def test_a_trainer_that_needs_room_keeps_its_newest_checkpoint_alone() -> None:
+    scene = trained(2)
+    scene.checkpointed(2, keep=2)
+    assert scene.machine.must_keep(GroupId(0)), "version 0 is the first checkpoint"
+    (kept,) = scene.checkpointed(2, keep=1)
+    assert isinstance(kept, CheckpointKept)
+    assert kept.version == 2
+    assert not any(scene.machine.must_keep(GroupId(group)) for group in (0, 10))
+    assert code(scene.checkpointed(2, keep=2)) is Code.DUPLICATE, "what is forgotten does not come back"
+    assert code(scene.checkpointed(2, keep=0)) is Code.MALFORMED
 
 
 def test_a_checkpoint_needs_no_older_batch_and_forgets_a_few_groups_at_a_time() -> None:
@@ -170,11 +216,13 @@ def test_a_rollback_finds_everything_while_an_older_batch_is_being_forgotten() -
     assert groups(sealed) == tuple(range(10, 16))
 
 
-def test_the_versions_to_keep_are_the_checkpoint_the_newest_and_those_of_leases() -> None:
+def test_the_versions_to_keep_are_the_newest_checkpoint_the_newest_and_those_of_leases() -> None:
     scene = trained(4)
     scene.checkpointed(1)
     scene.reserve(50, version=2)
     assert scene.machine.versions_in_use() == ((0, 1), (0, 2), (0, 4))
+    scene.checkpointed(3, keep=2)
+    assert scene.machine.versions_in_use() == ((0, 2), (0, 3), (0, 4)), "the older checkpoint is published again"
 
 
 def test_a_corrupt_member_unseals_its_batch_and_any_later_one_and_leaves() -> None:

@@ -58,7 +58,7 @@ def test_a_store_that_writes_the_dirty_rows_after_every_event_has_every_row() ->
         lambda: scene.train(0),
         lambda: scene.finish(1),
         lambda: scene.quarantine(1),
-        lambda: scene.checkpointed(1),
+        lambda: scene.checkpointed(1, keep=2),
     ]
     for act in acts:
         act()

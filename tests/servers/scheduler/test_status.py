@@ -9,7 +9,15 @@ from staleflow.configs.schema import Staleness
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
-from staleflow.protocols.wire.messages import Attach, Done, GetStatus, RegisterCheckpoint, StageLoads, Status
+from staleflow.protocols.wire.messages import (
+    Attach,
+    CheckpointRegistered,
+    Done,
+    GetStatus,
+    RegisterCheckpoint,
+    StageLoads,
+    Status,
+)
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -122,7 +130,7 @@ def test_a_shard_that_refuses_pushes_is_named_before_the_group_that_waits_for_it
     assert why("map") == f"{full} until a checkpoint lets go; {waits}"
     assert why("disk") == f"the disk of trajectory server 0 is full: pushes wait until there is room; {waits}"
     kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(1))
-    assert table.ask("trainer", kept) == Done()
+    assert table.ask("trainer", kept) == CheckpointRegistered(oldest=Version(1))
     fit = "the groups of 2 batches must fit in 90 % of it, so a new run needs a larger one"
     assert why("map") == f"{full}, and no checkpoint can make room: {fit}; {waits}"
 

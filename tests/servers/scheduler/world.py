@@ -23,6 +23,7 @@ from staleflow.protocols.wire.messages import (
     Attach,
     Attached,
     Batch,
+    CheckpointRegistered,
     Commands,
     Done,
     GetStatus,
@@ -310,7 +311,8 @@ class TrainerOf(Someone):
 
     async def checkpoint(self, version: int, lineage: int = 0) -> None:
         await self.client.ask(
-            RegisterCheckpoint(trainer_term=self.term, lineage=Lineage(lineage), version=Version(version)), Done
+            RegisterCheckpoint(trainer_term=self.term, lineage=Lineage(lineage), version=Version(version)),
+            CheckpointRegistered,
         )
 
 

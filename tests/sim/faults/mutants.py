@@ -265,6 +265,15 @@ def _not_what_is_occupied(real: Any) -> Any:
     return must_keep
 
 
+def _only_since_the_newest_checkpoint(real: Any) -> Any:
+    def must_keep(self: Machine, id: Any) -> bool:
+        view = self.group(id)
+        consumed = view is not None and view.state.name == "CONSUMED" and view.step is not None
+        return bool(real(self, id)) and not (consumed and view.step < self.checkpoint[1])
+
+    return must_keep
+
+
 def _retains_everything(real: Any) -> Any:
     def retain(self: Shard, asked: Any, keep: Any) -> int:
         return 0
@@ -450,6 +459,14 @@ MUTANTS = (
         "must_keep",
         _not_what_is_occupied,
         _rules("STORED", "PROGRESS", "QUARANTINED"),
+        KILLS,
+    ),
+    Mutant(
+        "payload is kept for the newest checkpoint alone",
+        Machine,
+        "must_keep",
+        _only_since_the_newest_checkpoint,
+        _rules("STORED"),
         KILLS,
     ),
     Mutant("nothing is ever forgotten", Shard, "retain", _retains_everything, _rules("GARBAGE")),

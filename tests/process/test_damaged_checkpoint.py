@@ -1,0 +1,85 @@
+"""A stopped run whose newest checkpoint is damaged resumes from the one before; where none is left, it refuses."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.process.running import Run, audited
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+
+END_S = 120
+SMOKE = ("trainer.steps=16", "trainer.checkpoint_every=3", "trainer.eval_prompts=0")
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
+
+
+def flip(file: Path) -> None:
+    """Change one byte in the middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+
+
+def stopped(run_dir: Path, config: str, *arguments: str, steps: int) -> None:
+    """Kill every process once so many steps are trained: none saves a last checkpoint."""
+    with Run(run_dir, config, *arguments) as run:
+        run.wait_for("consume", steps, END_S)
+        family = run.family()
+        for process in (*family, run.process):
+            process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(family, timeout=30)
+
+
+def digests(run: Run) -> dict[int, set[str]]:
+    """Of the batches that were sealed for each step, in every lineage."""
+    found: dict[int, set[str]] = {}
+    for event in run.events():
+        if event["ev"] == "seal":
+            found.setdefault(event["step"], set()).add(event["digest"])
+    return found
+
+
+def rollbacks(run: Run) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["ev"] == "rollback"]
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_to_its_end(run_dir: Path) -> None:
+    stopped(run_dir, "smoke.toml", *SMOKE, steps=8)
+    older, newest = checkpoints(run_dir)[-2:]
+    flip(run_dir / "checkpoints" / str(newest) / "model.safetensors")
+    with Run(run_dir, "smoke.toml", *SMOKE, "--resume") as run:
+        output = run.finish(END_S)
+    assert run.process.returncode == 0, output
+    assert run.summary()["steps"] == 16
+    assert run.summary()["restarts"] == {}
+    assert [event["to_version"] for event in rollbacks(run)] == [older]
+    assert len(digests(run)[older]) == 1, "the batch after the checkpoint was sealed again as it was"
+    audited(run_dir, "open=2", "rollback=1", "consume=16")
+    (aside,) = (run_dir / "checkpoints").glob(f"{newest}.*.damaged")
+    log = (run_dir / "logs" / "trainer.log").read_text()
+    assert f"checkpoint {newest} is damaged (model.safetensors is not what was written)" in log
+    assert str(aside) in log
+    assert checkpoints(run_dir) == [15, 16]
+
+
+def test_a_run_without_a_whole_checkpoint_refuses_at_once_and_names_weights_that_can_be_read(run_dir: Path) -> None:
+    alone = (*SMOKE, "trainer.keep_checkpoints=1")
+    stopped(run_dir, "smoke.toml", *alone, steps=5)
+    *_, newest = checkpoints(run_dir)
+    flip(run_dir / "checkpoints" / str(newest) / "trainer.safetensors")
+    before = sorted((run_dir / "checkpoints").rglob("*"))
+    with Run(run_dir, "smoke.toml", *alone, "--resume") as run:
+        output = run.finish(END_S)
+    assert run.process.returncode == 2, output
+    (line,) = [line for line in output.splitlines() if "trainer refuses to start" in line]
+    assert f"start a new run with model.path={run_dir}/checkpoints/{newest} " in line
+    assert f"{newest} is damaged (trainer.safetensors is not what was written)" in line
+    assert run.summary()["restarts"] == {}
+    assert sorted((run_dir / "checkpoints").rglob("*")) == before
+    audited(run_dir, "open=2")
