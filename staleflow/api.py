@@ -67,15 +67,16 @@ def run(
         chosen = load(config, overrides)
     with _said_here():
         folder = rundir.choose(chosen, None if run_dir is None else Path(run_dir), resume=resume)
-    if resume and (done := summary.finished(folder)) is not None:
+    if resume and (done := summary.finished(folder, chosen.trainer.steps)) is not None:
         if progress:
             sys.stdout.write(f"{summary.how_to_go_on(done, chosen)}\n")
         return Result(folder)
     present(chosen)
     check_free(chosen, folder)
     view = with_writers(_view(chosen, folder, progress), chosen, folder)
-    with _said_here(), rundir.claim(chosen, folder, resume=resume):
-        Supervisor(chosen, folder, view, f"run(..., run_dir={str(folder)!r}, resume=True)").run()
+    command = f"staleflow.run(..., run_dir={str(folder)!r}, resume=True)"
+    with _said_here(), rundir.claim(chosen, folder, resume=resume, command=command):
+        Supervisor(chosen, folder, view, command).run()
     return Result(folder)
 
 

@@ -96,6 +96,7 @@ class StatusView:
             "violations": self._interpreter.totals.counts.violations,
             "metrics": self._metrics.last,
             "finished": self._phase.finished,
+            "drained": self._phase.drained,
             "error": self._phase.error,
             "closed": self._phase.closed,
             "full": self._interpreter.full,

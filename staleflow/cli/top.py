@@ -90,7 +90,7 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     from staleflow.monitor.sources import Live
     from staleflow.runtime.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import may_answer, nobody
-    from staleflow.supervisor.rundir import holder
+    from staleflow.supervisor.rundir import died, holder
 
     config = read_run(run_dir) if run_dir else None
     address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
@@ -100,7 +100,8 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
         if (process := holder(run_dir)) is not None:
             allowed = f"nobody listens there yet, or any more: process {process} starts the run, or ends it"
             raise ConfigError("scheduler", address, allowed)
-        allowed = f"nobody listens there: {nobody(address)}. Again: staleflow top {run_dir} --replay"
+        ended = died(run_dir) or nobody(address)
+        allowed = f"nothing listens there: {ended}. Watch it again with: staleflow top {run_dir} --replay"
         raise ConfigError("scheduler", address, allowed)
     return Live(address, run_dir, transport=client_sockets(config.security if config else None, *LOOKING))
 

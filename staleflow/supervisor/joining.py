@@ -44,17 +44,16 @@ def joined(
 
 
 def has_ended(address: str, word: str, *, timeout_s: float) -> bool:
-    """Whether the run has, after which there is nothing to come back to; also when nobody answers in time.
+    """Return whether a worker of the run that has left has nothing to come back to; also without an answer in time.
 
-    A finished run takes workers until it has closed its trace; who may ask for its status knows before."""
+    A trainer comes back while the run drains: what is sealed is still trained."""
     try:
         with _asking(address, word) as admin:
             if word == "train":
                 return bool(admin.status(timeout_s=timeout_s).get("finished"))
-            admin.run(timeout_s=timeout_s)
+            return admin.run(timeout_s=timeout_s).ending
     except (Unavailable, Refused):
         return True
-    return False
 
 
 def _asking(address: str, word: str) -> Admin:

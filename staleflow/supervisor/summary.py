@@ -18,6 +18,9 @@ from staleflow.runtime.trace import read_events
 LOST = ("aborted", "expired")
 """Releases of groups that failed or whose worker was lost; the others are policy."""
 RUN = "staleflow run"
+TRACE = "trace.jsonl"
+ENDED_WELL = ("finished", "drained")
+"""Outcomes that nothing went wrong with; a drained run is resumed."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +31,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """Directory of the newest checkpoint, as ``save_pretrained`` writes it; empty while there is none."""
     outcome: str
-    """finished, interrupted or failed."""
+    """finished, drained, interrupted or failed."""
     error: str = ""
     steps: int = 0
     steps_wanted: int
@@ -55,10 +58,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups_filtered: int = 0
     failed_steps: int = 0
     """Steps whose loss or gradient was not finite."""
+    resume: str = ""
+    """The command that continues the run; empty for a finished run, and after a process refused its configuration (exit
+    code 2), which a run that is resumed keeps."""
 
     @property
     def good(self) -> bool:
-        return self.outcome == "finished" and not self.error and not self.violations
+        return self.outcome in ENDED_WELL and not self.error and not self.violations
 
 
 class Pace:
@@ -107,6 +113,8 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     tokens_pushed: int = 0
     """Of those generated; a trace has no others."""
     filtered: int = 0
+    closed: bool = False
+    """Its last line is ``close``."""
 
     def as_status(self) -> dict[str, Any]:
         """What the scheduler would have said, for a run that ended before it said anything."""
@@ -127,7 +135,9 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
     given_back: Counter[str] = Counter()
     holders: dict[int, str] = {}
     gone: set[str] = set()
+    closed = False
     for event in events:
+        closed = event["ev"] == "close"
         match event["ev"]:
             case "attach":
                 gone.discard(event["worker"])
@@ -161,8 +171,24 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
             case _:
                 pass
     return TraceFacts(
-        ages=ages, lost=dict(lost), steps=steps, tokens_trained=trained, tokens_pushed=pushed, filtered=filtered
+        ages=ages,
+        lost=dict(lost),
+        steps=steps,
+        tokens_trained=trained,
+        tokens_pushed=pushed,
+        filtered=filtered,
+        closed=closed,
     )
+
+
+def ended(status: Mapping[str, Any]) -> str:
+    """The outcome by the scheduler's status: failed, drained or finished; empty before the trainer reported its end."""
+    if not status.get("finished"):
+        return ""
+    if status.get("error"):
+        return "failed"
+    early = int(status.get("version") or 0) < int(status.get("steps") or 0)
+    return "drained" if status.get("drained") and early else "finished"
 
 
 def newest_model(run_dir: Path) -> Path | None:
@@ -173,7 +199,7 @@ def newest_model(run_dir: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name), default=None)
 
 
-def _of_trace(trace: Path) -> TraceFacts:
+def of_trace(trace: Path) -> TraceFacts:
     """Nothing of one that is not there or is damaged: the audit says so, and the run has its summary all the same."""
     try:
         return facts(read_events(trace))
@@ -198,11 +224,12 @@ def summarise(
     wall_s: float,
     trained_per_s: float,
     restarts: Mapping[str, int],
+    resume: str = "",
 ) -> Summary:
     """Everything that is known about the run at its end."""
     lines = metric_lines(run_dir / "metrics.jsonl")
     what, start, end = rewards(lines)
-    trace = _of_trace(run_dir / "trace.jsonl")
+    trace = of_trace(run_dir / TRACE)
     status = status or trace.as_status()
     totals: Mapping[str, Any] = status.get("totals") or {}
     releases: Mapping[str, int] = totals.get("releases") or {}
@@ -230,24 +257,32 @@ def summarise(
         groups_lost=trace.lost,
         groups_filtered=int(releases.get("filtered", 0)),
         failed_steps=int(total(lines, "trainer/bad_steps")),
+        resume=resume,
     )
 
 
-def finished(run_dir: Path) -> Summary | None:
-    """The summary of a run that has trained every step: there is nothing to resume."""
+def trained(run_dir: Path) -> int:
+    """Steps that are trained and not rolled back, by the summary or else by the trace."""
     found = read(run_dir)
-    return found if found is not None and found.outcome == "finished" and found.steps >= found.steps_wanted else None
+    return of_trace(run_dir / TRACE).steps if found is None else found.steps
+
+
+def finished(run_dir: Path, steps: int) -> Summary | None:
+    """The summary of a run that has trained all of ``steps``: there is nothing to resume."""
+    found = read(run_dir)
+    return found if found is not None and found.outcome == "finished" and found.steps >= steps else None
 
 
 def how_to_go_on(done: Summary, config: Config, command: str = RUN) -> str:
-    """What to say to somebody who wants more of a finished run. ``command``: any but ``staleflow run`` needs the
+    """How to train more steps of a finished run. ``command``: any but ``staleflow run`` needs the
     configuration that the run was launched with, for the run's own says nothing of machines."""
     instead = " model.build= model.options={}" if config.model.build else ""
-    model = f" model.path={done.model}{instead}" if done.model else ""
     told = f"this run is finished ({done.steps:,} of {done.steps_wanted:,} steps): {done.run_dir}"
-    start = "a new run from its newest checkpoint" if model else "a new run"
-    file = f"{done.run_dir}/config.toml" if command == RUN else "CONFIG"
-    return f"{told}. For more steps begin {start}: {command} {file} trainer.steps=N{model}"
+    file, given = (f"{done.run_dir}/config.toml", "") if command == RUN else ("CONFIG", " CONFIG")
+    more = f"For more steps: {command}{given} --run-dir {done.run_dir} --resume trainer.steps=N"
+    if not done.model:
+        return f"{told}. {more}"
+    return f"{told}. {more}. A new run from its model: {command} {file} model.path={done.model}{instead}"
 
 
 def write(summary: Summary, run_dir: Path) -> None:

@@ -7,6 +7,7 @@
 - Nothing is left running: every child is its own process group, and each group is swept at the end.
 """
 
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from staleflow.supervisor.drain import drain
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import Interrupted, StopSignals
-from staleflow.supervisor.summary import Pace, Summary, summarise, write
+from staleflow.supervisor.summary import Pace, Summary, ended, summarise, write
 from staleflow.supervisor.view import Snapshot, Undisturbed, View
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
@@ -43,6 +44,11 @@ TAIL = 12
 class Failure(Exception):
     """The run cannot go on; the text says why, several lines with what the process printed."""
 
+    def __init__(self, text: str, *, resumable: bool = True) -> None:
+        super().__init__(text)
+        self.resumable = resumable
+        """False after exit code 2: resumed as it is, the run fails again."""
+
 
 class Supervisor:
     """Owns every process of one run. ``run`` is called once, from the main thread."""
@@ -57,6 +63,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._view: View = Undisturbed(view)
         self._resume = resume
+        self._session = secrets.token_hex(8)
         check_keys(config)
         self._sockets = client_sockets(config.security, *LOOKING)
         self._lifeline = Lifeline()
@@ -99,9 +106,10 @@ class Supervisor:
         except Interrupted:
             return "interrupted", ""
         except Failure as failure:
+            self._resume = self._resume if failure.resumable else ""
             return "failed", str(failure)
-        error = str(self._watch.newest.get("error") or "")
-        return ("failed" if error else "finished"), error
+        status = self._watch.newest
+        return ended(status), str(status.get("error") or "")
 
     # Starting ----------------------------------------------------------------------------------------------------
 
@@ -120,11 +128,11 @@ class Supervisor:
         builder.sweep()
         self._detail = ""
         if builder.exit_code != 0:
-            raise Failure(_last_words("model.build failed", builder))
+            raise Failure(_last_words("model.build failed", builder), resumable=builder.exit_code != 2)
 
     def _start_servers(self) -> None:
         self._phase = "starting servers"
-        for role in roles.servers(self._config, self._run_dir):
+        for role in roles.servers(self._config, self._run_dir, self._session):
             self._start(role)
         for address in addresses(self._config, self._run_dir).all:
             self._until_answers(address, time.monotonic() + START_S)
@@ -160,7 +168,9 @@ class Supervisor:
         while not self._watch.newest.get("finished"):
             self._wait()
             self._look_after(self._children)
-            if self._watch.newest.get("version", -1) >= 0:
+            if self._watch.newest.get("drained"):
+                self._phase = "draining"
+            elif self._watch.newest.get("version", -1) >= 0:
                 self._phase = "training"
 
     def _last_words(self) -> None:
@@ -181,6 +191,8 @@ class Supervisor:
 
     def _look_after(self, children: list[Child]) -> None:
         for child in children:
+            if child.over:
+                continue
             if child.restart_at is not None:
                 if said := child.restart_if_due():
                     self._view.say(said)
@@ -192,10 +204,13 @@ class Supervisor:
         child.sweep()
         if child.role.kind is not Kind.SCHEDULER:  # nobody would answer
             self._watch.ask_now()
-        if self._watch.newest.get("finished"):
-            return  # it ended because the run did
+        status = self._watch.newest
+        drained = code == 0 and child.role.kind is Kind.WORKER and bool(status.get("drained"))
+        if status.get("finished") or drained:  # a trainer that left without a report comes back and makes it
+            child.over = True
+            return
         if code == 2:
-            raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1))
+            raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1), resumable=False)
         if child.unstarted:
             raise Failure(_last_words(f"{child.name} cannot be started again: {child.unstarted}", child))
         if not child.plan_restart():
@@ -249,6 +264,7 @@ class Supervisor:
             wall_s=time.monotonic() - self._began,
             trained_per_s=self._pace.tokens_per_s,
             restarts={child.name: child.restarts for child in self._children},
+            resume="" if outcome == "finished" else self._resume,
         )
         try:
             write(summary, self._run_dir)
@@ -260,8 +276,11 @@ class Supervisor:
         if error:
             self._view.say(f"the run failed: {error}")
         self._view.summary(summary)
-        if outcome != "finished":
-            self._view.say(f"go on with: {self._resume}")
+        if outcome == "drained":
+            at = f"step {summary.steps:,} of {summary.steps_wanted:,}"
+            self._view.say(f"drained at {at}; resume with: {summary.resume}")
+        elif summary.resume:
+            self._view.say(f"resume with: {summary.resume}")
         if outcome == "interrupted":
             return 130
         return 0 if summary.good else 1

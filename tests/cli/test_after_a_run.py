@@ -112,13 +112,14 @@ def test_without_a_directory_the_newest_run_is_meant(cli: Cli, ended: Path, shor
 
 
 def test_a_run_that_was_interrupted_says_how_to_go_on(cli: Cli, ended: Path, short_dir: Path) -> None:
-    summary = json.loads((ended / "summary.json").read_text()) | {"outcome": "interrupted", "steps": 3}
+    go_on = f"staleflow run --run-dir {short_dir} --resume"
+    changed = {"outcome": "interrupted", "steps": 3, "resume": go_on}
+    summary = json.loads((ended / "summary.json").read_text()) | changed
     (short_dir / "summary.json").write_text(json.dumps(summary))
     shutil.copy(ended / "config.json", short_dir)
     said = cli("status", short_dir, "--why")
-    go_on = f"staleflow run --run-dir {short_dir} --resume"
     assert said.code == 1
-    assert said.out == f"the run was interrupted; 3 of 4 steps are trained; go on with: {go_on}\n"
+    assert said.out == f"the run was interrupted; 3 of 4 steps are trained; resume with: {go_on}\n"
     assert json.loads(cli("status", short_dir, "--json").out)["phase"] == "interrupted"
 
 

@@ -107,7 +107,7 @@ def test_an_interrupted_run_goes_on_where_it_was(start: Start) -> None:
     run = start(str(SIMULATED), *LONG)
     run.until(lambda: run.consumed() >= 4)
     assert run.interrupt() < 10.0
-    assert f"go on with: staleflow run --run-dir {run.run_dir} --resume" in run.output
+    assert f"resume with: staleflow run --run-dir {run.run_dir} --resume" in run.output
     done = run.consumed()
     assert done < 1000
     again = start("--resume")

@@ -78,6 +78,7 @@ from staleflow.protocols.wire.messages.training import (
     Metrics,
     NextBatch,
     NextGroups,
+    NoMoreBatches,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -158,6 +159,7 @@ Reply = (
     | Joined
     | Batch
     | Claims
+    | NoMoreBatches
     | Registered
     | KeepVersions
     | Rows
@@ -219,6 +221,7 @@ __all__ = [
     "Metrics",
     "NextBatch",
     "NextGroups",
+    "NoMoreBatches",
     "Op",
     "Operations",
     "Part",

@@ -6,7 +6,7 @@ import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
 
 Sha = Annotated[str, msgspec.Meta(max_length=64)]
@@ -63,6 +63,6 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Stop handing out work, keep what is acknowledged. -> Done"""
+    """End the run: lease nothing new, train what is under way, keep what is acknowledged. -> Done"""
 
     why: str
