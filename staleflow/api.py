@@ -3,9 +3,12 @@
 Nothing here belongs to an event loop, so all of it works where one is running already.
 """
 
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
     from staleflow.clients.trainer.client import TrainerClient
 
 TRACE = "trace.jsonl"
+LOOK_S = 0.1
+"""Between two looks at whether a worker has joined the run."""
+LAST_LINE_S = 1.0
+"""In which the last line of a process that has ended is read; a process that it started may hold the pipe."""
 
 
 def run(
@@ -237,22 +244,56 @@ class Run:
         )
 
     def attach(self, role: Literal["rollout", "stage"], name: str = "", *, stage: str = "reward") -> "Worker":
-        """Start one more engine, or one more worker of a stage, as a process on this machine."""
+        """Start one more engine, or one more worker of a stage, as a process on this machine.
+
+        Returns once the run has taken it in. ``ConfigError`` with its last line if it ends before.
+        """
+        name = name or f"{role}-{os.urandom(2).hex()}"
         place = ("--connect", self.address)
         if self._folder is not None:  # its configuration names the keys
             place = ("--run-dir", str(self._folder))
         command = [sys.executable, "-m", "staleflow.cli", "attach", role, *place]
-        command += ["--name", name] if name else []
-        command += ["--stage", stage] if role == "stage" else []
-        return Worker(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
+        command += ["--name", name, *(("--stage", stage) if role == "stage" else ())]
+        worker = Worker(
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, text=True)
+        )
+        try:
+            while not self._has(name, worker.pid):
+                if not worker.alive:
+                    raise ConfigError(f"{role} worker", name, worker.last_line() or "it ended before it joined the run")
+                time.sleep(LOOK_S)
+        except BaseException:
+            worker.leave()
+            raise
+        return worker
+
+    def _has(self, name: str, pid: int) -> bool:
+        """Whether the run has taken that process in."""
+        workers = self._admin.status(timeout_s=self._timeout_s)["workers"]
+        return any(worker["name"] == name and worker["pid"] == pid and worker["alive"] for worker in workers)
 
 
 class Worker:
     """A process that ``Run.attach`` started. It leaves by itself when the run ends; at the latest with its ``with``."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        """``process``: with its standard error as a pipe, which is passed on."""
         self._process = process
+        self._last = ""
+        self._reader = threading.Thread(target=self._pass_on, name="worker's output", daemon=True)
+        self._reader.start()
         self.pid = process.pid
+
+    def _pass_on(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._last = line.strip() or self._last
+            sys.stderr.write(line)
+
+    def last_line(self) -> str:
+        """The last line that it printed, after its end."""
+        self._reader.join(LAST_LINE_S)
+        return self._last
 
     def __enter__(self) -> Self:
         return self

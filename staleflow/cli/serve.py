@@ -47,7 +47,7 @@ def command(
     import secrets
 
     from staleflow.configs.load import read_run, resumed
-    from staleflow.supervisor import lifeline, rundir
+    from staleflow.supervisor import lifeline, rundir, summary
 
     lifeline.hold()
     overrides = (*overrides, *options.INSECURE[: int(insecure)])
@@ -57,6 +57,7 @@ def command(
         config = resumed(read_run(run_dir), overrides)
         rundir.choose(config, run_dir, resume=True)
         rundir.adopt(config, run_dir)
+        summary.forget(run_dir)
     else:
         config = options.run_config(config_file, overrides, run_dir, lambda config: _check(config, what, shard))
     _check(config, what, shard)

@@ -101,7 +101,7 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
             allowed = f"nobody listens there yet, or any more: process {process} starts the run, or ends it"
             raise ConfigError("scheduler", address, allowed)
         ended = died(run_dir) or nobody(address)
-        allowed = f"nothing listens there: {ended}. Watch it again with: staleflow top {run_dir} --replay"
+        allowed = f"nobody listens there: {ended}. Again: staleflow top {run_dir} --replay"
         raise ConfigError("scheduler", address, allowed)
     return Live(address, run_dir, transport=client_sockets(config.security if config else None, *LOOKING))
 

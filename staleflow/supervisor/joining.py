@@ -10,6 +10,8 @@ from staleflow.configs.schema import Config
 from staleflow.runtime.errors import Refused, RunOver, Unavailable
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import client_sockets
+from staleflow.supervisor import rundir, summary
+from staleflow.supervisor.addresses import may_answer
 
 _KEYS = {"train": Role.TRAINER, "relay": Role.SERVER}
 """By word of the command line; the others are called as their keys are."""
@@ -41,6 +43,14 @@ def joined(
         folder = Path("runs") / f"attached-{attached.run}"
         write_resolved(theirs, folder)
     return theirs, folder
+
+
+def check_not_ended(run_dir: Path, address: str) -> None:
+    """``ConfigError`` where the run of a directory has ended: it has a summary, and nothing of it listens any more."""
+    if may_answer(address) or rundir.holder(run_dir) is not None or (found := summary.read(run_dir)) is None:
+        return
+    ended = f"it has ended: {found.outcome}, {found.steps:,} of {found.steps_wanted:,} steps"
+    raise ConfigError("run", str(run_dir), ended + (f"; resume with: {found.resume}" if found.resume else ""))
 
 
 def has_ended(address: str, word: str, *, timeout_s: float) -> bool:

@@ -282,7 +282,9 @@ def how_to_go_on(done: Summary, config: Config, command: str = RUN) -> str:
     more = f"For more steps: {command}{given} --run-dir {done.run_dir} --resume trainer.steps=N"
     if not done.model:
         return f"{told}. {more}"
-    return f"{told}. {more}. A new run from its model: {command} {file} model.path={done.model}{instead}"
+    return (
+        f"{told}. {more}. A new run from its model: {command} {file} trainer.steps=N model.path={done.model}{instead}"
+    )
 
 
 def write(summary: Summary, run_dir: Path) -> None:

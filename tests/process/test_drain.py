@@ -160,6 +160,8 @@ def test_a_drained_run_whose_processes_were_started_by_hand_ends_too(by_hand: By
         by_hand.processes[role].send_signal(signal.SIGTERM)
     assert set(by_hand.ended("scheduler", "trajectories", "parameters").values()) == {0}
     by_hand.start("serve", "scheduler", "--resume", f"trainer.steps={at + 2}")
+    with by_hand.connected() as run:  # the others find the configuration that it writes
+        assert (run.config.trainer.steps, run.status()["drained"]) == (at + 2, "")
     for words in (*by_hand.SERVERS[1:], *by_hand.WORKERS):
         by_hand.start(*words)
     assert by_hand.ended("train", "rollout", "stage") == {"train": 0, "rollout": 0, "stage": 0}

@@ -5,6 +5,7 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from staleflow.configs.errors import ConfigError
@@ -70,10 +71,24 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
 def test_a_run_directory_of_another_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
     used = make(tmp_path / "used", "trainer.steps=7")
     with pytest.raises(ConfigError) as raised:
-        rundir.choose(config("trainer.steps=8"), used, resume=True)
-    assert str(raised.value) == (
-        f"trainer.steps is 8; {used} was made with 7: use its own configuration or choose a new --run-dir"
+        rundir.choose(config("trainer.steps=7", "seed=8"), used, resume=True)
+    assert (
+        str(raised.value) == f"seed is 8; {used} was made with 0: use its own configuration or choose a new --run-dir"
     )
+
+
+def test_a_run_is_resumed_with_other_steps_down_to_those_that_are_trained(tmp_path: Path) -> None:
+    used = make(tmp_path / "used", "trainer.steps=7")
+    publish = [{"ev": "publish", "version": version} for version in range(6)]
+    (used / "trace.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in publish))
+    for steps in (8, 5):
+        changed = config(f"trainer.steps={steps}")
+        assert rundir.choose(changed, used, resume=True) == used
+        with rundir.claim(changed, used, resume=True):
+            assert read_run(used) == changed
+    with pytest.raises(ConfigError) as raised:
+        rundir.choose(config("trainer.steps=4"), used, resume=True)
+    assert str(raised.value) == f"trainer.steps is 4; 5 steps are trained already in {used}: use at least as many"
 
 
 def test_resuming_without_a_directory_takes_the_newest_of_that_name(tmp_path: Path) -> None:

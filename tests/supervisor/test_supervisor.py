@@ -144,6 +144,7 @@ def test_a_worker_that_refuses_its_configuration_stops_the_run_with_its_words(st
     assert run.end() == 1
     assert "reward-0 refuses to start" in run.output
     assert "not here" in run.output
+    assert "resume with" not in run.output, "a run that is resumed keeps the configuration that was refused"
     assert run.summary()["outcome"] == "failed"
 
 
