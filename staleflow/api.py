@@ -286,9 +286,10 @@ class Worker:
 
     def _pass_on(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._last = line.strip() or self._last
-            sys.stderr.write(line)
+        with self._process.stderr as lines:
+            for line in lines:
+                self._last = line.strip() or self._last
+                sys.stderr.write(line)
 
     def last_line(self) -> str:
         """The last line that it printed, after its end."""

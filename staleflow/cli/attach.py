@@ -59,8 +59,8 @@ def command(
     """Attach a worker to a run: a rollout engine, a stage worker (reward, or --stage), the trainer, or a relay, which
     gives weights to the workers near it.
 
-    --run-dir is enough on the machine of the run; --connect asks the scheduler for everything. It waits for servers that
-    are not started yet; a run that has ended is refused, with its outcome.
+    --run-dir is enough on the machine of the run; --connect asks the scheduler for everything. The worker waits for
+    servers that are not started yet, and is refused with the outcome when the run has ended.
 
     \b
     Examples:
