@@ -132,7 +132,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Every step was trained, and no group beyond the bound."""
+        """The run finished or was drained, and no group was trained beyond the bound."""
         return self.summary.good
 
     @property
@@ -230,7 +230,8 @@ class Run:
         return Trace.open(self.run_dir)
 
     def drain(self, why: str = "asked from Python") -> None:
-        """Hand out no new work. What is acknowledged is kept, and the run can be resumed."""
+        """End the run early: train what is under way, lease nothing new. What is acknowledged is kept; the run can be
+        resumed. Returns once the scheduler has stored it, before the run has ended."""
         self._admin.drain(why, timeout_s=self._timeout_s)
 
     def trainer(self, name: str = "trainer", *, rank: int = 0, world: int = 1) -> "TrainerClient":
