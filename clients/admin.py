@@ -26,7 +26,7 @@ class Admin:
         return self._client.ask(GetStatus(), Status, timeout_s=timeout_s).values
 
     def drain(self, why: str, timeout_s: float = 5.0) -> None:
-        """No more work is handed out; what is acknowledged is kept."""
+        """End the run: train what is under way, lease nothing new, keep what is acknowledged."""
         self._client.ask(Drain(why=why), Done, timeout_s=timeout_s)
 
     def run(self, timeout_s: float = 10.0) -> Attached:

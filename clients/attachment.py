@@ -16,6 +16,9 @@ from staleflow.runtime.retry import Backoff
 
 log = logging.getLogger(__name__)
 
+SILENCE_S = 2.0
+"""After so long without an answer the log names what this process waits for."""
+
 
 async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> Attached:
     """The run's answer, once every trajectory server (and the parameter server, if wanted) is attached to it too.
@@ -26,6 +29,8 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
     request = msgspec.structs.replace(request, slot=request.slot or supervised.slot())
     backoff, attempt = Backoff(0.1, 1.0), 0
     while True:
+        waiting = "waiting for the scheduler at %s, which does not answer"
+        notice = asyncio.get_running_loop().call_later(SILENCE_S, log.info, waiting, scheduler.address)
         try:
             answer = await scheduler.ask(request, Attached, timeout_s=None)
         except Refused as refused:
@@ -34,6 +39,8 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
             if refused.code in (Code.DENIED, Code.CONFLICT, Code.FENCED, Code.BUSY):
                 raise ConfigError(f"{request.role} worker", request.name, refused.detail) from refused
             raise
+        finally:
+            notice.cancel()
         if answer.shards and all(answer.shards) and (answer.parameters or not parameters):
             supervised.tell_attached()
             return msgspec.structs.replace(

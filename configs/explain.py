@@ -90,9 +90,11 @@ def nearest(path: tuple[str, ...]) -> str:
         return f"there is no such key; {'.'.join(above)} is one itself"
     here = {key[len(above)]: ".".join(key[: len(path)]) for key in known if key[: len(above)] == above}
     leaves = {key[-1]: ".".join(key) for key in reversed(known)}
-    names = {**leaves, **here}
-    if close := difflib.get_close_matches(wrong, names, n=1, cutoff=0.65):
-        return f"there is no such key, did you mean {names[close[0]]}?"
+    for names in (
+        (here, leaves) if above else ({**leaves, **here},)
+    ):  # a key of the same section is the likelier one, however close another section's is
+        if close := difflib.get_close_matches(wrong, names, n=1, cutoff=0.65):
+            return f"there is no such key, did you mean {names[close[0]]}?"
     return f"there is no such key; allowed here: {', '.join(here)}" if here else "there is no such key"
 
 

@@ -122,6 +122,24 @@ def _under(base: Path, text: str, key: str) -> Path:
         raise ConfigError(key, text, "nobody of that name has a home directory here") from error
 
 
+def resumed(config: Config, overrides: Sequence[str]) -> Config:
+    """The configuration of a run that is resumed with ``overrides``, which may change ``trainer.steps`` alone."""
+    table: dict[str, Any] = msgspec.to_builtins(config)
+    for override in overrides:
+        key, value = dotted.parse(override)
+        if key != ("trainer", "steps"):
+            raise ConfigError(".".join(key), value, "a run keeps its configuration: --resume may change trainer.steps")
+        table = dotted.apply(table, [(key, value)])
+    changed = decode(table)
+    consistent(changed)
+    return changed
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    """The same configuration but for ``trainer.steps``, the one key that a resumed run may change."""
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
+
+
 def config_sha(config: Config) -> str:
     """Identity of a configuration: hex sha256 of its canonical JSON."""
     return hashlib.sha256(to_json(config)).hexdigest()

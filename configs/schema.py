@@ -356,7 +356,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     packing: bool = False
     """Trajectories of a pass one behind the other in one row, without padding; ``micro_tokens`` are real ones then."""
     steps: Positive = 100
-    """Train steps of the whole run."""
+    """Train steps of the whole run. The only key that ``--resume`` may change; a falling ``lr_schedule`` follows it."""
     batch_size: Groups = 8
     """Groups a step."""
     streaming: bool = False

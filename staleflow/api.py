@@ -3,9 +3,12 @@
 Nothing here belongs to an event loop, so all of it works where one is running already.
 """
 
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
     from staleflow.clients.trainer.client import TrainerClient
 
 TRACE = "trace.jsonl"
+LOOK_S = 0.1
+"""Between two looks at whether a worker has joined the run."""
+LAST_LINE_S = 1.0
+"""In which the last line of a process that has ended is read; a process that it started may hold the pipe."""
 
 
 def run(
@@ -67,15 +74,16 @@ def run(
         chosen = load(config, overrides)
     with _said_here():
         folder = rundir.choose(chosen, None if run_dir is None else Path(run_dir), resume=resume)
-    if resume and (done := summary.finished(folder)) is not None:
+    if resume and (done := summary.finished(folder, chosen.trainer.steps)) is not None:
         if progress:
             sys.stdout.write(f"{summary.how_to_go_on(done, chosen)}\n")
         return Result(folder)
     present(chosen)
     check_free(chosen, folder)
     view = with_writers(_view(chosen, folder, progress), chosen, folder)
-    with _said_here(), rundir.claim(chosen, folder, resume=resume):
-        Supervisor(chosen, folder, view, f"run(..., run_dir={str(folder)!r}, resume=True)").run()
+    command = f"staleflow.run(..., run_dir={str(folder)!r}, resume=True)"
+    with _said_here(), rundir.claim(chosen, folder, resume=resume, command=command):
+        Supervisor(chosen, folder, view, command).run()
     return Result(folder)
 
 
@@ -124,7 +132,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Every step was trained, and no group beyond the bound."""
+        """The run finished or was drained, and no group was trained beyond the bound."""
         return self.summary.good
 
     @property
@@ -222,7 +230,8 @@ class Run:
         return Trace.open(self.run_dir)
 
     def drain(self, why: str = "asked from Python") -> None:
-        """Hand out no new work. What is acknowledged is kept, and the run can be resumed."""
+        """End the run early: train what is under way, lease nothing new. What is acknowledged is kept; the run can be
+        resumed. Returns once the scheduler has stored it, before the run has ended."""
         self._admin.drain(why, timeout_s=self._timeout_s)
 
     def trainer(self, name: str = "trainer", *, rank: int = 0, world: int = 1) -> "TrainerClient":
@@ -236,22 +245,57 @@ class Run:
         )
 
     def attach(self, role: Literal["rollout", "stage"], name: str = "", *, stage: str = "reward") -> "Worker":
-        """Start one more engine, or one more worker of a stage, as a process on this machine."""
+        """Start one more engine, or one more worker of a stage, as a process on this machine.
+
+        Returns once the run has taken it in. ``ConfigError`` with its last line if it ends before.
+        """
+        name = name or f"{role}-{os.urandom(2).hex()}"
         place = ("--connect", self.address)
         if self._folder is not None:  # its configuration names the keys
             place = ("--run-dir", str(self._folder))
         command = [sys.executable, "-m", "staleflow.cli", "attach", role, *place]
-        command += ["--name", name] if name else []
-        command += ["--stage", stage] if role == "stage" else []
-        return Worker(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
+        command += ["--name", name, *(("--stage", stage) if role == "stage" else ())]
+        worker = Worker(
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, text=True)
+        )
+        try:
+            while not self._has(name, worker.pid):
+                if not worker.alive:
+                    raise ConfigError(f"{role} worker", name, worker.last_line() or "it ended before it joined the run")
+                time.sleep(LOOK_S)
+        except BaseException:
+            worker.leave()
+            raise
+        return worker
+
+    def _has(self, name: str, pid: int) -> bool:
+        """Whether the run has taken that process in."""
+        workers = self._admin.status(timeout_s=self._timeout_s)["workers"]
+        return any(worker["name"] == name and worker["pid"] == pid and worker["alive"] for worker in workers)
 
 
 class Worker:
     """A process that ``Run.attach`` started. It leaves by itself when the run ends; at the latest with its ``with``."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        """``process``: with its standard error as a pipe, which is passed on."""
         self._process = process
+        self._last = ""
+        self._reader = threading.Thread(target=self._pass_on, name="worker's output", daemon=True)
+        self._reader.start()
         self.pid = process.pid
+
+    def _pass_on(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._last = line.strip() or self._last
+                sys.stderr.write(line)
+
+    def last_line(self) -> str:
+        """The last line that it printed, after its end."""
+        self._reader.join(LAST_LINE_S)
+        return self._last
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,10 @@ class Stopped(Exception):
     """The process was asked to end, and what was under way is undone: weights and optimizer are as before it."""
 
 
+class Drained(Exception):
+    """The run drains and has no further batch; the text is the reason. Nothing is wrong."""
+
+
 class NoBatch(Exception):
     """The scheduler says that the batch of a step can never come; the text says why."""
 

@@ -26,7 +26,7 @@ import uvloop
 
 from staleflow.clients.attachment import attach
 from staleflow.clients.parameters import Publisher
-from staleflow.clients.trainer.backend import Published, Stopped
+from staleflow.clients.trainer.backend import Drained, Published, Stopped
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.pieces import Piece, PieceStream
 from staleflow.clients.trainer.stream import BatchStream
@@ -120,6 +120,8 @@ class TrainerClient:
         """Seconds for which the last batch let the trainer wait."""
         self.run = ""
         """The run's identity, once attached."""
+        self.drained = ""
+        """Why ``batches`` or ``stream`` ended early, when the run was drained; ``finished`` comes next."""
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +175,8 @@ class TrainerClient:
     def batches(self, steps: int) -> Generator[TrainBatch]:
         """The batch of every step up to ``steps``, one fetched ahead; each must be committed before the next.
 
-        Ends early after ``interrupt``. Leaving a batch uncommitted keeps it: whoever joins next is served it again.
+        Ends early after ``interrupt``, and when the run was drained, which sets ``drained``. Leaving a batch
+        uncommitted keeps it: the next trainer that joins is served it again.
         """
         stream, end = self.follow(self._term, self.version, steps)
         started = time.monotonic()
@@ -186,6 +189,9 @@ class TrainerClient:
                         stream, end = self.follow(self._term, self.version, steps)
                         continue
                 except Stopped:
+                    return
+                except Drained as drained:
+                    self._end_drained(drained)
                     return
                 self.waited_s = time.monotonic() - started
                 self._current = batch
@@ -216,6 +222,9 @@ class TrainerClient:
                         continue
                 except Stopped:
                     return
+                except Drained as drained:
+                    self._end_drained(drained)
+                    return
                 self.waited_s = time.monotonic() - started
                 self._current = piece.batch
                 yield piece
@@ -223,6 +232,10 @@ class TrainerClient:
                     self._check_committed(piece.batch)
         finally:
             feeding.cancel()
+
+    def _end_drained(self, drained: Drained) -> None:
+        self.drained = str(drained)
+        log.info("no further batch comes after version %d: the run was drained (%s)", self.version, drained)
 
     def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Future[None]]:
         """Pieces from the step of that version on, and what ends their coming."""

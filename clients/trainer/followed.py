@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from staleflow.clients.trainer.backend import Stopped
+from staleflow.clients.trainer.backend import Drained, Stopped
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.pieces import PieceStream
@@ -35,13 +35,14 @@ class Followed:
         self._step = -1
 
     def batch(self, step: Step) -> TrainBatch | None:
-        """That of the next step, or anew that of the same one; None once this process was asked to end."""
+        """That of the next step, or anew that of the same one; None once this process was asked to end, and where the
+        run drains and rank 0's batch was taken back meanwhile."""
         assert self._stream is not None
         coming = self._stream.get() if step != self._step else self._stream.fetch(step)
         self._step = int(step)
         try:
             return self._client.wait(coming)
-        except Stopped:
+        except (Stopped, Drained):
             return None
 
     def piece(self, header: Batch) -> TrainBatch | None:

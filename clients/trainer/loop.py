@@ -89,15 +89,18 @@ class TrainingLoop:
         """The run keeps payload since this version, as far as this trainer knows."""
 
     def run(self) -> None:
-        """Train up to the last step, or until ``stop``. ``GaveUp`` after the run was told why. After ``Fenced`` and
-        ``BadVersion`` what the backend holds is no version of the run: nothing is saved."""
+        """Train up to the last step, until the run is drained, or until ``stop``.
+
+        ``GaveUp`` after the run was told why. After ``Fenced`` and ``BadVersion`` what the backend holds is no version
+        of the run: nothing is saved.
+        """
         self._resume()
         self._client.on_wait = self._make_room
         try:
             self._evaluate_initial()
             for computed in self._steps(self._client, self._config.trainer.steps, self._stop.is_set):
                 self._commit(computed)
-            if self._state.version < self._config.trainer.steps:
+            if self._state.version < self._config.trainer.steps and not self._client.drained:
                 raise Stopped
         except Stopped:
             log.info("asked to end at version %d", self._state.version)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.trainer.backend import NoBatch
 from staleflow.clients.trainer.batches import NO_VERSION, TrainBatch, assemble
 from staleflow.clients.trainer.stream import BatchStream
 from staleflow.protocols.consistency.effects import Code
@@ -79,7 +78,7 @@ class PieceStream(BatchStream):
         return item
 
     async def pieces(self, step: Step) -> AsyncGenerator[Piece]:
-        """Those of one step, up to the last; ``NoBatch`` if it can never be whole."""
+        """Those of one step, up to the last; ``NoBatch`` and ``Drained`` if it can never be whole."""
         held: list[MemberRef] = []
         backoff, attempt = Backoff(0.05, 1.0), 0
         while True:
@@ -111,10 +110,8 @@ class PieceStream(BatchStream):
         leases = [member.lease for member in held]
         ask = NextGroups(trainer_term=self._trainer_term, step=step, held=leases, count=self._size)
         try:
-            reply, _ = await self._scheduler.call(ask, timeout_s=None)
+            reply = await self.next(ask)
         except Refused as refused:
-            if refused.code is Code.DENIED:
-                raise NoBatch(refused.detail) from refused
             if refused.code is Code.CONFLICT:
                 return None
             raise

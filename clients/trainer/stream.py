@@ -9,14 +9,23 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from staleflow.clients.trainer.backend import NoBatch
+from staleflow.clients.trainer.backend import Drained, NoBatch
 from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.fetching import Fetcher
 from staleflow.clients.trainer.shares import shares
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Step, TrainerTerm
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import Batch, CheckBatch, Done, MemberRef, NextBatch
+from staleflow.protocols.wire.messages import (
+    Batch,
+    CheckBatch,
+    Done,
+    MemberRef,
+    NextBatch,
+    NextGroups,
+    NoMoreBatches,
+    Reply,
+)
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.retry import Backoff
@@ -61,7 +70,8 @@ class BatchStream:
         return item
 
     async def fetch(self, step: Step) -> TrainBatch:
-        """This rank's part of the batch of ``step``: all of it for the only rank. ``NoBatch`` if there can be none."""
+        """This rank's part of the batch of ``step``: all of it for the only rank. ``NoBatch`` and ``Drained`` if none
+        comes."""
         batch, groups = await self.groups(step)
         return await asyncio.to_thread(assemble, batch, groups)
 
@@ -80,14 +90,23 @@ class BatchStream:
                 await asyncio.sleep(backoff.delay_s(attempt))
 
     async def sealed(self, step: Step) -> Batch:
-        """The batch of ``step`` as it is sealed now; waits for the seal. ``NoBatch`` if there can be none."""
-        ask = NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank)
+        """The batch of ``step`` as it is sealed now; waits for the seal. ``NoBatch`` and ``Drained`` if none comes."""
+        reply = await self.next(NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank))
+        if not isinstance(reply, Batch):
+            raise ProtocolError(Code.MALFORMED, f"the scheduler answered NextBatch with {type(reply).__name__}")
+        return reply
+
+    async def next(self, ask: NextBatch | NextGroups) -> Reply:
+        """The answer to a request for the next data. ``NoBatch`` and ``Drained`` if none comes."""
         try:
-            return await self._scheduler.ask(ask, Batch, timeout_s=None)
+            reply, _ = await self._scheduler.call(ask, timeout_s=None)
         except Refused as refused:
             if refused.code is Code.DENIED:
                 raise NoBatch(refused.detail) from refused
             raise
+        if isinstance(reply, NoMoreBatches):
+            raise Drained(reply.why)
+        return reply
 
     async def stands(self, batch: TrainBatch | Batch) -> bool:
         """Whether it is still the one of its step: a corrupt member takes a batch back, also while it lies ready."""

@@ -24,6 +24,7 @@ from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.names import name_objection
+from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import ROLES, Process, Registry
 from staleflow.servers.scheduler.rejects import Rejects
 
@@ -49,6 +50,7 @@ class Attachments:
         rejects: Rejects,
         registry: Registry,
         instances: Instances,
+        phase: Phase,
     ) -> None:
         self._config = config
         self._config_json = to_json(config)
@@ -60,6 +62,7 @@ class Attachments:
         self._rejects = rejects
         self._registry = registry
         self._instances = instances
+        self._phase = phase
 
     def attach(self, call: Call, body: Attach) -> None:
         no = self._objection(call, body)
@@ -182,6 +185,7 @@ class Attachments:
             lineage=machine.lineage,
             version=machine.version,
             lease_ms=self._interpreter.limits.lease_ms,
+            ending=self._phase.ending,
         )
 
     def detach(self, call: Call, body: Detach) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import config_sha, difference, from_json, to_json
+from staleflow.configs.load import config_sha, difference, from_json, to_json, with_steps
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.runtime.store import Store, Write
@@ -27,18 +27,39 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 def identify(store: Store, config: Config, run_dir: Path, run: str = "") -> Identity:
     """The identity that this start will have. ``ConfigError`` if the store is of another configuration.
 
-    ``run`` names a run that begins; empty: a name of its own.
+    ``trainer.steps`` may differ: a run that is resumed may have more. ``run`` names a run that begins; empty: a name of
+    its own.
     """
-    with store.read() as txn:
-        raw = txn.get("meta", _KEY)
-    sha = config_sha(config)
-    if raw is None:
+    old, sha = stored(store), config_sha(config)
+    if old is None:
         run = run or f"{config.name}-{secrets.token_hex(4)}"
         return Identity(run=run, config_sha=sha, config=to_json(config), incarnation=1)
-    old = msgspec.msgpack.decode(raw, type=Identity)
-    if old.config_sha != sha:
+    if old.config_sha != sha and to_json(with_steps(config, _steps(old))) != old.config:
         raise _differs(run_dir, old, config)
-    return msgspec.structs.replace(old, incarnation=old.incarnation + 1)
+    return msgspec.structs.replace(old, config_sha=sha, config=to_json(config), incarnation=old.incarnation + 1)
+
+
+def stored(store: Store) -> Identity | None:
+    """The identity of the newest start; None for a new store."""
+    with store.read() as txn:
+        raw = txn.get("meta", _KEY)
+    return None if raw is None else msgspec.msgpack.decode(raw, type=Identity)
+
+
+def _steps(identity: Identity) -> int:
+    """``trainer.steps`` of the newest start; 0 where this version of staleflow does not know the configuration."""
+    try:
+        return from_json(identity.config).trainer.steps
+    except ConfigError:
+        return 0
+
+
+def check_steps(old: Identity | None, config: Config, version: int) -> None:
+    """``ConfigError`` where ``trainer.steps`` was lowered below the steps that are trained. A training loop of the
+    user's own may train more than the configuration asks for."""
+    steps = config.trainer.steps
+    if old is not None and steps < version and steps < _steps(old):
+        raise ConfigError("trainer.steps", steps, f"{version} steps are trained already: use at least as many")
 
 
 def _differs(run_dir: Path, old: Identity, config: Config) -> ConfigError:

@@ -39,8 +39,8 @@ LATER_S = 0.002
 """Between two cycles when one was not enough."""
 
 
-def serve(config: Config, run_dir: Path) -> int:
-    """Serve until SIGTERM; the process's exit code."""
+def serve(config: Config, run_dir: Path, session: str = "") -> int:
+    """Serve until SIGTERM; the process's exit code. ``session``: as of ``open_service``."""
     raise_file_limit()
     crashes.note_crashes(run_dir / "scheduler")
 
@@ -49,7 +49,7 @@ def serve(config: Config, run_dir: Path) -> int:
         try:
             gc.freeze()
             gc.set_threshold(GC_OBJECTS, 20, 100)
-            await serve_until(stop, config, run_dir, store, transport=server_sockets(config))
+            await serve_until(stop, config, run_dir, store, transport=server_sockets(config), session=session)
         finally:
             store.close()
 
@@ -69,13 +69,20 @@ def open_store(config: Config, run_dir: Path) -> CheckedStore:
 
 
 def open_service(
-    config: Config, run_dir: Path, store: Store, clock: Clock = WALL, run: str = "", lengths: Lengths | None = None
+    config: Config,
+    run_dir: Path,
+    store: Store,
+    clock: Clock = WALL,
+    run: str = "",
+    lengths: Lengths | None = None,
+    session: str = "",
 ) -> tuple[Service, Interpreter]:
     """The service as the store left it, with ``open`` in the trace. ``ConfigError`` if the store is of another run.
 
-    A new run is named ``run``, or gets a name of its own. ``lengths``: in place of the configured ranker.
+    A new run is named ``run``, or gets a name of its own. ``lengths``: in place of the configured ranker. ``session``:
+    one that the store does not know resumes a run that was drained or had ended.
     """
-    identity = identities.identify(store, config, run_dir, run)
+    old, identity = identities.stored(store), identities.identify(store, config, run_dir, run)
     durability = config.scheduler.durability
     try:
         trace = Trace(
@@ -92,7 +99,8 @@ def open_service(
         interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), clock)
     except RestoreError as error:
         raise ConfigError("run directory", str(run_dir), str(error)) from error
-    service = Service(config, run_dir, identity, interpreter)
+    identities.check_steps(old, config, interpreter.machine.version)
+    service = Service(config, run_dir, identity, interpreter, session)
     interpreter.with_commit(lambda txn: identities.save(txn, identity))
     interpreter.open(_opened(config, identity, interpreter))
     service.flush()
@@ -142,10 +150,11 @@ async def serve_until(
     *,
     clock: Clock = WALL,
     transport: Transport = SOCKETS,
+    session: str = "",
 ) -> None:
     """Serve until stopped, or until this incarnation of the run is closed and its trace ended."""
     token = read_token(config.metrics.token)
-    service, interpreter = open_service(config, run_dir, store, clock)
+    service, interpreter = open_service(config, run_dir, store, clock, session=session)
     endpoint = Endpoint(
         addresses(config, run_dir).scheduler,
         on_call=service.on_call,

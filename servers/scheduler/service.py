@@ -24,6 +24,7 @@ from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import RUN_IS_OVER
 from staleflow.runtime.store import FULL_SHARE
 from staleflow.runtime.transport import stranger
+from staleflow.servers.scheduler import phase as phases
 from staleflow.servers.scheduler.answers import RETRY_MS, Answers
 from staleflow.servers.scheduler.attachments import Attachments
 from staleflow.servers.scheduler.cycle import Cycle
@@ -35,7 +36,6 @@ from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.operations import GroupOperations
-from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.pulls import PullReports
 from staleflow.servers.scheduler.registry import Registry
 from staleflow.servers.scheduler.rejects import Rejects
@@ -54,6 +54,14 @@ ROOM_TICKS = 10
 """Ticks between two looks at the room that the store has left."""
 CLOSE_AFTER_MS = 5_000
 """A finished run closes its trace when nothing is in flight any more, at latest after this."""
+DRAIN_MS = 60_000
+"""Once a drain was requested, groups under way have so long to finish before their workers are asked to leave."""
+SETTLE_MS = 120_000
+"""Once a drain was requested, the trainer waits at most so long for groups under way: leases expire, stages hang."""
+NO_TRAINER_MS = 60_000
+"""A drained run without a trainer ends after this; a trainer that died comes back within it and saves."""
+_WORKERS = ("rollout", "stage", "trainer", "relay")
+"""Roles that a run which has ended has no use for."""
 _IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
 """Answered and forgotten once the trace is closed."""
 MAX_LOADED_PER_KEY = 32
@@ -62,6 +70,8 @@ EXPECTED = 16_384
 """Payloads that a shard is asked for at once."""
 _QUESTIONS = (messages.Report, messages.Retention, messages.Inventory, messages.VersionsInUse, messages.Metrics)
 """Answered even then: they change nothing that is traced."""
+MAX_WHY_CHARS = 200
+"""Of the reason of a drain: it is stored."""
 _AGAIN = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, ReleaseWhy.ROLLBACK)
 """Reasons of release after which the prompt is dealt again."""
 
@@ -69,16 +79,19 @@ _AGAIN = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, ReleaseWhy
 class Service:
     """The scheduler without its socket."""
 
-    def __init__(self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter, session: str = ""
+    ) -> None:
+        """``session``: names the start of the run or a resumption of it; a new one clears the stored phase."""
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config
-        self.phase = Phase()
         self._answers = Answers()
         self._rejects = Rejects(interpreter.trace, interpreter.totals.rejected)
         self._registry = Registry(config.trajectories.shards, interpreter.clock)
         with interpreter.store.read() as txn:
             self._registry.load(txn)
+            self.phase = phases.load(txn, session)
         self._instances = Instances(config.trajectories.shards, self._leases_of, interpreter.clock)
         self._instances.newest = interpreter.machine.version
         deck, clock, shards = interpreter.deck, interpreter.clock, config.trajectories.shards
@@ -99,25 +112,28 @@ class Service:
             *seen, self._deadlock, self.phase, self._loads, lambda: self._training.asked(), str(run_dir.resolve())
         )
         known = (interpreter, self._answers, self._rejects)
-        self._attachments = Attachments(config, identity, str(run_dir), *known, self._registry, self._instances)
+        joined = (self._registry, self._instances, self.phase)
+        self._attachments = Attachments(config, identity, str(run_dir), *known, *joined)
         self._pulls = PullReports(*known, self._registry, self._instances)
         self._training = Training(*known, self._status.why, config.trainer.steps)
         self.exposition = Exposition(*seen, self._loads, self.phase, self._training.asked)
         self._describing = Describing(deck, self._registry)
         yields = Yields(interpreter, self._instances)
         self._operations = GroupOperations(*known, self._metrics, yields, self._setbacks, shards)
-        self._cycle = Cycle(interpreter, self._instances, config, self._training.end, self._training.asked)
+        self._cycle = Cycle(interpreter, self._instances, config, self._training.last, self._training.asked)
         self._handlers = self._table()
         self._since_ns = 0
         self._ticks = 0
         self._later = False
-        self._finished_ms = 0
+        self._drained_ms = self._finished_ms = self._trainer_ms = 0
+        """When the run was drained and finished, and when a trainer was attached last, for this process."""
         self.peers: Callable[[], list[str]] = list
         """Peers that the transport hears; the owner of the socket sets it."""
         self.not_its_name = self._registry.not_its_name
         self.later: Callable[[], object] = lambda: None
         """Calls ``flush`` a little later; the owner of the loop sets it."""
         self._listen()
+        self._enter()
 
     def _table(self) -> dict[type, Callable[[Call, Any], None]]:
         return {
@@ -215,7 +231,7 @@ class Service:
             call.reply(Done())
         elif self.phase.closed and kind is messages.Attach and not self.phase.finished:
             call.refuse(Code.BUSY, "the scheduler ends", RETRY_MS)  # its successor takes them
-        elif self.phase.closed and kind not in _QUESTIONS:
+        elif (kind is messages.Attach and self._has_no_use_for(body)) or (self.phase.closed and kind not in _QUESTIONS):
             call.refuse(Code.DENIED, RUN_IS_OVER)
         else:
             handler(call, body)
@@ -287,8 +303,10 @@ class Service:
             if self._ticks % ROOM_TICKS == 0:
                 self._attachments.forget_gone()
             self._rejects.flush(now)
-            if self._finished_ms and (self._idle() or now - self._finished_ms > CLOSE_AFTER_MS):
-                self.close("finished" if not self.phase.error else self.phase.error)
+            if self.phase.drained and not self.phase.finished:
+                self._end_drain(now)
+            if self.phase.finished and (self._idle() or now - self._finished_ms > CLOSE_AFTER_MS):
+                self.close(self._outcome())
         self._interpreter.deck.lengths.learn()
         self._instances.touch_pulling()
         self._instances.expire_moves(now)
@@ -391,20 +409,58 @@ class Service:
         if not self._training.current(call, body.trainer_term):
             return
         self.phase.error = body.error
-        self.phase.finished = True
-        self._finished_ms = self._finished_ms or self._clock.now_ms()
-        self.drain()
+        self._finished()
         self._answers.hold(call, Done())
 
-    def _drain(self, call: Call, _: messages.Drain) -> None:
-        self.drain()
+    def _finished(self) -> None:
+        self.phase.finished = True
+        self._enter()
+
+    def _drain(self, call: Call, body: messages.Drain) -> None:
+        if not self.phase.ending:
+            self.phase.drained = body.why[:MAX_WHY_CHARS] or "asked"
+            log.info("the run is drained: %s", self.phase.drained)
+            self._enter()
         self._answers.hold(call, Done())
 
     def drain(self) -> None:
-        """Hand out no new work. What is acknowledged is kept."""
-        if not self.phase.draining:
-            self.phase.draining = True
+        """End this process: hand out no new work. What is acknowledged is kept, and the run continues."""
+        self.phase.stopping = True
+        self._instances.drain()
+
+    def _enter(self) -> None:
+        """Store the phase with the next commit, and do what it asks for."""
+        now = self._clock.now_ms()
+        self._interpreter.with_commit(self.phase.save)
+        if self.phase.drained:
+            self._drained_ms = self._drained_ms or now
+            self._trainer_ms = self._trainer_ms or now
+        if self.phase.finished:
+            self._finished_ms = self._finished_ms or now
             self._instances.drain()
+
+    def _has_no_use_for(self, body: messages.Attach) -> bool:
+        """Whether that process comes too late. A draining run still needs its stages and its trainer."""
+        return body.role in _WORKERS and (self.phase.finished or (body.role == "rollout" and bool(self.phase.drained)))
+
+    def _end_drain(self, now: int) -> None:
+        """Train what is under way, then release the trainer, which saves and reports the end of the run."""
+        idle, since_ms = self._idle(), now - self._drained_ms
+        if not self._instances.draining and (idle or since_ms >= DRAIN_MS):
+            self._instances.drain()
+        if any(process.alive and process.role == "trainer" for process in self._registry.processes()):
+            self._trainer_ms = now
+        if not (idle or since_ms >= SETTLE_MS):
+            return
+        self._training.end(self.phase.drained)
+        if now - self._trainer_ms >= NO_TRAINER_MS:
+            log.info("the drained run has no trainer: it ends at version %d", self._interpreter.machine.version)
+            self._finished()
+
+    def _outcome(self) -> str:
+        """Why the trace is closed, once the run has finished."""
+        early = self._interpreter.machine.version < self._config.trainer.steps
+        return self.phase.error or ("drained" if self.phase.drained and early else "finished")
 
     def close(self, why: str) -> None:
         """Write the last line of this incarnation; nothing changes after it."""

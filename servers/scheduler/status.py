@@ -100,6 +100,7 @@ class StatusView:
             "metrics": self._metrics.last,
             "first_metrics": self._metrics.first,
             "finished": self._phase.finished,
+            "drained": self._phase.drained,
             "error": self._phase.error,
             "closed": self._phase.closed,
             "full": self._interpreter.full,

@@ -24,6 +24,7 @@ from staleflow.protocols.wire.messages import (
     MemberRef,
     NextBatch,
     NextGroups,
+    NoMoreBatches,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -74,7 +75,7 @@ class Training:
         self._joins = {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, JoinedBy])
         """By connection."""
 
-    def end(self) -> int:
+    def last(self) -> int:
         """The step before which the run is over: that of the configuration, unless the trainer asks for later ones."""
         return self._end
 
@@ -215,6 +216,20 @@ class Training:
             for waiting in late:
                 if not waiting.call.done:
                     waiting.call.refuse(Code.BUSY, why, retry_after_ms=1)
+
+    def end(self, why: str) -> None:
+        """Release the trainer that waits for a step which is not sealed although nothing is under way any more.
+
+        A step further ahead waits: once the one before it is trained, it may be sealed from what is occupied.
+        """
+        machine = self._interpreter.machine
+        if machine.next_step > machine.version + 1:
+            return
+        over = [waiting for waiting in self._waiting if waiting.body.step >= machine.next_step]
+        self._waiting = [waiting for waiting in self._waiting if waiting.body.step < machine.next_step]
+        for waiting in over:
+            if not waiting.call.done:
+                self._answers.hold(waiting.call, NoMoreBatches(why=why))
 
     def give_up(self, why: str) -> None:
         """Turn away all that wait: no batch can ever come."""

@@ -82,14 +82,28 @@ class Why:
         if phase.error:
             return f"the trainer stopped: {phase.error}"
         if phase.finished:
-            return "the run is finished"
+            return f"the run was drained: {phase.drained}" if phase.drained else "the run is finished"
         if phase.stuck:
             return phase.stuck
-        if phase.draining:
+        if phase.stopping:
             return "the scheduler drains: no new work is handed out"
+        if phase.drained:
+            return self._draining(phase.drained)
         if self._interpreter.full:
             return f"the scheduler's {self._interpreter.full} is full: new work waits until there is room"
         return ""
+
+    def _draining(self, why: str) -> str:
+        """What a run that was asked to end still does."""
+        machine = self._interpreter.machine
+        counts = machine.state_counts()
+        if under_way := counts["leased"] + counts["pushed"]:
+            left = f"{under_way} groups under way are finished"
+        elif machine.next_step > machine.version:
+            left = f"the trainer works on step {machine.version}"
+        else:
+            left = "the trainer saves"
+        return f"the run drains ({why}): {left}; nothing new is leased"
 
     def _missing(self) -> str:
         machine = self._interpreter.machine

@@ -65,7 +65,8 @@ def command(
     """Attach a worker to a run: a rollout engine, a stage worker (reward, or --stage), the trainer, or a relay, which
     gives weights to the workers near it.
 
-    --run-dir is enough on the machine of the run; --connect asks the scheduler for everything.
+    --run-dir is enough on the machine of the run; --connect asks the scheduler for everything. The worker waits for
+    servers that are not started yet, and is refused with the outcome when the run has ended.
 
     \b
     Examples:
@@ -74,11 +75,15 @@ def command(
       staleflow attach stage --stage judge --run-dir runs/mine
       staleflow attach train --run-dir runs/mine --nproc 8
     """
+    import threading
+
+    from staleflow.clients.attachment import SILENCE_S
     from staleflow.configs.load import addresses
     from staleflow.configs.presence import check_packages
     from staleflow.runtime.errors import RunOver
+    from staleflow.runtime.supervised import is_supervised
     from staleflow.supervisor import lifeline
-    from staleflow.supervisor.joining import joined
+    from staleflow.supervisor.joining import check_not_ended, joined
 
     for option, (owner, called) in ONLY.items():
         if owner != role:
@@ -90,12 +95,20 @@ def command(
     if run_dir is not None:
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
+        if not is_supervised():
+            check_not_ended(run_dir, scheduler)
     elif connect is not None:
+        waiting = f"staleflow: waiting for the scheduler at {connect}, which does not answer"
+        notice = threading.Timer(SILENCE_S, click.echo, (waiting,), {"err": True})
+        notice.daemon = True
+        notice.start()
         try:
             config, run_dir = joined(connect, role, config_file, overrides)
         except RunOver as over:
             click.echo(f"staleflow: {over}", err=True)
             return 0
+        finally:
+            notice.cancel()
         scheduler = connect
     else:
         raise click.UsageError("where is the run? Give --run-dir DIR or --connect ADDRESS")

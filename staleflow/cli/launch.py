@@ -107,13 +107,13 @@ def _here(
         _tell(engine, config, run, folder, found)
         return 0
     rundir.choose(run, folder, resume=resume)
-    if resume and (done := finished(folder)) is not None:
+    if resume and (done := finished(folder, run.trainer.steps)) is not None:
         return tell_finished(done, run, as_json, f"staleflow launch --on {engine}")
     check_free(run, folder)
-    with rundir.claim(run, folder, resume=resume):
+    hint = f"staleflow launch --on {engine} CONFIG --run-dir {folder} --resume"
+    with rundir.claim(run, folder, resume=resume, command=hint):
         ensure_keys(run, folder)
         workers = [*head_stages(run, folder, config.launch.gpus_per_node), *found]
-        hint = f"staleflow launch --on {engine} CONFIG --run-dir {folder} --resume"
         return Supervisor(run, folder, view_of(run, folder, plain, as_json), hint, workers).run()
 
 
@@ -218,7 +218,9 @@ def _slurm(config: "Config", run_dir: Path | None, out: Path | None, *, resume: 
         click.echo(text, nl=False)
         return 0
     rundir.choose(run, folder, resume=resume)
-    if not resume:
+    if resume:
+        rundir.adopt(run, folder)
+    else:
         write_resolved(run, folder)
     ensure_keys(run, folder)
     (folder / "logs").mkdir(exist_ok=True)

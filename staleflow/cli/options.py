@@ -72,18 +72,17 @@ def refuse(allowed: str, *names: str) -> None:
             raise ConfigError(parameter.opts[0], str(given) if isinstance(given, Path) else given, allowed)
 
 
-def run_meant(run_dir: Path | None, *, or_connect: bool = True) -> Path:
+def run_meant(run_dir: Path | None, instead: str = "RUN_DIR or --connect ADDRESS") -> Path:
     """The run directory that was given, else the newest of ``runs/``, which is named on stderr.
 
-    ``or_connect``: the verb has --connect, too.
+    ``instead``: what the verb takes.
     """
     from staleflow.supervisor.rundir import RUNS, newest
 
     if run_dir is not None:
         return run_dir
     if (found := newest()) is None:
-        how = "RUN_DIR or --connect ADDRESS" if or_connect else "RUN_DIR"
-        raise click.UsageError(f"which run? There is none under {RUNS}/. Give {how}")
+        raise click.UsageError(f"which run? There is none under {RUNS}/. Give {instead}")
     click.echo(f"the newest run: {found}", err=True)
     return found
 

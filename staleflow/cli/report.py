@@ -23,8 +23,10 @@ def command(run_dir: Path | None, out: Path | None) -> int:
       staleflow report runs/mine --out /tmp/mine.html
     """
     from staleflow.report.page import report
+    from staleflow.runtime.printable import printable
+    from staleflow.supervisor.rundir import died
 
-    run_dir = options.run_meant(run_dir, or_connect=False)
+    run_dir = options.run_meant(run_dir, "RUN_DIR")
     path = out or run_dir / "report.html"
     if path.suffix != ".html":
         raise ConfigError("--out", str(path), "it must end in .html")
@@ -33,4 +35,14 @@ def command(run_dir: Path | None, out: Path | None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     click.echo(path)
+    if not _may_run(run_dir) and (ended := died(run_dir)) is not None:
+        click.echo(printable(f"staleflow: {ended}"), err=True)
     return 0
+
+
+def _may_run(run_dir: Path) -> bool:
+    """Whether a scheduler of the run may answer."""
+    from staleflow.configs.load import planned, read_run
+    from staleflow.supervisor.addresses import may_answer
+
+    return may_answer(planned(read_run(run_dir), run_dir).scheduler)

@@ -34,51 +34,49 @@ def command(
     """Start every role of CONFIG here and train.
 
     Each role is a process of its own; Ctrl-C ends them all cleanly. KEY=VALUE changes a key of the configuration, for
-    example staleness.max_staleness=0.
+    example staleness.max_staleness=0. With --resume, CONFIG may be a run directory, and trainer.steps the only key that
+    changes.
 
     \b
     Examples:
       staleflow run configs/quickstart.toml
       staleflow run configs/quickstart.toml staleness.max_staleness=0 trainer.steps=50
       staleflow run configs/quickstart.toml preset=areal
-      staleflow run --run-dir runs/quickstart-20261121-053000 --resume
+      staleflow run --resume runs/quickstart-20261121-053000
+      staleflow run --resume runs/quickstart-20261121-053000 trainer.steps=300
     """
     from staleflow.configs.presence import present
     from staleflow.supervisor import rundir, summary
     from staleflow.supervisor.addresses import check_free
     from staleflow.supervisor.supervisor import Supervisor
 
+    if resume and run_dir is None and arguments and Path(arguments[0]).is_dir():
+        run_dir, arguments = Path(arguments[0]), arguments[1:]
     config = _config((*arguments, *options.INSECURE[: int(insecure)]), config_file, run_dir, resume)
     folder = rundir.choose(config, run_dir, resume=resume)
-    if resume and (done := summary.finished(folder)) is not None:
+    if resume and (done := summary.finished(folder, config.trainer.steps)) is not None:
         return tell_finished(done, config, as_json)
     with working("trying the configuration's imports"):
         present(config)
     check_free(config, folder)
-    with rundir.claim(config, folder, resume=resume):
-        hint = f"staleflow run --run-dir {folder} --resume"
+    hint = f"staleflow run --run-dir {folder} --resume"
+    with rundir.claim(config, folder, resume=resume, command=hint):
         return Supervisor(config, folder, view_of(config, folder, plain, as_json), hint).run()
 
 
 def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None, resume: bool) -> "Config":
-    from staleflow.configs.load import load, read_run
+    from staleflow.configs.load import load, read_run, resumed
 
     if file is None and arguments and "=" not in arguments[0]:
         file, arguments = Path(arguments[0]), arguments[1:]
     if file is not None and file.is_dir():
-        raise click.UsageError(
-            f"{file} is a directory; to go on with the run in it: staleflow run --run-dir {file} --resume"
-        )
+        raise click.UsageError(f"{file} is a directory; to continue the run in it: staleflow run --resume {file}")
     if file is not None:
         return load(file, arguments)
-    if resume and run_dir is not None and not arguments:
-        return read_run(run_dir)
     if resume and run_dir is not None:
-        raise click.UsageError(f"a run keeps its configuration: {arguments[0]} is for a new one")
+        return resumed(read_run(run_dir), arguments)
     if resume:
-        raise click.UsageError(
-            "which run? For example: staleflow run --run-dir runs/quickstart-20261121-053000 --resume"
-        )
+        raise click.UsageError("which run? For example: staleflow run --resume runs/quickstart-20261121-053000")
     raise click.UsageError("which configuration? For example: staleflow run configs/quickstart.toml")
 
 

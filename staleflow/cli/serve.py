@@ -18,31 +18,54 @@ if TYPE_CHECKING:
 @options.config_file
 @click.option("--run-dir", type=options.DIRECTORY, metavar="DIR", required=True, help="Run directory, made if missing.")
 @options.insecure
+@click.option("--resume", is_flag=True, help="scheduler: continue a run that was drained or has ended.")
+@click.option("--session", metavar="ID", hidden=True)
 @click.option("--shard", type=int, metavar="N", default=0, show_default=True, help="Which trajectory server this is.")
 def command(
-    what: str, overrides: tuple[str, ...], config_file: Path | None, run_dir: Path, insecure: bool, shard: int
+    what: str,
+    overrides: tuple[str, ...],
+    config_file: Path | None,
+    run_dir: Path,
+    insecure: bool,
+    resume: bool,
+    session: str | None,
+    shard: int,
 ) -> int:
     """Run a server: the scheduler, one shard of trajectories, or the parameters.
 
-    The first process of a run directory brings --config; the others find it there. SIGTERM or Ctrl-C drains.
+    The first process of a run directory brings --config; the others find it there. SIGTERM or Ctrl-C drains. A run that
+    was drained or has ended stays so, whatever is started again, until its scheduler is started with --resume, which
+    may change trainer.steps.
 
     \b
     Examples:
       staleflow serve scheduler --run-dir runs/mine --config configs/quickstart.toml
       staleflow serve trajectories --run-dir runs/mine --shard 0
       staleflow serve parameters --run-dir runs/mine
+      staleflow serve scheduler --run-dir runs/mine --resume trainer.steps=300
     """
-    from staleflow.supervisor import lifeline
+    import secrets
+
+    from staleflow.configs.load import read_run, resumed
+    from staleflow.supervisor import lifeline, rundir, summary
 
     lifeline.hold()
     overrides = (*overrides, *options.INSECURE[: int(insecure)])
-    config = options.run_config(config_file, overrides, run_dir, lambda config: _check(config, what, shard))
+    if what != "scheduler":
+        options.refuse("only the scheduler has it: the others find the run as it is", "resume", "session")
+    if resume and config_file is None:
+        config = resumed(read_run(run_dir), overrides)
+        rundir.choose(config, run_dir, resume=True)
+        rundir.adopt(config, run_dir)
+        summary.forget(run_dir)
+    else:
+        config = options.run_config(config_file, overrides, run_dir, lambda config: _check(config, what, shard))
     _check(config, what, shard)
     match what:
         case "scheduler":
             from staleflow.servers.scheduler import main as scheduler
 
-            return scheduler.serve(config, run_dir)
+            return scheduler.serve(config, run_dir, session or (secrets.token_hex(8) if resume else ""))
         case "trajectories":
             from staleflow.servers.trajectories import main as trajectories
 

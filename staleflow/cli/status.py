@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool) -> int:
     """Print how the run in RUN_DIR is (default: the newest of runs/), or the one whose scheduler is at --connect.
 
-    A run that has ended shows its summary. Exit code 1 when it failed or was interrupted, and when the scheduler does
-    not answer. --json says in `phase` which it is: starting, running, finished, failed, interrupted.
+    A run that has ended shows its summary. Exit code 1 when it failed, was interrupted or died, and when the scheduler
+    does not answer. The `phase` of --json is one of starting, running, draining, finished, drained, failed,
+    interrupted, died.
 
     \b
     Examples:
@@ -112,6 +113,8 @@ def _why(values: dict[str, Any]) -> None:
 def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, asked: bool = False) -> int:
     """Print how a run without an answer ended, or why it does not answer. ``asked``: the scheduler listens, and has not
     answered."""
+    import dataclasses
+
     import msgspec
 
     from staleflow.runtime.printable import printable
@@ -124,6 +127,11 @@ def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, aske
     if run_dir is not None and process is not None:
         return _silent(rundir.without_scheduler(run_dir, process), as_json)
     found: Summary | None = summary.read(run_dir) if run_dir else None
+    if found is None and run_dir is not None and not asked and (died := rundir.died(run_dir)) is not None:
+        if as_json:
+            _print_json({"phase": "died", **dataclasses.asdict(died)})
+        click.echo(printable(f"staleflow: {died}"), err=True)
+        return 1
     if found is None:
         silent = "it cannot be reached from here, or the run has ended" if asked else nobody(address)
         return _silent(f"the scheduler at {address} does not answer: {silent}")
@@ -137,20 +145,25 @@ def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, aske
         from staleflow.monitor.ending import print_summary
 
         print_summary(found, Console(highlight=False))
+        if found.resume:
+            click.echo(printable(f"resume with: {found.resume}"))
     return 0 if found.good else 1
 
 
 def _outcome(found: "Summary", run_dir: Path | None) -> str:
-    """Why nothing goes on, in one sentence, and what to do."""
+    """Why the run has ended, in one sentence, and what to do."""
     from staleflow.monitor.words import plural
 
     steps = f"{found.steps:,} of {found.steps_wanted:,} steps are trained"
+    resume = f"; resume with: {found.resume}" if found.resume else ""
     if found.good:
-        return f"the run is finished: {steps}"
+        return (
+            f"the run is finished: {steps}" if found.outcome == "finished" else f"the run was drained: {steps}{resume}"
+        )
     if found.violations:
         return f"{plural(found.violations, 'violation')} in its trace: staleflow trace check {run_dir}; {steps}"
     how = f"failed: {found.error}" if found.outcome == "failed" else "was interrupted"
-    return f"the run {how}; {steps}; go on with: staleflow run --run-dir {run_dir} --resume"
+    return f"the run {how}; {steps}{resume}"
 
 
 def _silent(why: str, starting: bool = False) -> int:

@@ -90,7 +90,7 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     from staleflow.monitor.sources import Live
     from staleflow.runtime.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import may_answer, nobody
-    from staleflow.supervisor.rundir import holder, without_scheduler
+    from staleflow.supervisor.rundir import died, holder, without_scheduler
 
     config = options.read_within(run_dir, lambda: read_run(run_dir)) if run_dir else None
     address = connect or (addresses(config, run_dir).scheduler if config and run_dir else "")
@@ -99,7 +99,8 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
     if run_dir is not None and not may_answer(address):
         if (process := holder(run_dir)) is not None:
             raise ConfigError("scheduler", address, without_scheduler(run_dir, process))
-        allowed = f"nobody listens there: {nobody(address)}. Again: staleflow top {run_dir} --replay"
+        ended = died(run_dir) or nobody(address)
+        allowed = f"nobody listens there: {ended}. Again: staleflow top {run_dir} --replay"
         raise ConfigError("scheduler", address, allowed)
     return Live(address, run_dir, transport=client_sockets(config.security if config else None, *LOOKING))
 

@@ -25,10 +25,11 @@ def command() -> None:
 
 
 @command.command("check", short_help="Audit it; say what each rule had to check.")
-@click.argument("trace", type=options.DIRECTORY)
+@click.argument("trace", type=options.DIRECTORY, required=False)
 @options.as_json
-def check(trace: Path, as_json: bool) -> int:
-    """Audit TRACE (a trace.jsonl or a run directory): order, hash chain, the bound, exactly-once, fencing.
+def check(trace: Path | None, as_json: bool) -> int:
+    """Audit TRACE (a trace.jsonl or a run directory; default: the newest of runs/): order, hash chain, the bound,
+    exactly-once, fencing.
 
     Prints what each rule had to check; exit code 1 when one is violated, 2 when there is no event to check.
 
@@ -39,7 +40,7 @@ def check(trace: Path, as_json: bool) -> int:
     """
     from staleflow.runtime.audit import audit
 
-    path = _file(trace)
+    path = _file(options.run_meant(trace, "TRACE"))
     with working("recounting the trace"):
         report = audit(path)
     if not report.lines and report.ok:
@@ -83,7 +84,7 @@ def show(trace: Path, group: int, as_json: bool) -> int:
 
 
 @command.command("plot", short_help="Draw who was at work when.")
-@click.argument("run_dir", type=options.DIRECTORY)
+@click.argument("run_dir", type=options.DIRECTORY, required=False)
 @click.option(
     "--out",
     type=options.FILE,
@@ -96,9 +97,9 @@ def show(trace: Path, group: int, as_json: bool) -> int:
 )
 @click.option("--seconds", type=click.FloatRange(min=0, min_open=True), metavar="S", help="How many. Default: all.")
 @options.as_json
-def plot(run_dir: Path, out: tuple[Path, ...], start: float, seconds: float | None, as_json: bool) -> int:
-    """Draw a lane for each engine, stage worker and trainer of RUN_DIR, the age of what was trained and the trainer's
-    waits; say how long stages worked at the same time.
+def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: float | None, as_json: bool) -> int:
+    """Draw a lane for each engine, stage worker and trainer of RUN_DIR (default: the newest of runs/), the age of what
+    was trained and the trainer's waits; say how long stages worked at the same time.
 
     An .html file can be zoomed into and loads nothing from elsewhere; the others need the extra `plot`.
 
@@ -115,6 +116,7 @@ def plot(run_dir: Path, out: tuple[Path, ...], start: float, seconds: float | No
     for path in out:
         if path.suffix not in PICTURES:
             raise ConfigError("--out", str(path), f"it must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    run_dir = options.run_meant(run_dir, "RUN_DIR")
     trace = _file(run_dir)
     with working("reading the trace"):
         shown = lanes(read_events(trace), stage_lines(trace.parent))

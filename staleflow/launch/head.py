@@ -27,10 +27,11 @@ def main() -> int:
     try:
         config = read_run(run_dir)
         check_free(config, run_dir)
-        with rundir.claim(config, run_dir, resume=True):
+        hint = f"sbatch {run_dir / SCRIPT}"
+        with rundir.claim(config, run_dir, resume=True, command=hint):
             view = with_writers(PlainView(sys.stdout, config.name, run_dir=run_dir), config, run_dir)
             workers = head_stages(config, run_dir, gpus)
-            return Supervisor(config, run_dir, view, f"sbatch {run_dir / SCRIPT}", workers).run()
+            return Supervisor(config, run_dir, view, hint, workers).run()
     except ConfigError as error:
         print(f"staleflow: {error}", file=sys.stderr, flush=True)
         return 2

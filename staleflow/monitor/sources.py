@@ -146,7 +146,11 @@ def phase_of(status: Mapping[str, Any], age_s: float = 0.0) -> str:
         return "no answer"
     if status.get("error"):
         return "failed"
-    if status.get("closed") or status.get("finished"):
+    if outcome := summary.ended(status):
+        return outcome
+    if status.get("drained"):
+        return "draining"
+    if status.get("closed"):
         return "finished"
     return "running" if int(status.get("version", -1)) >= 0 else "starting"
 

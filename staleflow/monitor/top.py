@@ -166,7 +166,7 @@ def lines(source: "Live | Replay", to: TextIO, *, as_json: bool, speed: float | 
     while True:
         it = _board(source, history)
         print(encoded(it) if as_json else line(it), file=to, flush=True)
-        if it.phase in ("finished", "failed", "interrupted", "replay, the end"):
+        if it.phase in ("finished", "drained", "failed", "interrupted", "replay, the end"):
             return
         if isinstance(source, Live) and source.silent_s > GONE_S:
             raise Unavailable(source.address, source.silent_s)

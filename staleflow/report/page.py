@@ -136,8 +136,10 @@ def _when(facts: Facts) -> str:
 
 def _outcome(facts: Facts, ended: summaries.Summary | None) -> tuple[str, str]:
     if ended is not None:
-        return ended.outcome, {"finished": GOOD, "failed": BAD}.get(ended.outcome, OPEN)
-    return (facts.closed, GOOD if facts.closed == "finished" else OPEN) if facts.closed else ("not ended", OPEN)
+        return ended.outcome, {"finished": GOOD, "drained": GOOD, "failed": BAD}.get(ended.outcome, OPEN)
+    return (
+        (facts.closed, GOOD if facts.closed in summaries.ENDED_WELL else OPEN) if facts.closed else ("not ended", OPEN)
+    )
 
 
 def _events(facts: Facts) -> dict[str, Any]:

@@ -66,6 +66,8 @@ class Child:
         """Monotonic seconds; set while it waits to be started again."""
         self.unstarted = ""
         """Why its newest start failed; empty once one succeeds."""
+        self.over = False
+        """It ended because the run ends, and is not started again."""
         self._policy = Restarts()
         self._lifeline = lifeline
         self._output = run_dir / "logs" / f"{role.name}.out"

@@ -10,6 +10,8 @@ from staleflow.configs.schema import Config
 from staleflow.runtime.errors import Refused, RunOver, Unavailable
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import client_sockets
+from staleflow.supervisor import rundir, summary
+from staleflow.supervisor.addresses import may_answer
 
 _KEYS = {"train": Role.TRAINER, "relay": Role.SERVER}
 """By word of the command line; the others are called as their keys are."""
@@ -43,18 +45,25 @@ def joined(
     return theirs, folder
 
 
-def has_ended(address: str, word: str, *, timeout_s: float) -> bool:
-    """Whether the run has, after which there is nothing to come back to; also when nobody answers in time.
+def check_not_ended(run_dir: Path, address: str) -> None:
+    """``ConfigError`` where the run of a directory has ended: it has a summary, and nothing of it listens any more."""
+    if may_answer(address) or rundir.holder(run_dir) is not None or (found := summary.read(run_dir)) is None:
+        return
+    ended = f"it has ended: {found.outcome}, {found.steps:,} of {found.steps_wanted:,} steps"
+    raise ConfigError("run", str(run_dir), ended + (f"; resume with: {found.resume}" if found.resume else ""))
 
-    A finished run takes workers until it has closed its trace; who may ask for its status knows before."""
+
+def has_ended(address: str, word: str, *, timeout_s: float) -> bool:
+    """Return whether a worker of the run that has left has nothing to come back to; also without an answer in time.
+
+    A trainer comes back while the run drains: what is sealed is still trained."""
     try:
         with _asking(address, word) as admin:
             if word == "train":
                 return bool(admin.status(timeout_s=timeout_s).get("finished"))
-            admin.run(timeout_s=timeout_s)
+            return admin.run(timeout_s=timeout_s).ending
     except (Unavailable, Refused):
         return True
-    return False
 
 
 def _asking(address: str, word: str) -> Admin:

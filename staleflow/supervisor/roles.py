@@ -49,14 +49,16 @@ BARS = (("TQDM_POSITION", "-1"),)
 """Without it huggingface_hub shows no progress where nobody looks at a terminal."""
 
 
-def servers(config: Config, run_dir: Path) -> list[Role]:
-    """The scheduler first."""
+def servers(config: Config, run_dir: Path, session: str = "") -> list[Role]:
+    """The scheduler first. ``session``: names this start of the run, so that the scheduler can tell a resumption from a
+    restart."""
+    named = ("--session", session) if session else ()
     shards = [
         _serve(f"trajectories-{shard}", Kind.SERVER, run_dir, "trajectories", "--shard", str(shard))
         for shard in range(config.trajectories.shards)
     ]
     return [
-        _serve("scheduler", Kind.SCHEDULER, run_dir, "scheduler"),
+        _serve("scheduler", Kind.SCHEDULER, run_dir, "scheduler", *named),
         *shards,
         _serve("parameters", Kind.SERVER, run_dir, "parameters"),
     ]

@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
 from staleflow.configs.errors import ConfigError, shown
-from staleflow.configs.load import RESOLVED, difference, read_run, write_resolved
+from staleflow.configs.load import RESOLVED, difference, read_run, with_steps, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.supervisor import summary
 
@@ -29,7 +30,8 @@ def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     if (process := holder(run_dir)) is not None:
         raise _running(run_dir, process)
     if resume:
-        same(config, run_dir)
+        same(with_steps(config, read_run(run_dir).trainer.steps), run_dir)
+        _check_steps(config, run_dir)
     elif (run_dir / RESOLVED).is_file():
         allowed = "there is a run in it already: add --resume to go on with it, or choose a new --run-dir"
         raise ConfigError("--run-dir", str(run_dir), allowed)
@@ -44,6 +46,20 @@ def same(config: Config, run_dir: Path) -> None:
         key, ours, theirs = found
         allowed = f"{run_dir} was made with {shown(theirs)}: use its own configuration or choose a new --run-dir"
         raise ConfigError(key, ours, allowed)
+
+
+def _check_steps(config: Config, run_dir: Path) -> None:
+    """``ConfigError`` for ``trainer.steps`` below the steps that are trained; as many as before are fine always."""
+    steps = config.trainer.steps
+    if steps < read_run(run_dir).trainer.steps and steps < (trained := summary.trained(run_dir)):
+        allowed = f"{trained} steps are trained already in {run_dir}: use at least as many"
+        raise ConfigError("trainer.steps", steps, allowed)
+
+
+def adopt(config: Config, run_dir: Path) -> None:
+    """Write the configuration of a run that is resumed with other ``trainer.steps``."""
+    if read_run(run_dir) != config:
+        write_resolved(config, run_dir)
 
 
 def first(config: Config, run_dir: Path) -> None:
@@ -65,7 +81,7 @@ def holder(run_dir: Path) -> str | None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return lock.read().strip() or "unknown"
+                return _process(lock)
     except OSError:
         pass
     return None
@@ -82,25 +98,60 @@ def without_scheduler(run_dir: Path, process: str) -> str:
     return f"the scheduler of the run in {run_dir} is down: process {process} restarts it, or ends the run"
 
 
+def _process(lock: TextIO) -> str:
+    return lock.readline().strip() or "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """A run whose processes are gone without a word, as after ``kill -9`` or a power failure."""
+
+    steps: int
+    steps_wanted: int
+    resume: str
+    """The command that continues it; empty where its servers were started by hand."""
+
+    def __str__(self) -> str:
+        how = f"resume with: {self.resume}" if self.resume else "start its servers and workers again to continue"
+        return f"the run died at step {self.steps:,} of {self.steps_wanted:,}; {how}"
+
+
+def died(run_dir: Path) -> Died | None:
+    """How a run died that has a trace, no summary, and no process that holds it. Call it when no server answers."""
+    trace = run_dir / summary.TRACE
+    if holder(run_dir) is not None or summary.read(run_dir) is not None or not trace.is_file():
+        return None
+    found = summary.of_trace(trace)
+    try:
+        resume = (run_dir / _LOCK).read_text().partition("\n")[2].strip()
+        resume = resume or f"{summary.RUN} --run-dir {run_dir} --resume"
+    except OSError:  # no supervisor had it: servers that were asked to end have closed the trace
+        if found.closed:
+            return None
+        resume = ""
+    return Died(steps=max(found.steps, 0), steps_wanted=read_run(run_dir).trainer.steps, resume=resume)
+
+
 def _running(run_dir: Path, process: str) -> ConfigError:
     allowed = f"it is running (process {process}); watch it with staleflow top {run_dir}"
     return ConfigError("--run-dir", str(run_dir), allowed)
 
 
 @contextmanager
-def claim(config: Config, run_dir: Path, *, resume: bool) -> Generator[None]:
-    """Makes the directory and holds it: one supervisor at a time."""
+def claim(config: Config, run_dir: Path, *, resume: bool, command: str = "") -> Generator[None]:
+    """Make the directory and hold it: one supervisor at a time. ``command`` resumes the run if this process dies."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (run_dir / _LOCK).open("a+") as lock:
         if not _locked(lock):
             time.sleep(_LOOK_S)
             if not _locked(lock):
                 lock.seek(0)
-                raise _running(run_dir, lock.read().strip() or "unknown")
+                raise _running(run_dir, _process(lock))
         lock.truncate(0)
-        lock.write(str(os.getpid()))
+        lock.write(f"{os.getpid()}\n{command}\n")
         lock.flush()
         if resume:
+            adopt(config, run_dir)
             summary.forget(run_dir)
         else:
             write_resolved(config, run_dir)

@@ -19,6 +19,9 @@ from staleflow.runtime.trace_time import timed
 LOST = ("aborted", "expired")
 """Releases of groups that failed or whose worker was lost; the others are policy."""
 RUN = "staleflow run"
+TRACE = "trace.jsonl"
+ENDED_WELL = ("finished", "drained")
+"""Outcomes that nothing went wrong with; a drained run is resumed."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +32,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """Directory of the newest checkpoint, as ``save_pretrained`` writes it; empty while there is none."""
     outcome: str
-    """finished, interrupted or failed."""
+    """finished, drained, interrupted or failed."""
     error: str = ""
     steps: int = 0
     steps_wanted: int
@@ -56,10 +59,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups_filtered: int = 0
     failed_steps: int = 0
     """Steps whose loss or gradient was not finite."""
+    resume: str = ""
+    """The command that continues the run; empty for a finished run, and after a process refused its configuration (exit
+    code 2), which a run that is resumed keeps."""
 
     @property
     def good(self) -> bool:
-        return self.outcome == "finished" and not self.error and not self.violations
+        return self.outcome in ENDED_WELL and not self.error and not self.violations
 
 
 def rewards(lines: Sequence[Mapping[str, Any]]) -> tuple[str, float | None, float | None]:
@@ -88,6 +94,8 @@ class TraceFacts(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0
     working_s: float = 0.0
     """From the first published version to the last consumed step."""
+    closed: bool = False
+    """Its last line is ``close``."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,7 +114,9 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
     given_back: Counter[str] = Counter()
     holders: dict[int, str] = {}
     gone: set[str] = set()
+    closed = False
     for now_s, event in timed(events):
+        closed = event["ev"] == "close"
         match event["ev"]:
             case "attach":
                 gone.discard(event["worker"])
@@ -151,7 +161,18 @@ def facts(events: Iterable[Mapping[str, Any]]) -> TraceFacts:
         filtered=filtered,
         wall_s=now_s,
         working_s=max(last_s - (published_s or 0.0), 0.0),
+        closed=closed,
     )
+
+
+def ended(status: Mapping[str, Any]) -> str:
+    """The outcome by the scheduler's status: failed, drained or finished; empty before the trainer reported its end."""
+    if not status.get("finished"):
+        return ""
+    if status.get("error"):
+        return "failed"
+    early = int(status.get("version") or 0) < int(status.get("steps") or 0)
+    return "drained" if status.get("drained") and early else "finished"
 
 
 def newest_model(run_dir: Path) -> Path | None:
@@ -162,11 +183,12 @@ def newest_model(run_dir: Path) -> Path | None:
     return max(found, key=lambda path: int(path.name), default=None)
 
 
-def _of_trace(trace: Path, status: Mapping[str, Any]) -> TraceFacts:
+def of_trace(trace: Path, status: Mapping[str, Any] | None = None) -> TraceFacts:
     """Read the facts of a trace. Without a trace that can be read, return what ``status`` has of them."""
     try:
         return facts(read_events(trace))
     except ConfigError:
+        status = status or {}
         totals: Mapping[str, Any] = status.get("totals") or {}
         releases: Mapping[str, int] = totals.get("releases") or {}
         return TraceFacts(
@@ -192,6 +214,7 @@ def summarise(
     status: Mapping[str, Any],
     violations: int | None,
     restarts: Mapping[str, int],
+    resume: str = "",
 ) -> Summary:
     """Return everything that is known about the run at its end.
 
@@ -200,7 +223,7 @@ def summarise(
     """
     lines = metric_lines(run_dir / "metrics.jsonl")
     what, start, end = rewards(lines)
-    trace = _of_trace(run_dir / "trace.jsonl", status)
+    trace = of_trace(run_dir / TRACE, status)
     totals: Mapping[str, Any] = status.get("totals") or {}
     return Summary(
         name=config.name,
@@ -226,24 +249,34 @@ def summarise(
         groups_lost=trace.lost,
         groups_filtered=trace.filtered,
         failed_steps=int(total(lines, "trainer/bad_steps")),
+        resume=resume,
     )
 
 
-def finished(run_dir: Path) -> Summary | None:
-    """The summary of a run that has trained every step: there is nothing to resume."""
+def trained(run_dir: Path) -> int:
+    """Steps that are trained and not rolled back, by the summary or else by the trace."""
     found = read(run_dir)
-    return found if found is not None and found.outcome == "finished" and found.steps >= found.steps_wanted else None
+    return of_trace(run_dir / TRACE).steps if found is None else found.steps
+
+
+def finished(run_dir: Path, steps: int) -> Summary | None:
+    """The summary of a run that has trained all of ``steps``: there is nothing to resume."""
+    found = read(run_dir)
+    return found if found is not None and found.outcome == "finished" and found.steps >= steps else None
 
 
 def how_to_go_on(done: Summary, config: Config, command: str = RUN) -> str:
-    """What to say to somebody who wants more of a finished run. ``command``: any but ``staleflow run`` needs the
+    """How to train more steps of a finished run. ``command``: any but ``staleflow run`` needs the
     configuration that the run was launched with, for the run's own says nothing of machines."""
     instead = " model.build= model.options={}" if config.model.build else ""
-    model = f" model.path={done.model}{instead}" if done.model else ""
     told = f"this run is finished ({done.steps:,} of {done.steps_wanted:,} steps): {done.run_dir}"
-    start = "a new run from its newest checkpoint" if model else "a new run"
-    file = f"{done.run_dir}/config.toml" if command == RUN else "CONFIG"
-    return f"{told}. For more steps begin {start}: {command} {file} trainer.steps=N{model}"
+    file, given = (f"{done.run_dir}/config.toml", "") if command == RUN else ("CONFIG", " CONFIG")
+    more = f"For more steps: {command}{given} --run-dir {done.run_dir} --resume trainer.steps=N"
+    if not done.model:
+        return f"{told}. {more}"
+    return (
+        f"{told}. {more}. A new run from its model: {command} {file} trainer.steps=N model.path={done.model}{instead}"
+    )
 
 
 def write(summary: Summary, run_dir: Path) -> None:

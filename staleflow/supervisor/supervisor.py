@@ -7,6 +7,7 @@
 - Nothing is left running: every child is its own process group, and each group is swept at the end.
 """
 
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from staleflow.supervisor.drain import drain
 from staleflow.supervisor.lifeline import Lifeline
 from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import Interrupted, StopSignals
-from staleflow.supervisor.summary import Summary, summarise, write
+from staleflow.supervisor.summary import Summary, ended, summarise, write
 from staleflow.supervisor.view import Snapshot, Undisturbed, View
 from staleflow.supervisor.watch import NewLines, StatusWatch
 
@@ -46,7 +47,7 @@ class Failure(Exception):
     def __init__(self, text: str, *, code: int = 1) -> None:
         super().__init__(text)
         self.code = code
-        """Exit code of the run: 2 where only the operator can help."""
+        """Exit code of the run: 2 where only the operator can help, so that resuming as it is fails again."""
 
 
 class Supervisor:
@@ -62,6 +63,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._view: View = Undisturbed(view)
         self._resume = resume
+        self._session = secrets.token_hex(8)
         check_keys(config)
         self._sockets = client_sockets(config.security, *LOOKING)
         self._lifeline = Lifeline()
@@ -105,9 +107,10 @@ class Supervisor:
             return "interrupted", ""
         except Failure as failure:
             self._failed_code = failure.code
+            self._resume = self._resume if failure.code != 2 else ""  # resumed as it is, the run fails again
             return "failed", str(failure)
-        error = str(self._watch.newest.get("error") or "")
-        return ("failed" if error else "finished"), error
+        status = self._watch.newest
+        return ended(status), str(status.get("error") or "")
 
     # Starting ----------------------------------------------------------------------------------------------------
 
@@ -126,11 +129,11 @@ class Supervisor:
         builder.sweep()
         self._detail = ""
         if builder.exit_code != 0:
-            raise Failure(_last_words("model.build failed", builder))
+            raise Failure(_last_words("model.build failed", builder), code=2 if builder.exit_code == 2 else 1)
 
     def _start_servers(self) -> None:
         self._phase = "starting servers"
-        for role in roles.servers(self._config, self._run_dir):
+        for role in roles.servers(self._config, self._run_dir, self._session):
             self._start(role)
         for address in addresses(self._config, self._run_dir).all:
             self._until_answers(address, time.monotonic() + START_S)
@@ -166,7 +169,9 @@ class Supervisor:
         while not self._watch.newest.get("finished"):
             self._wait()
             self._look_after(self._children)
-            if self._watch.newest.get("version", -1) >= 0:
+            if self._watch.newest.get("drained"):
+                self._phase = "draining"
+            elif self._watch.newest.get("version", -1) >= 0:
                 self._phase = "training"
 
     def _last_words(self) -> None:
@@ -187,6 +192,8 @@ class Supervisor:
 
     def _look_after(self, children: list[Child]) -> None:
         for child in children:
+            if child.over:
+                continue
             if child.restart_at is not None:
                 if said := child.restart_if_due():
                     self._view.say(said)
@@ -198,8 +205,11 @@ class Supervisor:
         child.sweep()
         if child.role.kind is not Kind.SCHEDULER:  # nobody would answer
             self._watch.ask_now()
-        if self._watch.newest.get("finished"):
-            return  # it ended because the run did
+        status = self._watch.newest
+        drained = code == 0 and child.role.kind is Kind.WORKER and bool(status.get("drained"))
+        if status.get("finished") or drained:  # a trainer that left without a report comes back and makes it
+            child.over = True
+            return
         if code == 2:
             raise Failure(_last_words(f"{child.name} refuses to start", child, lines=1), code=2)
         if child.unstarted:
@@ -252,6 +262,7 @@ class Supervisor:
             status=status,
             violations=_violations(self._run_dir / "trace.jsonl"),
             restarts={child.name: child.restarts for child in self._children},
+            resume="" if outcome == "finished" else self._resume,
         )
         try:
             write(summary, self._run_dir)
@@ -263,8 +274,11 @@ class Supervisor:
         if error:
             self._view.say(f"the run failed: {error}")
         self._view.summary(summary)
-        if outcome != "finished":
-            self._view.say(f"go on with: {self._resume}")
+        if outcome == "drained":
+            at = f"step {summary.steps:,} of {summary.steps_wanted:,}"
+            self._view.say(f"drained at {at}; resume with: {summary.resume}")
+        elif summary.resume:
+            self._view.say(f"resume with: {summary.resume}")
         if outcome == "interrupted":
             return 130
         return 0 if summary.good else self._failed_code

@@ -89,8 +89,8 @@ def test_its_status_is_its_summary(cli: Cli, ended: Path) -> None:
 def test_a_finished_run_is_not_begun_again(cli: Cli, ended: Path) -> None:
     before = {path: path.read_bytes() for path in ended.rglob("*") if path.is_file()}
     told = (
-        f"this run is finished (4 of 4 steps): {ended}. For more steps begin a new run: "
-        f"staleflow run {ended}/config.toml trainer.steps=N\n"
+        f"this run is finished (4 of 4 steps): {ended}. For more steps: "
+        f"staleflow run --run-dir {ended} --resume trainer.steps=N\n"
     )
     said = cli("run", "--run-dir", ended, "--resume")
     assert (said.code, said.out, said.err) == (0, told, "")
@@ -109,16 +109,39 @@ def test_without_a_directory_the_newest_run_is_meant(cli: Cli, ended: Path, shor
     assert said.err == "the newest run: runs/mine-1\n"
     assert cli("report").out == "runs/mine-1/report.html\n"
     assert "nobody listens there" in cli("top").err
+    said = cli("trace", "check")
+    assert (said.code, said.err) == (0, "the newest run: runs/mine-1\n")
+    assert "0 violations" in said.out
+    said = cli("trace", "plot", "--out", "lanes.html")
+    assert (said.code, said.out.splitlines()[-1], said.err) == (0, "lanes.html", "the newest run: runs/mine-1\n")
+
+
+def test_a_worker_that_is_attached_to_it_is_refused_with_the_outcome(cli: Cli, ended: Path) -> None:
+    said = cli("attach", "rollout", "--run-dir", ended)
+    told = f'staleflow: run is "{ended}"; it has ended: finished, 4 of 4 steps\n'
+    assert (said.code, said.out, said.err) == (2, "", told)
+
+
+def test_no_resumption_is_advised_where_it_cannot_help(cli: Cli, ended: Path, short_dir: Path) -> None:
+    changed = {"outcome": "failed", "steps": 3, "error": "rollout-0 refuses to start: no chat template", "resume": ""}
+    summary = json.loads((ended / "summary.json").read_text()) | changed
+    (short_dir / "summary.json").write_text(json.dumps(summary))
+    shutil.copy(ended / "config.json", short_dir)
+    for said in (cli("status", short_dir), cli("status", short_dir, "--why")):
+        assert said.code == 1
+        assert "refuses to start" in said.out
+        assert "resume with" not in said.out
 
 
 def test_a_run_that_was_interrupted_says_how_to_go_on(cli: Cli, ended: Path, short_dir: Path) -> None:
-    summary = json.loads((ended / "summary.json").read_text()) | {"outcome": "interrupted", "steps": 3}
+    go_on = f"staleflow run --run-dir {short_dir} --resume"
+    changed = {"outcome": "interrupted", "steps": 3, "resume": go_on}
+    summary = json.loads((ended / "summary.json").read_text()) | changed
     (short_dir / "summary.json").write_text(json.dumps(summary))
     shutil.copy(ended / "config.json", short_dir)
     said = cli("status", short_dir, "--why")
-    go_on = f"staleflow run --run-dir {short_dir} --resume"
     assert said.code == 1
-    assert said.out == f"the run was interrupted; 3 of 4 steps are trained; go on with: {go_on}\n"
+    assert said.out == f"the run was interrupted; 3 of 4 steps are trained; resume with: {go_on}\n"
     assert json.loads(cli("status", short_dir, "--json").out)["phase"] == "interrupted"
 
 

@@ -44,8 +44,8 @@ def test_a_run_is_refused(cli: Cli, override: str, words: str) -> None:
 def test_a_configuration_that_is_not_there(cli: Cli) -> None:
     refused(cli("run", "none.toml"), 'configuration file is "none.toml"; no such file')
     refused(cli("run"), "which configuration?")
-    refused(cli("run", "."), ". is a directory; to go on with the run in it: staleflow run --run-dir . --resume")
-    refused(cli("run", "--resume"), "which run? For example: staleflow run --run-dir runs/")
+    refused(cli("run", "."), ". is a directory; to continue the run in it: staleflow run --resume .")
+    refused(cli("run", "--resume"), "which run? For example: staleflow run --resume runs/")
     refused(
         cli("run", "--resume", "--run-dir", "x", "seed=1"), "a run keeps its configuration: seed=1 is for a new one"
     )

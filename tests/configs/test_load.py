@@ -90,6 +90,7 @@ def test_the_last_of_two_overrides_counts(write: Write) -> None:
         ("prompts.chat_template=1", "prompts.chat_template is 1; it must be true or false"),
         ("name=3", "name is 3; it must be a printable string"),
         ("name=a/b", "name is \"a/b\"; it names run directories: letters, digits, '.', '_' and '-' only"),
+        ("staleness.bnd=token", 'staleness.bnd is "token"; there is no such key, did you mean staleness.bound?'),
         ("trainer.stpes=1", "trainer.stpes is 1; there is no such key, did you mean trainer.steps?"),
         ("trainner.steps=1", "trainner is a table; there is no such key, did you mean trainer?"),
         ("max_staleness=1", "max_staleness is 1; there is no such key, did you mean staleness.max_staleness?"),

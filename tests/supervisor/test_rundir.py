@@ -4,13 +4,14 @@ import fcntl
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load, read_run, write_resolved
 from staleflow.configs.schema import Config
-from staleflow.supervisor import rundir
+from staleflow.supervisor import rundir, summary
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"
 
@@ -70,10 +71,25 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
 def test_a_run_directory_of_another_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
     used = make(tmp_path / "used", "trainer.steps=7")
     with pytest.raises(ConfigError) as raised:
-        rundir.choose(config("trainer.steps=8"), used, resume=True)
-    assert str(raised.value) == (
-        f"trainer.steps is 8; {used} was made with 7: use its own configuration or choose a new --run-dir"
+        rundir.choose(config("trainer.steps=7", "seed=8"), used, resume=True)
+    assert (
+        str(raised.value) == f"seed is 8; {used} was made with 0: use its own configuration or choose a new --run-dir"
     )
+
+
+def test_a_run_is_resumed_with_other_steps_down_to_those_that_are_trained(tmp_path: Path) -> None:
+    used = make(tmp_path / "used", "trainer.steps=7")
+    outcome: dict[str, Any] = {"name": "it", "run_dir": "", "outcome": "failed", "max_staleness": 2, "bound": ""}
+    for steps in (8, 5):
+        summary.write(summary.Summary(**outcome, steps=5, steps_wanted=7), used)
+        changed = config(f"trainer.steps={steps}")
+        assert rundir.choose(changed, used, resume=True) == used
+        with rundir.claim(changed, used, resume=True):
+            assert read_run(used) == changed
+    summary.write(summary.Summary(**outcome, steps=5, steps_wanted=7), used)
+    with pytest.raises(ConfigError) as raised:
+        rundir.choose(config("trainer.steps=4"), used, resume=True)
+    assert str(raised.value) == f"trainer.steps is 4; 5 steps are trained already in {used}: use at least as many"
 
 
 def test_resuming_without_a_directory_takes_the_newest_of_that_name(tmp_path: Path) -> None:

@@ -201,13 +201,17 @@ def test_more_of_a_launched_run_is_launched_from_its_own_configuration(tmp_path:
     """The run's has nothing of ``[launch]`` any more, and the keys and addresses of the run that it was."""
     done = made(tmp_path)
     told = summary.how_to_go_on(done, load(SIMULATED), "staleflow launch --on ssh")
-    assert told.endswith("For more steps begin a new run: staleflow launch --on ssh CONFIG trainer.steps=N")
+    assert told.endswith(
+        f"For more steps: staleflow launch --on ssh CONFIG --run-dir {tmp_path} --resume trainer.steps=N"
+    )
     told = summary.how_to_go_on(done, load(SIMULATED))
-    assert told.endswith(f"For more steps begin a new run: staleflow run {tmp_path}/config.toml trainer.steps=N")
+    assert told.endswith(f"For more steps: staleflow run --run-dir {tmp_path} --resume trainer.steps=N")
 
 
 def test_only_a_run_that_trained_every_step_is_finished(tmp_path: Path) -> None:
-    assert summary.finished(tmp_path) is None
+    assert summary.finished(tmp_path, 30) is None
     for outcome, version, done in (("finished", 30, True), ("finished", 29, False), ("interrupted", 30, False)):
         summary.write(made(tmp_path, outcome=outcome, status={"version": version}), tmp_path)
-        assert (summary.finished(tmp_path) is not None) == done
+        assert (summary.finished(tmp_path, 30) is not None) == done
+    summary.write(made(tmp_path, outcome="finished", status={"version": 30}), tmp_path)
+    assert summary.finished(tmp_path, 31) is None, "more steps are wanted"

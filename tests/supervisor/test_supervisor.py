@@ -107,7 +107,7 @@ def test_an_interrupted_run_goes_on_where_it_was(start: Start) -> None:
     run = start(str(SIMULATED), *LONG)
     run.until(lambda: run.consumed() >= 4)
     assert run.interrupt() < 10.0
-    assert f"go on with: staleflow run --run-dir {run.run_dir} --resume" in run.output
+    assert f"resume with: staleflow run --run-dir {run.run_dir} --resume" in run.output
     done = run.consumed()
     assert done < 1000
     again = start("--resume")
@@ -144,6 +144,7 @@ def test_a_worker_that_refuses_its_configuration_stops_the_run_with_its_words(st
     assert run.end() == 1
     assert "reward-0 refuses to start" in run.output
     assert "not here" in run.output
+    assert "resume with" not in run.output, "a run that is resumed keeps the configuration that was refused"
     assert run.summary()["outcome"] == "failed"
 
 

@@ -64,7 +64,7 @@ def test_a_run_whose_first_process_cannot_be_started_has_its_ending(
         assert Supervisor(config, run_dir, view, "again").run() == 1
     error = "scheduler could not be started: [Errno 11] Resource temporarily unavailable"
     assert f"the run failed: {error}" in view.heard
-    assert view.heard[-2:] == ["failed", "go on with: again"]
+    assert view.heard[-2:] == ["failed", "resume with: again"]
     done = summary.read(run_dir)
     assert done is not None
     assert (done.outcome, done.error) == ("failed", error)

@@ -79,6 +79,7 @@ from staleflow.protocols.wire.messages.training import (
     Metrics,
     NextBatch,
     NextGroups,
+    NoMoreBatches,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -159,6 +160,7 @@ Reply = (
     | Joined
     | Batch
     | Claims
+    | NoMoreBatches
     | Registered
     | CheckpointRegistered
     | KeepVersions
@@ -222,6 +224,7 @@ __all__ = [
     "Metrics",
     "NextBatch",
     "NextGroups",
+    "NoMoreBatches",
     "Op",
     "Operations",
     "Part",

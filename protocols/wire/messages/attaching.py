@@ -46,6 +46,8 @@ class Attached(Message, frozen=True, kw_only=True):
     version: Version
     """Newest published; -1 before version 0."""
     lease_ms: int
+    ending: bool = False
+    """The run was drained or has finished: a worker that leaves now is not replaced."""
 
 
 class Detach(Message, frozen=True, kw_only=True):

@@ -65,6 +65,6 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Stop handing out work, keep what is acknowledged. -> Done"""
+    """End the run: lease nothing new, train what is under way, keep what is acknowledged. -> Done"""
 
     why: str

@@ -25,7 +25,7 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class NextBatch(Message, frozen=True, kw_only=True):
-    """The trainer waits for the sealed batch of ``step``. -> Batch, as soon as it is sealed
+    """The trainer waits for the sealed batch of ``step``. -> Batch, as soon as it is sealed, or NoMoreBatches
 
     A refusal ``busy`` after ``wait_ms`` says in ``detail`` why it still waits.
     """
@@ -45,7 +45,8 @@ class CheckBatch(Message, frozen=True, kw_only=True):
 
 
 class NextGroups(Message, frozen=True, kw_only=True):
-    """A trainer that streams waits for more groups of ``step``. -> Claims, or Batch once the step is sealed
+    """A trainer that streams waits for more groups of ``step``. -> Claims, or Batch once the step is sealed, or
+    NoMoreBatches
 
     What it is given is claimed: fixed as the beginning of the batch, in that order. It comes when ``count`` more are
     claimed, the rest with the sealed batch. Refusal ``conflict``: the batch no longer begins with what is held (a
@@ -85,6 +86,13 @@ class Batch(Message, frozen=True, kw_only=True):
     digest: str
     mask_below: Version
     """Token bound: tokens of older versions get loss mask 0. -1 under the trajectory bound."""
+
+
+class NoMoreBatches(Message, frozen=True, kw_only=True):
+    """The run drains, and this step gets no batch any more. The trainer saves and sends ``Finished``."""
+
+    why: str
+    """The reason of the drain."""
 
 
 class Claims(Message, frozen=True, kw_only=True):

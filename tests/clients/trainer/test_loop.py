@@ -41,6 +41,7 @@ class Told:
         self.full_at: tuple[int, ...] = ()
         self.fenced = self.deaf = False
         self.kept = [0]
+        self.drained = ""
         self.on_wait: Callable[[], None] = lambda: None
 
     def crowded(self) -> bool:
@@ -399,6 +400,14 @@ def test_a_batch_that_can_never_come_ends_the_run_with_the_reason_and_keeps_what
         ("checkpointed", 0, 3),
         ("finished", "step 3 can never be trained: the prompts are used up"),
     ]
+
+
+def test_a_drained_run_is_saved_and_finished_without_an_error(tmp_path: Path) -> None:
+    client = Told(batches=3)
+    client.drained = "night"
+    loop(tmp_path, client, Counting()).run()
+    assert kept(tmp_path) == [3, 2]
+    assert client.told[-2:] == [("checkpointed", 0, 3), ("finished", "")]
 
 
 def test_asked_to_end_it_keeps_the_last_whole_step_and_says_nothing_of_finishing(tmp_path: Path) -> None:

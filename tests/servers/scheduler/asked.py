@@ -1,7 +1,7 @@
 """A scheduler without sockets whose peers have keys: each request goes past the role table, as at an endpoint."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,11 @@ class Asked:
         self.last_id = 0
         self.start()
 
-    def start(self) -> None:
+    def start(self, session: str = "") -> None:
         self.store = open_store(self.config, self.run_dir)
-        self.service, self.interpreter = open_service(self.config, self.run_dir, self.store)
+        self.service, self.interpreter = open_service(self.config, self.run_dir, self.store, session=session)
         self._peers: dict[str, Peer] = {}
+        self._newest = _Answers()
 
     def stop(self) -> None:
         self.interpreter.trace.close()
@@ -70,10 +71,15 @@ class Asked:
         self.last_id = self.last_id if id else self.last_id + 1
         holder = [role.encode(), (key or role).encode()]
         peer = self._peers.setdefault(name, Peer(f"{name}/connection".encode(), 0.0, holder))
-        answers = _Answers()
+        answers = self._newest = _Answers()
         self.service.on_call(Call(answers, peer, id or self.last_id, body, []))
         self.service.flush()
         return answers.got[0] if answers.got else None
+
+    def waiting(self) -> Callable[[], Reply | None]:
+        """What came of the newest request, None while it waits."""
+        answers = self._newest
+        return lambda: answers.got[0] if answers.got else None
 
     def attach(
         self, worker: str, name: str, role: str, key_role: Role, *, key: str = "", **fields: Any
