@@ -81,7 +81,7 @@ def command(
     from staleflow.configs.load import addresses
     from staleflow.configs.presence import check_packages
     from staleflow.runtime.errors import RunOver
-    from staleflow.runtime.supervised import is_supervised
+    from staleflow.runtime.supervised import slot
     from staleflow.supervisor import lifeline
     from staleflow.supervisor.joining import check_not_ended, joined
 
@@ -95,7 +95,7 @@ def command(
     if run_dir is not None:
         config = options.run_config(config_file, overrides, run_dir)
         scheduler = connect or addresses(config, run_dir).scheduler
-        if not is_supervised():
+        if not slot():
             check_not_ended(run_dir, scheduler)
     elif connect is not None:
         waiting = f"staleflow: waiting for the scheduler at {connect}, which does not answer"
