@@ -160,7 +160,8 @@ class TrainingLoop:
         reasons = [f"{damage.path.name} is damaged ({damage.why})" for damage in checkpoints.damaged]
         reasons += [f"{state.version} is refused ({why})" for state, why in refused.items()]
         reasons.append(f"the initial model is refused ({initial})")
-        model = checkpoints.newest_model() or self._config.model.path or "DIRECTORY"
+        model = str(checkpoints.newest_model() or self._config.model.path or "DIRECTORY")
+        model += " model.build= model.options={}" if self._config.model.build else ""
         allowed = (
             f"the run can resume from none of them: {'; '.join(reasons)}; put the files back as they were, or start a "
             f"new run with model.path={model} (its optimizer starts afresh)"
