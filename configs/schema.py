@@ -388,8 +388,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Steps between checkpoints. Sooner when a trajectory server is half full."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept, version 0 being the first. Where the newest is damaged, the run resumes from the one
-    before. Costs the disk of so many, and that of the payload of `keep_checkpoints` times `checkpoint_every` steps.
-    1: no fallback."""
+    before. Costs the disk of so many, and of the payload of `keep_checkpoints` times `checkpoint_every` steps (of 16
+    checkpoints at most, of two while a trajectory server is half full). 1: no fallback."""
     eval_every: NonNegative = 0
     """Steps between evaluations on the held-out prompts; 0: at the start and at the end only."""
     eval_prompts: NonNegative = 256

@@ -163,7 +163,8 @@ class TrainingLoop:
         reasons = [f"{damage.path.name} is damaged ({damage.why})" for damage in checkpoints.damaged]
         reasons += [f"{state.version} is refused ({why})" for state, why in refused.items()]
         reasons.append(f"the initial model is refused ({initial})")
-        model = checkpoints.newest_model() or self._config.model.path or "DIRECTORY"
+        model = str(checkpoints.newest_model() or self._config.model.path or "DIRECTORY")
+        model += " model.build= model.options={}" if self._config.model.build else ""
         allowed = (
             f"the run can resume from none of them: {'; '.join(reasons)}; put the files back as they were, or start a "
             f"new run with model.path={model} (its optimizer starts afresh)"
@@ -183,8 +184,10 @@ class TrainingLoop:
             self._samples.write(batch)
         values |= times.values(int(values["trainer/sampled_tokens"]))
         values["trainer/bad_steps"] = float(state.bad_steps)
-        if self._checkpoint_is_due():
-            values["time/checkpoint"] = self._save()  # a kill during the evaluation must not cost the steps before it
+        if keep := self._checkpoints_due():
+            values["time/checkpoint"] = self._save(
+                keep
+            )  # a kill during the evaluation must not cost the steps before it
         try:
             values |= self._evaluate()
         finally:
@@ -208,16 +211,20 @@ class TrainingLoop:
             bad_in_a_row=state.bad_in_a_row + 1 if bad else 0,
         )
 
-    def _checkpoint_is_due(self) -> bool:
-        """Every ``checkpoint_every`` steps, and earlier when payload kept for a rollback crowds out new work."""
-        if self._state.version % self._config.trainer.checkpoint_every == 0:
-            return True
-        if self._client.crowded():
+    def _checkpoints_due(self) -> int:
+        """How many checkpoints to keep payload for, this version's being one of them; 0 where none is due.
+
+        One is due every ``checkpoint_every`` steps, and earlier when payload kept for a rollback crowds out new work:
+        then the one before it is kept, and no more.
+        """
+        due = self._state.version % self._config.trainer.checkpoint_every == 0
+        if not self._client.crowded():
+            return self._checkpoints.keep if due else 0
+        if not due:
             log.warning(
                 "version %d: a checkpoint before its time; the trajectory servers are filling", self._state.version
             )
-            return True
-        return False
+        return min(self._checkpoints.keep, 2)
 
     def _make_room(self) -> None:
         """A batch waits for a push that waits for room: with a checkpoint of this version all consumed payload can go.

@@ -141,7 +141,7 @@ class Consume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointed:
-    """The trainer can come back at ``version``; only the ``keep`` newest checkpoints are still needed."""
+    """The trainer can come back at ``version``; only the ``keep`` newest checkpoints are still needed (16 at most)."""
 
     trainer_term: TrainerTerm
     lineage: Lineage

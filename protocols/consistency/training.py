@@ -16,6 +16,9 @@ from staleflow.protocols.consistency.ledger import STEP_ROWS, Ledger
 from staleflow.protocols.consistency.production import forget
 from staleflow.protocols.consistency.rollback import roll_back
 
+MAX_CHECKPOINTS = 16
+"""More are not needed to survive a damaged one, and each commit of the ledger stores their numbers."""
+
 
 def _fenced(ledger: Ledger, op: str, term: TrainerTerm) -> bool:
     if term == ledger.trainer_term and term > 0:
@@ -150,7 +153,7 @@ def checkpointed(ledger: Ledger, event: Checkpointed) -> None:
         detail = f"version {event.version} of lineage {event.lineage}; it must lie in {last} to {newest}"
         return ledger.refuse("checkpoint", Code.BAD_VERSION, detail)
     older = [version for version in ledger.checkpoints if version < event.version]
-    checkpoints = [*older, event.version][-event.keep :]
+    checkpoints = [*older, event.version][-min(event.keep, MAX_CHECKPOINTS) :]
     if checkpoints == ledger.checkpoints:
         return ledger.refuse("checkpoint", Code.DUPLICATE)
     ledger.checkpoints = checkpoints

@@ -182,6 +182,15 @@ def test_a_checkpoint_comes_early_when_the_trajectory_servers_are_filling(tmp_pa
     client.crowded_at = (3,)
     loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=5)).run()
     assert [version for _, _, version in client.told[1:-1]] == [3, 5, 6]
+    assert client.kept == [3, 5, 6]
+
+
+def test_while_the_trajectory_servers_are_filling_payload_is_kept_for_two_checkpoints(tmp_path: Path) -> None:
+    client = Told()
+    client.crowded_at = (5, 6)
+    loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=2), keep=4).run()
+    assert client.kept == [5, 6]
+    assert kept(tmp_path) == [6, 5, 4, 2], "the directories stay"
 
 
 def test_while_it_waits_for_a_batch_a_checkpoint_makes_room_where_pushes_are_refused(

@@ -181,6 +181,16 @@ def test_a_trainer_that_needs_room_keeps_its_newest_checkpoint_alone() -> None:
     assert code(scene.checkpointed(2, keep=0)) is Code.MALFORMED
 
 
+def test_no_number_of_checkpoints_makes_the_ledger_grow() -> None:
+    scene = trained(0)
+    for step in range(20):
+        scene.reserve(10 * step, 10 * step + 1, version=step)
+        scene.finish(10 * step, 10 * step + 1)
+        scene.train(step)
+        scene.checkpointed(step + 1, keep=10**9)
+    assert (scene.machine.oldest_checkpoint, scene.machine.checkpoint) == ((0, 5), (0, 20))
+
+
 def test_a_checkpoint_needs_no_older_batch_and_forgets_a_few_groups_at_a_time() -> None:
     scene = trained(3, batch_size=6)
     scene.checkpointed(2)
