@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.clients.attachment import attach
+from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus
 from staleflow.runtime import supervised
@@ -16,6 +17,7 @@ from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Unavailable
 from staleflow.servers import attached
 from staleflow.servers.attached import Tasks, serve_attached
+from staleflow.servers.scheduler import attachments
 from tests.servers.running import Run
 
 SERVER = WorkerId("parameters.1")
@@ -100,3 +102,20 @@ async def test_a_process_tells_its_supervisor_when_the_run_has_taken_it(
         hello = Attach(worker=WorkerId("w.1"), name="w", role="rollout")
         await attach(run.client(run.where.scheduler, hello.worker), hello)
     assert supervised.attached_at(worker) is not None
+
+
+async def test_a_process_has_the_name_of_its_predecessor_in_the_same_slot_at_once(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the predecessor is still heard."""
+    run = make_run()
+    run.scheduler()
+    run.trajectories()
+    monkeypatch.setenv(supervised.SLOT_VARIABLE, "secret")
+    for worker in (WorkerId("w.1"), WorkerId("w.2")):
+        await attach(run.client(run.where.scheduler, worker), Attach(worker=worker, name="w", role="rollout"))
+    monkeypatch.setattr(attachments, "NAME_TIMEOUT_MS", 300)
+    monkeypatch.setenv(supervised.SLOT_VARIABLE, "another")
+    other = WorkerId("w.3")
+    with pytest.raises(ConfigError, match=r"rollout worker is .*the live process w\.2 has this name; end it, or use"):
+        await attach(run.client(run.where.scheduler, other), Attach(worker=other, name="w", role="rollout"))

@@ -327,3 +327,16 @@ def test_gpus_are_counted_among_those_that_the_supervisor_sees(monkeypatch: pyte
     assert (visible([1, 2]), visible([])) == ({"CUDA_VISIBLE_DEVICES": "1,2"}, {})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     assert visible([1]) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+
+
+def test_each_successor_fills_the_slot_of_the_process_before_it(start: Callable[..., Child]) -> None:
+    """The scheduler gives it the name at once, and to no other process."""
+    code = "from staleflow.runtime import supervised; print(supervised.slot(), flush=True)"
+    one, other = start(code, "one"), start(code, "other")
+    until(lambda: one.words() and other.words() and one.exit_code == 0)
+    (first,), (elsewhere,) = one.words(), other.words()
+    one.start()
+    until(lambda: one.words() and one.exit_code == 0)
+    assert one.words() == [first]
+    assert len(first) == len(elsewhere) == 32
+    assert first != elsewhere
