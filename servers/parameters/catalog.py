@@ -197,6 +197,7 @@ class Catalog:
             await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
             raise
         self._registered.add(key)
+        await asyncio.to_thread(self._versions.reach, self._versions.reached.run, key)
         self.grown.set()
         log.info("%s is published, %d bytes, sha %s", key, manifest.nbytes, manifest.sha[:12])
         return registered

@@ -22,11 +22,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from staleflow.configs.durable import make_folder, sync_path
 from staleflow.configs.schema import Durability
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.manifest import Digest, check
 from staleflow.protocols.wire.messages import Manifest
+from staleflow.runtime import reached
 from staleflow.runtime.host import file_system
 from staleflow.runtime.shared_file import SCARCE, hold, take
 
@@ -100,7 +102,9 @@ class Versions:
         self._sync = durability == "power"
         self._spare = folder / "spare.part"
         self.stored: dict[VersionKey, Stored] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        self.reached = reached.read(folder)
+        """The run and its newest registered version, as noted in the folder."""
         self._collect()
 
     def _collect(self) -> None:
@@ -188,14 +192,28 @@ class Versions:
             described.write_bytes(msgspec.json.encode(about))
             if staged.recycled:
                 _close_gaps(staged.path, about.manifest)
-            self._flush(described)
-            self._flush(staged.path)
+            if self._sync:
+                sync_path(described)
+                sync_path(staged.path)
             path.with_suffix(".json").unlink(missing_ok=True)
             staged.path.replace(path)
             path.chmod(0o444)
             described.replace(path.with_suffix(".json"))
-            self._flush(self._folder)
+            if self._sync:
+                sync_path(self._folder)
         return Stored(about=about, path=path, verified=_identity(path))
+
+    def reach(self, run: str, key: VersionKey | None = None) -> None:
+        """Note that the folder is of ``run``, and that the scheduler has registered ``key``. A note that finds no room
+        lags until the next one."""
+        was = self.reached
+        newest = max(VersionKey(was.lineage, was.version), key or VersionKey(Lineage(0), Version(-1)))
+        self.reached = reached.Reached(run=run, lineage=newest.lineage, version=newest.version)
+        if self.reached != was:
+            try:
+                reached.write(self._folder, self.reached, sync=self._sync)
+            except OSError as error:
+                log.warning("the newest version is not noted in %s: %s", self._folder, error)
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -233,15 +251,6 @@ class Versions:
     def delete(self, key: VersionKey) -> None:
         """Forget a version, and give its room back."""
         self.remove(self.put_aside(key))
-
-    def _flush(self, path: Path) -> None:
-        if not self._sync:
-            return
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

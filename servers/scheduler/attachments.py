@@ -157,6 +157,7 @@ class Attachments:
             lineage=machine.lineage,
             version=machine.version,
             lease_ms=self._interpreter.limits.lease_ms,
+            leases=machine.lease_hi,
         )
 
     def detach(self, call: Call, body: Detach) -> None:

@@ -186,6 +186,7 @@ class Shard:
             elif result.code is not None:
                 self.forget(held.key)
             else:
+                self._store.reach(self._store.reached.run, held.key.lease)
                 self._forget_older(held.key)
                 if ready:
                     held.phase = Phase.SETTLED

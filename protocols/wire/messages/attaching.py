@@ -1,6 +1,6 @@
 """To the scheduler: processes that join and leave the run."""
 
-from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Count, Message
 
 
@@ -45,6 +45,8 @@ class Attached(Message, frozen=True, kw_only=True):
     version: Version
     """Newest published; -1 before version 0."""
     lease_ms: int
+    leases: LeaseId = LeaseId(0)
+    """Highest lease granted so far: a server that knows a higher one belongs to a newer ledger."""
 
 
 class Detach(Message, frozen=True, kw_only=True):
