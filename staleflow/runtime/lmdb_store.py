@@ -20,6 +20,7 @@ from typing import Any
 
 import lmdb
 
+from staleflow.configs.durable import make_folder, sync_path
 from staleflow.runtime.store import Buffer, DiskFull, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
 
 FILE = "data.mdb"
@@ -121,12 +122,14 @@ class Store:
         self.map_bytes = map_bytes
         self._names = tuple(tables)
         self._sync = durability == "power"
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         self._owner = self._own()
         try:
             self._env = self._open()
             self._mend_tail()
             self._tables = self._open_tables()
+            if self._sync:  # LMDB syncs its file, but not the name of the file
+                sync_path(path)
         except BaseException:
             os.close(self._owner)
             raise

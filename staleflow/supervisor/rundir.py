@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from staleflow.configs.durable import make_folder
 from staleflow.configs.errors import ConfigError, shown
 from staleflow.configs.load import RESOLVED, difference, read_run, write_resolved
 from staleflow.configs.schema import Config
@@ -49,7 +50,7 @@ def same(config: Config, run_dir: Path) -> None:
 def first(config: Config, run_dir: Path) -> None:
     """A new run directory; of several processes that come at once the first writes it and the others must agree."""
     _must_be_empty(run_dir)
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(run_dir, 0o700)
     with (run_dir / f"{_LOCK}.config").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (run_dir / RESOLVED).is_file():
@@ -79,7 +80,7 @@ def _running(run_dir: Path, process: str) -> ConfigError:
 @contextmanager
 def claim(config: Config, run_dir: Path, *, resume: bool) -> Generator[None]:
     """Makes the directory and holds it: one supervisor at a time."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(run_dir, 0o700)
     with (run_dir / _LOCK).open("a+") as lock:
         if not _locked(lock):
             time.sleep(_LOOK_S)
