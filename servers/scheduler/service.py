@@ -18,6 +18,7 @@ from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.runtime import trace_events
+from staleflow.runtime.disk import trouble
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import RUN_IS_OVER
 from staleflow.runtime.store import FULL_SHARE
@@ -203,7 +204,7 @@ class Service:
         if handler is None:
             self._answers.refuse(call, Code.MALFORMED, f"the scheduler does not answer {kind.__name__}")
         elif self._interpreter.failed and kind is not messages.Report:
-            call.refuse(Code.BUSY, f"the scheduler's {self._interpreter.full} is full", RETRY_MS)
+            call.refuse(Code.BUSY, f"the scheduler's {trouble(self._interpreter.full)}", RETRY_MS)
         elif self.phase.closed and kind in _IDLE_TALK:
             call.reply(Done())
         elif self.phase.closed and kind is messages.Attach and not self.phase.finished:
@@ -252,7 +253,7 @@ class Service:
             return
         self._instances.newest = self._interpreter.machine.version
         self._instances.reload()
-        self._answers.take_back(f"the scheduler's {self._interpreter.full} is full")
+        self._answers.take_back(f"the scheduler's {trouble(self._interpreter.full)}")
 
     def wake(self) -> None:
         """The rest of the coordination cycle is over: see what it left undone."""

@@ -18,6 +18,7 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.disk import state_of
 from staleflow.runtime.reached import Reached
 from staleflow.runtime.shared_file import SCARCE
 from staleflow.runtime.store import (
@@ -124,8 +125,10 @@ class TrajectoryStore:
             if self.slabs is not None:
                 self.slabs.free(one.key for one in pushes)
             if isinstance(error, OSError):
-                kind = DiskFull if error.errno in SCARCE else StoreError  # of these, another try may find some
-                raise kind(f"slabs cannot be written: {error}") from error
+                state = "disk" if error.errno in SCARCE else state_of(error)  # of these, another try may find some
+                if state is not None:
+                    raise DiskFull(f"slabs cannot be written: {error}", state) from error
+                raise StoreError(f"slabs cannot be written: {error}") from error
             raise
         return records
 

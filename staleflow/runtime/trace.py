@@ -7,7 +7,6 @@
   with a later commit. Whole lines beyond the store mean that the store is lost or an older copy: they are never cut.
 """
 
-import errno
 import hashlib
 import os
 import re
@@ -21,6 +20,7 @@ import msgspec
 from staleflow.configs.durable import sync_path
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.clock import WALL, Clock
+from staleflow.runtime.disk import state_of
 from staleflow.runtime.noteworthy import Recent, brief
 from staleflow.runtime.store import Durability, Read, Store, Write, key_number, number_key
 from staleflow.runtime.trace_events import SCHEMA, TraceEvent
@@ -305,11 +305,11 @@ def _whole_lines(file: int, start: int, end: int) -> int:
 
 
 def _takes(file: int, offset: int, chunk: bytes) -> bool:
-    """Write it, if there is room on the disk."""
+    """Write it, unless the disk takes no writes now."""
     try:
         _write_at(file, offset, chunk)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if state_of(error) is None:
             raise
         return False
     return True

@@ -265,23 +265,24 @@ def test_effects_become_lines_with_the_fields_of_the_contract(tmp_path: Path) ->
     ]
 
 
-def test_a_trace_that_ends_and_begins_on_a_full_disk_is_completed_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_trace_that_ends_and_begins_on_a_disk_that_takes_no_writes_is_completed_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     run = Run(tmp_path).open()
     run.tell(1)
 
     def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
         patched.setattr(trace, "_write_at", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match=os.strerror(number)):
             run.tell(2)
         run.close()
         assert run.groups() == [1]
-        run.open()  # on the disk that is still full
-        with pytest.raises(OSError, match="No space"):
+        run.open()  # on the disk that still takes none
+        with pytest.raises(OSError, match=os.strerror(number)):
             run.tell(3)
     assert run.groups() == [1]
     run.tell(4)
