@@ -19,7 +19,7 @@ import msgspec
 from staleflow.configs import overrides as dotted
 from staleflow.configs import presets
 from staleflow.configs.checks import consistent
-from staleflow.configs.durable import make_folder, write_durably
+from staleflow.configs.durable import make_folder, sync_path, write_durably
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.explain import decode
 from staleflow.configs.imports import is_file
@@ -197,6 +197,7 @@ def socket_folder(run_dir: Path, config: Config) -> Path:
 def write_resolved(config: Config, run_dir: Path) -> None:
     """Puts ``config.json`` and ``config.toml`` into the run directory, which is made if need be."""
     make_folder(run_dir, 0o700)
+    sync_path(run_dir.parent)
     write_durably(run_dir / "config.toml", dumps(msgspec.to_builtins(config)).encode())
     write_durably(run_dir / RESOLVED, msgspec.json.format(to_json(config), indent=2) + b"\n")
 
