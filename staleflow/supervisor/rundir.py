@@ -5,6 +5,8 @@ A directory keeps the configuration it was made with for ever; one supervisor ho
 
 import fcntl
 import os
+import pwd
+import stat
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ _LOOK_S = 0.1
 def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     """The run directory, checked; nothing is written yet."""
     run_dir = given or (_newest(config.name) if resume else fresh(config.name))
+    check_owner(run_dir)
     if (process := holder(run_dir)) is not None:
         raise _running(run_dir, process)
     if resume:
@@ -39,6 +42,31 @@ def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     return run_dir
 
 
+def check_owner(run_dir: Path) -> None:
+    """``ConfigError`` for a directory that another user owns or may write to: its configuration names code to run.
+
+    Root may use no other user's directory either. Everybody may use one of root, who can change all of them anyway.
+    """
+    try:
+        found = run_dir.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        allowed = f"it belongs to {_user(found.st_uid)}; it must be your own: choose another directory, or chown it"
+        raise ConfigError("run directory", str(run_dir), allowed)
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        allowed = f"others may write to it (mode {mode}); it must be yours alone: chmod go-w {run_dir}"
+        raise ConfigError("run directory", str(run_dir), allowed)
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
 def same(config: Config, run_dir: Path) -> None:
     """``ConfigError`` unless the run directory was made with this very configuration."""
     if found := difference(config, read_run(run_dir)):
@@ -49,6 +77,7 @@ def same(config: Config, run_dir: Path) -> None:
 
 def first(config: Config, run_dir: Path) -> None:
     """A new run directory; of several processes that come at once the first writes it and the others must agree."""
+    check_owner(run_dir)
     _must_be_empty(run_dir)
     make_folder(run_dir, 0o700)
     with (run_dir / f"{_LOCK}.config").open("a") as lock:
@@ -80,6 +109,7 @@ def _running(run_dir: Path, process: str) -> ConfigError:
 @contextmanager
 def claim(config: Config, run_dir: Path, *, resume: bool) -> Generator[None]:
     """Makes the directory and holds it: one supervisor at a time."""
+    check_owner(run_dir)
     make_folder(run_dir, 0o700)
     with (run_dir / _LOCK).open("a+") as lock:
         if not _locked(lock):

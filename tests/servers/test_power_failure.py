@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from staleflow.clients.parameters import Puller
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.configs.load import read_run, write_resolved
 from staleflow.configs.schema import Config, Model, Prompts, Reward
 from staleflow.launch.keys import make_whole
-from staleflow.protocols.consistency.ids import Version
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.runtime.allowed import read_allowed
 from staleflow.runtime.audit import audit
 from staleflow.runtime.keys import ALLOWED, read_key
@@ -117,6 +118,10 @@ async def test_a_run_resumes_from_what_a_power_failure_leaves(disk: Disk) -> Non
         assert (await run.status(run.where.scheduler))["version"] == 1
         versions = (await run.status(run.where.parameters))["versions"]
         assert versions[-1]["version"] == 1
+        puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+        run.clients.append(puller)
+        async with await puller.pull(Lineage(0), Version(1)) as version:
+            np.testing.assert_array_equal(version.arrays()["w"], np.ones(3, np.float32))
         await eventually(lambda: _holds(run, third.group))
         assert [state.version for _, state in checkpoints.newest()] == [1]
         assert audit(run_dir / "trace.jsonl").violations == []
