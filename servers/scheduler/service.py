@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from staleflow.configs.load import RESOLVED, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects, events
@@ -21,6 +22,7 @@ from staleflow.runtime import trace_events
 from staleflow.runtime.disk import trouble
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import RUN_IS_OVER
+from staleflow.runtime.seldom import Seldom
 from staleflow.runtime.store import FULL_SHARE
 from staleflow.runtime.transport import stranger
 from staleflow.servers.scheduler.answers import RETRY_MS, Answers
@@ -69,6 +71,9 @@ class Service:
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config
+        self._run_dir = run_dir
+        self._is_configured = (run_dir / RESOLVED).exists()
+        self._lost = Seldom()
         self.phase = Phase()
         self._answers = Answers()
         self._rejects = Rejects(interpreter.trace, interpreter.totals.rejected)
@@ -275,6 +280,7 @@ class Service:
         self._ticks += 1
         if self._ticks % ROOM_TICKS == 0 and not self.phase.closed:
             self._look_at_room()
+            self._look_at_files()
         if not self.phase.closed and not self._interpreter.failed:
             self._interpreter.apply(events.Tick())
             self._attachments.present(self.peers(), now)
@@ -314,6 +320,19 @@ class Service:
             on, used = change
             resource = interpreter.full or "map"
             interpreter.trace.add(trace_events.Overload(on=on, resource=resource, used=used, limit=FULL_SHARE))
+
+    def _look_at_files(self) -> None:
+        """Write again what was deleted under the running scheduler, which a resume needs."""
+        resolved, trace = self._run_dir / RESOLVED, self._interpreter.trace
+        try:
+            if trace.restore():
+                log.error("%s was deleted while the run writes it; it is written again", trace.path)
+            if self._is_configured and not resolved.exists():
+                log.error("%s was deleted while the run needs it; it is written again", resolved)
+                write_resolved(self._config, self._run_dir)
+        except OSError as error:
+            if (more := self._lost.due()) is not None:
+                log.error("a deleted file of the run cannot be written again: %s%s", error, more)
 
     # --- rollout instances -----------------------------------------------------------------------------------
 

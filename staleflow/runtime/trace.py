@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from staleflow.configs.durable import sync_path
+from staleflow.configs.durable import replace_durably, sync_path
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.disk import state_of
@@ -174,6 +174,28 @@ class Trace:
         self._trimmed = 0
         self._next = self._head
         self._unwritten = [(offset, chunk) for offset, chunk in self._unwritten if offset < self._head.end]
+
+    def restore(self) -> bool:
+        """Write the file again if it was deleted: the open descriptor has all of it. Whether that was so. ``OSError``.
+
+        A file that another process has put there is left alone; the next start compares it with the ledger.
+        """
+        if self.path.exists() or self._file < 0:
+            return False
+        beside = self.path.with_name(f".{self.path.name}.restored")
+        file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            offset = 0
+            while piece := os.pread(self._file, _PIECE, offset):
+                _write_at(file, offset, piece)
+                offset += len(piece)
+            replace_durably(beside, self.path)
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(self._file)
+        self._file = file
+        return True
 
     def close(self) -> None:
         """Let go of the file. Lines that a full disk does not take now are in the store: the next start brings them."""
