@@ -222,8 +222,8 @@ async def test_what_was_refused_continues_once_the_newest_copy_is_back(story: St
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda story: story.lose("scheduler", "trace.jsonl"), "is of run .*, but scheduler/data.mdb is of run"),
-        (lambda story: story.restore("scheduler", "trace.jsonl"), "it knows .*, but the ledger"),
+        (_missing_with_its_trace, "is of run .*, but scheduler/data.mdb is of run"),
+        (_older_with_its_trace, "it knows .*, but the ledger"),
     ],
     ids=["a new ledger", "an older ledger"],
 )
