@@ -6,7 +6,6 @@ configuration has absolute paths only. Whatever is wrong is one ``ConfigError``.
 
 import hashlib
 import os
-import secrets
 import stat
 import tempfile
 import tomllib
@@ -20,6 +19,7 @@ import msgspec
 from staleflow.configs import overrides as dotted
 from staleflow.configs import presets
 from staleflow.configs.checks import consistent
+from staleflow.configs.durable import make_folder, sync_path, write_durably
 from staleflow.configs.errors import MISSING, ConfigError
 from staleflow.configs.explain import decode
 from staleflow.configs.imports import is_file
@@ -214,15 +214,10 @@ def socket_folder(run_dir: Path, config: Config) -> Path:
 
 def write_resolved(config: Config, run_dir: Path) -> None:
     """Puts ``config.json`` and ``config.toml`` into the run directory, which is made if need be."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _replace(run_dir / "config.toml", dumps(msgspec.to_builtins(config)).encode())
-    _replace(run_dir / RESOLVED, msgspec.json.format(to_json(config), indent=2) + b"\n")
-
-
-def _replace(path: Path, data: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # in containers that share it every process is 1
-    beside.write_bytes(data)
-    beside.replace(path)
+    make_folder(run_dir, 0o700)
+    sync_path(run_dir.parent)
+    write_durably(run_dir / "config.toml", dumps(msgspec.to_builtins(config)).encode())
+    write_durably(run_dir / RESOLVED, msgspec.json.format(to_json(config), indent=2) + b"\n")
 
 
 def read_run(run_dir: Path) -> Config:

@@ -1,7 +1,6 @@
 """The trainer's side: a version goes to the parameter server, and is durable and registered at the end."""
 
 import asyncio
-import errno
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from staleflow.protocols.wire.messages import (
     Status,
 )
 from staleflow.runtime.client import Client
+from staleflow.runtime.disk import state_of
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.portions import Portion
 from staleflow.runtime.transport import SOCKETS, Transport
@@ -91,7 +91,7 @@ class Publisher:
                 if no.code is not Code.STALE or tries == TRIES:
                     raise
             except OSError as error:  # a file system may reserve room, and have none all the same
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if state_of(error) is None:
                     raise
                 log.warning("no room: %s", error)
                 await asyncio.sleep(FULL_S)

@@ -6,7 +6,6 @@ A critic killed at any instant leaves the checkpoint before, or the new one, nev
 
 import fcntl
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -14,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from staleflow.configs.durable import make_folder, replace_durably
 from staleflow.configs.errors import ConfigError
-from staleflow.runtime.host import sync_path
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class CriticFiles:
     """The critic's files in ``folder``, owned by this process. ``ConfigError`` when another one owns them."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._path = folder / FILE
         self._lock = (folder / ".lock").open("a")
         try:
@@ -46,9 +45,7 @@ class CriticFiles:
                 tensors[f"{_ADAM}{key}/{name}"] = value.detach().cpu().contiguous()
         part = self._path.with_suffix(".part")
         save_file(tensors, part, metadata={STEPS: str(steps)})
-        sync_path(part)
-        os.replace(part, self._path)
-        sync_path(self._path.parent)
+        replace_durably(part, self._path)
 
     def load(self, model: nn.Module, adam: torch.optim.Optimizer) -> int:
         """Puts model and optimizer where the last checkpoint left them; returns its steps, 0 without one.

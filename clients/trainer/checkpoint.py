@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from staleflow.configs.durable import make_folder, sync_path, sync_tree
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
-from staleflow.runtime.host import sync_path
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +91,13 @@ class Checkpoints:
         Older ones stay until ``tidy``. ``Overtaken``: nothing was changed."""
         final = self.folder / str(state.version)
         part = self._unnamed(state.version, state.lineage)
-        part.mkdir(parents=True)
+        make_folder(self.folder)
+        part.mkdir()
         write(part)
         files = {name: _stored(part / name) for name in _names(part)}
         head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
         (part / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=2) + b"\n")
-        _sync_tree(part)
+        sync_tree(part)
         self._replace(part, final, state.lineage)
         return final
 
@@ -165,14 +166,18 @@ class Checkpoints:
 
     def _head(self, path: Path) -> Head:
         """``DamagedCheckpoint`` unless it is one of this run."""
+        head = self._read_head(path)
+        if head.run != self._run:
+            raise DamagedCheckpoint(f"it belongs to run {head.run}, not to {self._run}")
+        return head
+
+    def _read_head(self, path: Path) -> Head:
         try:
             head = msgspec.json.decode((path / HEAD).read_bytes(), type=Head)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{HEAD}: {error}") from error
         if head.schema != SCHEMA:
             raise DamagedCheckpoint(f"schema is {head.schema}; it must be {SCHEMA}")
-        if head.run != self._run:
-            raise DamagedCheckpoint(f"it belongs to run {head.run}, not to {self._run}")
         return head
 
     def _holds_model(self, path: Path) -> bool:
@@ -182,6 +187,13 @@ class Checkpoints:
         except DamagedCheckpoint:
             return False
         return "config.json" in files
+
+    def _is_foreign(self, path: Path) -> bool:
+        """Whether another run has written it."""
+        try:
+            return self._read_head(path).run != self._run
+        except DamagedCheckpoint:
+            return False
 
     def _found(self, path: Path) -> TrainerState | None:
         """Who wrote it, as far as that can be read."""
@@ -195,10 +207,11 @@ class Checkpoints:
         return self.folder / f"{version}.{lineage}.{secrets.token_hex(4)}{_PART}"
 
     def paths(self) -> list[Path]:
-        """The directories that have the name of a checkpoint, the newest first."""
+        """Checkpoints, whole or damaged, the newest first. Those of other runs are neither used nor removed."""
         if not self.folder.is_dir():
             return []
         found = [path for path in self.folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+        found = [path for path in found if not self._is_foreign(path)]
         return sorted(found, key=lambda path: -int(path.name))
 
     def _replace(self, part: Path, final: Path, lineage: Lineage) -> None:
@@ -219,7 +232,7 @@ class Checkpoints:
 
     def _taken(self, path: Path, aside: Path, gone: Callable[[TrainerState | None], bool]) -> Path | None:
         """Rename ``path`` to ``aside`` if it was ``gone``, and return that; None if it was not, or does not exist."""
-        if not path.exists() or not gone(self._found(path)):
+        if not path.exists() or self._is_foreign(path) or not gone(self._found(path)):
             return None
         try:
             path.rename(aside)
@@ -258,9 +271,3 @@ def _stored(path: Path) -> StoredFile:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return StoredFile(nbytes=path.stat().st_size, sha=digest.hexdigest())
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        sync_path(path)
-    sync_path(folder)

@@ -18,7 +18,7 @@ from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
 from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.ranks import place
 from staleflow.configs.schema import Config
-from staleflow.runtime import daemon
+from staleflow.runtime import daemon, reached
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import client_sockets
 
@@ -85,8 +85,11 @@ def direct_bind(config: Config) -> str:
 def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threading.Event) -> None:
     backend = _open(config, run_dir, client)
     try:
-        client.attach()
-        checkpoints = Checkpoints(run_dir / "checkpoints", run=client.run, keep=config.trainer.keep_checkpoints)
+        found = [*reached.of_checkpoints(run_dir)]  # before the attach: an older trainer may still save newer ones
+        attached = client.attach()
+        for path, known in found:
+            reached.check(known, attached, path)
+        checkpoints = Checkpoints(run_dir / reached.CHECKPOINTS, run=client.run, keep=config.trainer.keep_checkpoints)
         loop = TrainingLoop(
             config,
             client=client,

@@ -23,6 +23,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
+from staleflow.runtime.seldom import Seldom
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.turns import Looks
 from staleflow.servers.parameters.versions import (
@@ -32,6 +33,7 @@ from staleflow.servers.parameters.versions import (
     Scarce,
     Staged,
     Stored,
+    Unwritable,
     VersionKey,
     Versions,
 )
@@ -57,6 +59,7 @@ class Catalog:
         self._corrupt: dict[VersionKey, str] = {}
         self._verifying = asyncio.Lock()
         self._looks = Looks(versions)
+        self._said = Seldom()
         self.publishing = asyncio.Lock()
         """Held by whoever adds or registers versions."""
         self.grown = asyncio.Event()
@@ -133,9 +136,14 @@ class Catalog:
             try:
                 return await asyncio.to_thread(self._versions.stage, key, nbytes)
             except NoRoom as error:
-                if not await self._make_room():
-                    log.error("no room: %s", error)
+                if isinstance(error, Unwritable) or not await self._make_room():
+                    self._log_no_room(error)
                     raise Refused(Code.BUSY, str(error)) from error
+
+    def _log_no_room(self, error: Exception) -> None:
+        """Once in a while: the publisher tries again five times a second."""
+        if (more := self._said.due()) is not None:
+            log.error("no room: %s%s", error, more)
 
     async def _make_room(self) -> bool:
         """Delete the oldest version that is only kept by count, or as a base; False when there is none. ``Refused``
@@ -170,7 +178,7 @@ class Catalog:
             log.error("a publish is refused: %s", error)
             raise Refused(Code.STALE, f"{error}; begin again") from error
         except (NoRoom, Scarce) as error:
-            log.error("no room: %s", error)
+            self._log_no_room(error)
             raise Refused(Code.BUSY, str(error)) from error
         self._versions.stored[key] = stored
         self._corrupt.pop(key, None)
@@ -197,6 +205,7 @@ class Catalog:
             await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
             raise
         self._registered.add(key)
+        await asyncio.to_thread(self._versions.reach, self._versions.reached.run, key)
         self.grown.set()
         log.info("%s is published, %d bytes, sha %s", key, manifest.nbytes, manifest.sha[:12])
         return registered

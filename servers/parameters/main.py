@@ -6,10 +6,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from staleflow.configs.durable import make_folder
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.runtime import reached
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.host import raise_file_limit
@@ -41,7 +43,7 @@ class Taken(ConfigError):
 def owned(folder: Path) -> Generator[None]:
     """The folder is this process's. Before anything in it is touched: what looks left behind may be what a live server
     is writing. ``Taken``, and ``ConfigError`` where its file system has no locks."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -89,6 +91,8 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
         return service
 
     def on_attached(attached: Attached) -> None:
+        reached.check(versions.reached, attached, run_dir / NAME)
+        versions.reach(attached.run)
         services[0].run = attached.run
 
     await serve_attached(

@@ -30,7 +30,16 @@ from staleflow.runtime.weights import Load, Moved, Source, changes, credited, is
 from staleflow.servers.parameters.deltas import KEPT_BYTES, Deltas
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.relay_sources import Upstream
-from staleflow.servers.parameters.versions import About, NoRoom, Scarce, Staged, Stored, VersionKey, Versions
+from staleflow.servers.parameters.versions import (
+    About,
+    NoRoom,
+    Scarce,
+    Staged,
+    Stored,
+    Unwritable,
+    VersionKey,
+    Versions,
+)
 
 log = logging.getLogger(__name__)
 
@@ -264,9 +273,10 @@ class Arrivals:
         while True:
             try:
                 return await asyncio.to_thread(self._versions.stage, key, nbytes)
-            except NoRoom:
+            except NoRoom as error:
                 here = sorted(self._versions.stored)
-                if (old := next((old for old in here if old < key and not self._pins.in_use(old)), None)) is None:
+                old = next((old for old in here if old < key and not self._pins.in_use(old)), None)
+                if old is None or isinstance(error, Unwritable):
                     raise
                 await self._delete(old)
 

@@ -10,7 +10,6 @@
 - ``durability = "power"``: a version is on disk before it is visible.
 """
 
-import errno
 import logging
 import os
 import secrets
@@ -22,11 +21,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from staleflow.configs.durable import make_folder, sync_path
 from staleflow.configs.schema import Durability
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.manifest import Digest, check
 from staleflow.protocols.wire.messages import Manifest
+from staleflow.runtime import reached
+from staleflow.runtime.disk import spared, state_of
 from staleflow.runtime.host import file_system
 from staleflow.runtime.shared_file import SCARCE, hold, take
 
@@ -88,6 +90,10 @@ class NoRoom(Exception):
     """There is no room for a version."""
 
 
+class Unwritable(NoRoom):
+    """The disk takes no writes: it is read-only, or fails. To delete a version would not help."""
+
+
 class Scarce(OSError):
     """This process, or the machine, has no descriptor or memory left to read or write a version with, at present."""
 
@@ -100,7 +106,9 @@ class Versions:
         self._sync = durability == "power"
         self._spare = folder / "spare.part"
         self.stored: dict[VersionKey, Stored] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        self.reached = reached.read(folder)
+        """The run and its newest registered version, as noted in the folder."""
         self._collect()
 
     def _collect(self) -> None:
@@ -112,7 +120,7 @@ class Versions:
         for pattern in ("*.part", "*.bin", "*.json"):
             for path in self._folder.glob(pattern):
                 if path.suffix == ".part" or path.stem not in visible:
-                    path.unlink()
+                    _unlink(path)
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
@@ -130,7 +138,7 @@ class Versions:
                     if nbytes and not _has_room(file.fileno(), nbytes):
                         os.posix_fallocate(file.fileno(), 0, nbytes)
         except (NoRoom, Scarce):
-            path.unlink(missing_ok=True)
+            _unlink(path)
             raise
         return Staged(key=key, path=path, recycled=recycled)
 
@@ -149,7 +157,7 @@ class Versions:
 
     def drop_spare(self) -> None:
         """Give the room of the spare file back."""
-        self._spare.unlink(missing_ok=True)
+        _unlink(self._spare)
 
     def _check_room(self, key: VersionKey, nbytes: int) -> None:
         """``NoRoom`` before a file that cannot fit is begun: a file system may fill up on the way to finding out."""
@@ -169,7 +177,7 @@ class Versions:
 
     def discard(self, staged: Staged) -> None:
         """Forget what was written. Nobody's next: the publisher may still be writing."""
-        staged.path.unlink(missing_ok=True)
+        _unlink(staged.path)
 
     def keep(self, staged: Staged, about: About, *, in_place: bool = False) -> Stored:
         """Make a version visible in the folder. Its bytes are read once more unless ``in_place``.
@@ -188,14 +196,28 @@ class Versions:
             described.write_bytes(msgspec.json.encode(about))
             if staged.recycled:
                 _close_gaps(staged.path, about.manifest)
-            self._flush(described)
-            self._flush(staged.path)
+            if self._sync:
+                sync_path(described)
+                sync_path(staged.path)
             path.with_suffix(".json").unlink(missing_ok=True)
             staged.path.replace(path)
             path.chmod(0o444)
             described.replace(path.with_suffix(".json"))
-            self._flush(self._folder)
+            if self._sync:
+                sync_path(self._folder)
         return Stored(about=about, path=path, verified=_identity(path))
+
+    def reach(self, run: str, key: VersionKey | None = None) -> None:
+        """Note that the folder is of ``run``, and that the scheduler has registered ``key``. A note that finds no room
+        lags until the next one."""
+        was = self.reached
+        newest = max(VersionKey(was.lineage, was.version), key or VersionKey(Lineage(0), Version(-1)))
+        self.reached = reached.Reached(run=run, lineage=newest.lineage, version=newest.version)
+        if self.reached != was:
+            try:
+                reached.write(self._folder, self.reached, sync=self._sync)
+            except OSError as error:
+                log.warning("the newest version is not noted in %s: %s", self._folder, error)
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
@@ -209,7 +231,7 @@ class Versions:
 
     def read(self, stored: Stored, offset: int, nbytes: int) -> bytes:
         """Some bytes of a version; fewer at its end. ``FileNotFoundError`` when it is deleted; ``Scarce``."""
-        with _room(stored.path.name):
+        with _scarce(stored.path.name):
             descriptor = hold(stored.path)
             try:
                 return os.pread(descriptor, nbytes, offset)
@@ -228,30 +250,33 @@ class Versions:
     def remove(self, aside: Path) -> None:
         """Give the room of a version back that was put aside: slow, where it is large, or the disk is busy."""
         for path in (aside.with_suffix(".json"), aside):
-            path.unlink(missing_ok=True)
+            _unlink(path)
 
     def delete(self, key: VersionKey) -> None:
         """Forget a version, and give its room back."""
         self.remove(self.put_aside(key))
 
-    def _flush(self, path: Path) -> None:
-        if not self._sync:
-            return
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
 
 @contextmanager
 def _room(what: str) -> Generator[None]:
-    """``NoRoom`` when the disk is full, and ``Scarce``."""
+    """``NoRoom`` when the disk is full, ``Unwritable``, and ``Scarce``."""
+    try:
+        with _scarce(what):
+            yield
+    except Scarce:
+        raise
+    except OSError as error:
+        if (state := state_of(error)) is not None:
+            raise (NoRoom if state == "disk" else Unwritable)(f"{what}: {error.strerror}") from error
+        raise
+
+
+@contextmanager
+def _scarce(what: str) -> Generator[None]:
+    """``Scarce``."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoRoom(f"{what}: {error.strerror}") from error
         if error.errno in SCARCE:
             raise Scarce(f"{what}: {error.strerror}") from error
         raise
@@ -280,6 +305,12 @@ def _move(path: Path, aside: Path) -> None:
         pass
     except OSError as error:  # a full disk may have no room for another name
         log.warning("%s is deleted at once: %s", path.name, error)
+        _unlink(path)
+
+
+def _unlink(path: Path) -> None:
+    """Remove a file. One that a read-only disk keeps is removed, or found again, at the next start."""
+    with spared(f"{path.name} is not removed"):
         path.unlink(missing_ok=True)
 
 
@@ -293,7 +324,7 @@ def _took(path: Path, spare: Path) -> bool:
 
 def _identity(path: Path) -> tuple[int, int, int]:
     try:
-        with _room(path.name):
+        with _scarce(path.name):
             found = path.stat()
     except Scarce:
         raise
@@ -308,7 +339,7 @@ def _verify(path: Path, manifest: Manifest) -> None:
     if (size := _identity(path)[1]) != manifest.nbytes:
         raise CorruptVersion(f"{path.name} has {size} bytes; its manifest says {manifest.nbytes}")
     try:
-        with _room(path.name):
+        with _scarce(path.name):
             descriptor = hold(path)
             try:
                 _compare(descriptor, path.name, manifest)

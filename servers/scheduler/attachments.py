@@ -186,6 +186,7 @@ class Attachments:
             version=machine.version,
             lease_ms=self._interpreter.limits.lease_ms,
             ending=self._phase.ending,
+            leases=machine.lease_hi,
         )
 
     def detach(self, call: Call, body: Detach) -> None:

@@ -9,7 +9,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from staleflow.protocols.consistency.effects import Effect
 from staleflow.protocols.consistency.events import Event
@@ -17,7 +17,8 @@ from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.runtime import trace
 from staleflow.runtime.clock import WALL, Clock
-from staleflow.runtime.store import FULL_SHARE, DiskFull, Store, StoreCorrupt, StoreError, StoreFull, Write
+from staleflow.runtime.disk import Resource
+from staleflow.runtime.store import FULL_SHARE, Store, StoreCorrupt, StoreError, StoreFull, Write
 from staleflow.runtime.trace import Trace
 from staleflow.runtime.trace_events import EVENT_OF, Open
 from staleflow.servers.scheduler import deck, ledger_rows
@@ -47,8 +48,8 @@ class Interpreter:
         self.totals = Totals()
         self.machine = Machine(limits)
         self._rows = LedgerRows()
-        self.full: Literal["", "map", "disk"] = ""
-        """The resource that has no room, or nothing."""
+        self.full: Resource = ""
+        """What keeps the store from taking writes, or nothing."""
         self.failed = False
         """A commit failed, and the store was not seen to take writes since."""
         self._told = self._told_durably = False
@@ -131,10 +132,11 @@ class Interpreter:
             self.trace.forget()
             raise
         except StoreError as error:
-            log.warning("the store takes no writes yet: %s", error)
+            log.debug("the store takes no writes yet: %s", error)
             self._forget()
         else:
             self.failed = False
+            log.info("the store takes writes again")
 
     def commit(self) -> bool:
         """Make everything since the last commit durable; False when it could not be, and then it never happened."""
@@ -147,10 +149,10 @@ class Interpreter:
             self.trace.forget()
             raise
         except StoreError as error:
-            log.warning("commit failed, going back to the last one: %s", error)
+            log.error("commit failed, new work is refused until the store takes writes again: %s", error)
             self._forget()
             self.load()
-            self.full = "map" if isinstance(error, StoreFull) and not isinstance(error, DiskFull) else "disk"
+            self.full = error.resource if isinstance(error, StoreFull) else "failing"
             self.failed = True
             return False
         self._written()

@@ -11,7 +11,7 @@ from staleflow.configs.metrics import read_token
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.errors import RestoreError
 from staleflow.protocols.wire.messages import PROTOCOL
-from staleflow.runtime import crashes
+from staleflow.runtime import crashes, reached
 from staleflow.runtime.checked_store import CheckedStore
 from staleflow.runtime.clock import WALL, Clock
 from staleflow.runtime.daemon import Stop, run
@@ -84,6 +84,8 @@ def open_service(
     """
     old, identity = identities.stored(store), identities.identify(store, config, run_dir, run)
     durability = config.scheduler.durability
+    if not (run_dir / "trace.jsonl").exists() and identity.incarnation == 1:
+        _check_rest(run_dir, identity)  # before there is a trace of the new run
     try:
         trace = Trace(
             run_dir / "trace.jsonl",
@@ -100,11 +102,18 @@ def open_service(
     except RestoreError as error:
         raise ConfigError("run directory", str(run_dir), str(error)) from error
     identities.check_steps(old, config, interpreter.machine.version)
+    _check_rest(run_dir, identity, interpreter.machine.lineage, interpreter.machine.version)
     service = Service(config, run_dir, identity, interpreter, session)
     interpreter.with_commit(lambda txn: identities.save(txn, identity))
     interpreter.open(_opened(config, identity, interpreter))
     service.flush()
     return service, interpreter
+
+
+def _check_rest(run_dir: Path, identity: Identity, lineage: int = 0, version: int = -1) -> None:
+    """``ConfigError`` when another part of the run directory is of another run, or newer than the ledger."""
+    for path, known in reached.of_run(run_dir):
+        reached.check_ledger(path, known, run=identity.run, lineage=lineage, version=version)
 
 
 def _deck(config: Config, lengths: Lengths | None) -> Deck:

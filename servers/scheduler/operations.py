@@ -22,6 +22,7 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
+from staleflow.runtime.disk import trouble
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.roles import Role
 from staleflow.servers.scheduler.answers import Answers
@@ -74,7 +75,7 @@ class GroupOperations:
             return self._yields.one(op)
         if isinstance(op, RegisterPush) and self._interpreter.full:
             self._rejects.push_refused(peer, op, Code.BUSY.value, self._interpreter.clock.now_ms())
-            return Result(code=Code.BUSY, detail=f"the scheduler's {self._interpreter.full} is full")
+            return Result(code=Code.BUSY, detail=f"the scheduler's {trouble(self._interpreter.full)}")
         if nonsense := self._nonsense(op):
             return self._no(peer, op, Code.MALFORMED, nonsense)
         if isinstance(op, RegisterMissing) and not self._counts_on(op):

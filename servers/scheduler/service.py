@@ -11,6 +11,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
+from staleflow.configs.load import RESOLVED, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects, events
@@ -20,8 +21,10 @@ from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, Worke
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
 from staleflow.runtime import trace_events
+from staleflow.runtime.disk import trouble
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import RUN_IS_OVER
+from staleflow.runtime.seldom import Seldom
 from staleflow.runtime.store import FULL_SHARE
 from staleflow.runtime.transport import stranger
 from staleflow.servers.scheduler import phase as phases
@@ -86,6 +89,9 @@ class Service:
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config
+        self._run_dir = run_dir
+        self._is_configured = (run_dir / RESOLVED).exists()
+        self._lost = Seldom()
         self._answers = Answers()
         self._rejects = Rejects(interpreter.trace, interpreter.totals.rejected)
         self._registry = Registry(config.trajectories.shards, interpreter.clock)
@@ -226,7 +232,7 @@ class Service:
         if handler is None:
             self._answers.refuse(call, Code.MALFORMED, f"the scheduler does not answer {kind.__name__}")
         elif self._interpreter.failed and kind is not messages.Report:
-            call.refuse(Code.BUSY, f"the scheduler's {self._interpreter.full} is full", RETRY_MS)
+            call.refuse(Code.BUSY, f"the scheduler's {trouble(self._interpreter.full)}", RETRY_MS)
         elif self.phase.closed and kind in _IDLE_TALK:
             call.reply(Done())
         elif self.phase.closed and kind is messages.Attach and not self.phase.finished:
@@ -275,7 +281,7 @@ class Service:
             return
         self._instances.newest = self._interpreter.machine.version
         self._instances.reload()
-        self._answers.take_back(f"the scheduler's {self._interpreter.full} is full")
+        self._answers.take_back(f"the scheduler's {trouble(self._interpreter.full)}")
 
     def wake(self) -> None:
         """The rest of the coordination cycle is over: see what it left undone."""
@@ -297,6 +303,7 @@ class Service:
         self._ticks += 1
         if self._ticks % ROOM_TICKS == 0 and not self.phase.closed:
             self._look_at_room()
+            self._look_at_files()
         if not self.phase.closed and not self._interpreter.failed:
             self._interpreter.apply(events.Tick())
             self._attachments.present(self.peers(), now)
@@ -340,6 +347,19 @@ class Service:
             on, used = change
             resource = interpreter.full or "map"
             interpreter.trace.add(trace_events.Overload(on=on, resource=resource, used=used, limit=FULL_SHARE))
+
+    def _look_at_files(self) -> None:
+        """Write again what was deleted under the running scheduler, which a resume needs."""
+        resolved, trace = self._run_dir / RESOLVED, self._interpreter.trace
+        try:
+            if trace.restore():
+                log.error("%s was deleted while the run writes it; it is written again", trace.path)
+            if self._is_configured and not resolved.exists():
+                log.error("%s was deleted while the run needs it; it is written again", resolved)
+                write_resolved(self._config, self._run_dir)
+        except OSError as error:
+            if (more := self._lost.due()) is not None:
+                log.error("a deleted file of the run cannot be written again: %s%s", error, more)
 
     # --- rollout instances -----------------------------------------------------------------------------------
 

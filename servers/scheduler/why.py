@@ -11,6 +11,7 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
+from staleflow.runtime.disk import trouble
 from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.durations import Durations
 from staleflow.servers.scheduler.instances import Instances
@@ -90,7 +91,7 @@ class Why:
         if phase.drained:
             return self._draining(phase.drained)
         if self._interpreter.full:
-            return f"the scheduler's {self._interpreter.full} is full: new work waits until there is room"
+            return f"the scheduler's {trouble(self._interpreter.full)}; new work waits"
         return ""
 
     def _draining(self, why: str) -> str:
@@ -151,8 +152,8 @@ class Why:
         if not refusing:
             return ""
         share, shard = max(refusing)
-        if loads.full[shard] == "disk":
-            return f"the disk of trajectory server {shard} is full: pushes wait until there is room; "
+        if loads.full[shard] != "map":
+            return f"trajectory server {shard}: its {trouble(loads.full[shard])}; pushes wait; "
         said = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
         if machine.oldest_checkpoint[1] < machine.version:
             return f"{said} until a checkpoint lets go; "

@@ -10,7 +10,8 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import check_row, graph, seconds_a_group
-from staleflow.protocols.wire.messages import Attach
+from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.runtime import reached
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.crashes import note_crashes, open_store
 from staleflow.runtime.daemon import Stop, run
@@ -88,10 +89,20 @@ async def serve_until(
     def make(tasks: Tasks) -> TrajectoryService:
         return make_service(config, shard, store, prompts, scheduler, tasks, times)
 
+    def on_attached(attached: Attached) -> None:
+        reached.check(store.reached, attached, run_dir / name_of(shard))
+        store.reach(attached.run)
+
     times = StageTimes(path_of(run_dir, shard)) if slabs else None
     try:
         await serve_attached(
-            stop, bind=where.trajectories[shard], scheduler=scheduler, hello=hello, make=make, transport=transport
+            stop,
+            bind=where.trajectories[shard],
+            scheduler=scheduler,
+            hello=hello,
+            make=make,
+            on_attached=on_attached,
+            transport=transport,
         )
     finally:
         store.close()

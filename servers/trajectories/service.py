@@ -45,6 +45,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import made_columns
 from staleflow.runtime.client import Client
+from staleflow.runtime.disk import trouble
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.host import boot_id
@@ -265,7 +266,7 @@ class TrajectoryService:
         if self._tried_s is None:
             self._tried_s = now_s
         if now_s < self._tried_s + TRY_S:
-            return f"the trajectory server's {what} is full"
+            return f"the trajectory server's {trouble(what)}"
         self._tried_s = now_s
         return ""
 

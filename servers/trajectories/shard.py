@@ -16,7 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 from staleflow.configs.stages import Node
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
@@ -31,8 +31,9 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
+from staleflow.runtime.disk import Resource, trouble
 from staleflow.runtime.seldom import Seldom
-from staleflow.runtime.store import FULL_SHARE, DiskFull, StoreFull
+from staleflow.runtime.store import FULL_SHARE, StoreFull
 from staleflow.servers.trajectories.filters import Filter
 from staleflow.servers.trajectories.holdings import Held, Holdings, Incoming, Phase
 from staleflow.servers.trajectories.records import Key, Pushed, register_push
@@ -75,7 +76,7 @@ class Shard:
         self._deletes: list[Key] = []
         self._damaged: dict[Key, None] = {}
         """Stored, but not to be read: kept until the scheduler has dropped them, or needs them no more."""
-        self._full: Literal["", "map", "disk"] = ""
+        self._full: Resource = ""
         """What had no room for the last push, unless something has gone since."""
         self._said = Seldom()
         self._recovered = [self._found(loaded) for loaded in store.load()]
@@ -99,7 +100,7 @@ class Shard:
         incoming = sum(one.pushed.record.nbytes for one in self._incoming.values() if not one.pushed.record.slab)
         return self._store.used_share() + incoming / self._store.map_bytes < FULL_SHARE
 
-    def full(self) -> Literal["", "map", "disk"]:
+    def full(self) -> Resource:
         """What has no room, so that pushes are refused."""
         return self._full or ("" if self.room() else "map")
 
@@ -149,7 +150,7 @@ class Shard:
             incoming = [one for one in incoming if one not in more]
             full += more
         for one in full:
-            _tell(one.waiting, Result(code=Code.BUSY, detail="the trajectory server's map is full"))
+            _tell(one.waiting, Result(code=Code.BUSY, detail=f"the trajectory server's {trouble(self._full or 'map')}"))
         if self.slabs is not None:
             for name in named:
                 self.slabs.settle(name)
@@ -167,8 +168,8 @@ class Shard:
         try:
             records = self._store.write_pushes([one.pushed for one in incoming], instead_of=self._damaged)
         except StoreFull as error:
-            log.log(logging.DEBUG if self._full else logging.WARNING, "pushes are refused: %s", error)
-            self._full = "disk" if isinstance(error, DiskFull) else "map"
+            log.log(logging.DEBUG if self._full else logging.ERROR, "pushes are refused: %s", error)
+            self._full = error.resource
             return False
         for one, record in zip(incoming, records, strict=True):
             one.pushed = one.pushed._replace(record=record)
@@ -186,6 +187,7 @@ class Shard:
             elif result.code is not None:
                 self.forget(held.key)
             else:
+                self._store.reach(self._store.reached.run, held.key.lease)
                 self._forget_older(held.key)
                 if ready:
                     held.phase = Phase.SETTLED
@@ -250,8 +252,9 @@ class Shard:
         try:
             self._store.write_columns([columns for columns, _, _ in finished])
         except StoreFull as error:
-            log.warning("stage results are put back: %s", error)
-            self._put_back(finished)
+            if (more := self._said.due()) is not None:
+                log.warning("stage results are put back: %s%s", error, more)
+            self._put_back(finished, error.resource)
             return
         for columns, ticket, then in finished:
             held = self.holdings.find(columns.key)
@@ -262,14 +265,14 @@ class Shard:
                 self._advance(held)
             then(Result())
 
-    def _put_back(self, finished: Sequence[tuple[Columns, int, Then]]) -> None:
+    def _put_back(self, finished: Sequence[tuple[Columns, int, Then]], full: Resource) -> None:
         """There was no room for these: their stage is done again later."""
         for columns, _, then in finished:
             held = self.holdings.find(columns.key)
             if held is not None and held.phase is Phase.STAGING:
                 held.queued.discard(columns.stage)
                 self._next_stages(held)
-            then(Result(code=Code.BUSY, detail="the trajectory server's map is full"))
+            then(Result(code=Code.BUSY, detail=f"the trajectory server's {trouble(full)}"))
 
     def _advance(self, held: Held) -> None:
         """Out, if the filter has seen it and does not want it; else to the next stages; after the last, occupied."""
@@ -407,8 +410,9 @@ class Shard:
             try:
                 self._store.delete(deletes[:most])
             except StoreFull as error:  # deleting takes some room too; a few at a time take little
-                if most == 1:
-                    log.warning("deletes are put off: %s", error)
+                if most == 1 or error.resource in ("read-only", "failing"):
+                    if (more := self._said.due()) is not None:
+                        log.warning("deletes are put off: %s%s", error, more)
                     break
                 most = (most + 3) // 4
                 self._store.turn_over()

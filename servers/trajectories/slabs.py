@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from staleflow.configs.durable import make_folder
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import Data, ProtocolError
@@ -150,7 +151,7 @@ class Slabs:
         name = f"{self._first}-{self._made}"
         path = self._folder / name
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            make_folder(self._folder, 0o700)
             disk = os.statvfs(self._folder)
             if disk.f_bavail * disk.f_frsize < FREE_SLABS * self._slab_bytes:
                 return None

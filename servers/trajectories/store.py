@@ -7,8 +7,8 @@ round, is damaged.
 """
 
 import hashlib
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,8 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.disk import state_of
+from staleflow.runtime.reached import Reached
 from staleflow.runtime.shared_file import SCARCE
 from staleflow.runtime.store import (
     FULL_SHARE,
@@ -39,6 +41,7 @@ _SHA_BYTES = 32
 _KEY_BYTES = 16
 _END = b"\xff" * (_KEY_BYTES + 1)
 """After the last key of a table."""
+_REACHED = b"reached"
 _records = msgspec.msgpack.Decoder(Record)
 
 
@@ -80,6 +83,27 @@ class TrajectoryStore:
         self._sync = sync
         self.map_bytes = map_bytes
         self._turns = 0
+        with store.read() as txn:
+            raw = txn.get("turns", _REACHED)
+        self.reached = Reached() if raw is None else msgspec.msgpack.decode(raw, type=Reached)
+        """Run and highest registered lease; stored with the next transaction."""
+        self._noted = self.reached
+
+    def reach(self, run: str, lease: LeaseId | None = None) -> None:
+        """Note the run, and that the scheduler has registered a push of this lease."""
+        highest = max(lease or self.reached.lease, self.reached.lease)
+        if (run, highest) != (self.reached.run, self.reached.lease):
+            self.reached = Reached(run=run, lease=highest)
+
+    @contextmanager
+    def _write(self) -> Generator[Write]:
+        """A transaction that takes the note along."""
+        reached = self.reached
+        with self._store.write() as txn:
+            if reached != self._noted:
+                txn.put("turns", _REACHED, msgspec.msgpack.encode(reached))
+            yield txn
+        self._noted = reached
 
     def write_pushes(self, pushes: Sequence[Pushed], instead_of: Container[Key] = ()) -> list[Record]:
         """Make payloads durable, all or none, and return what is stored of each. None of them is stored already, but
@@ -89,7 +113,7 @@ class TrajectoryStore:
             slabs = {record.slab: None for record in records if record.slab}
             if self._sync and slabs:
                 self._of_slabs.sync(slabs)
-            with self._store.write() as txn:
+            with self._write() as txn:
                 for one, record in zip(pushes, records, strict=True):
                     raw = _raw(one.key)
                     if one.key in instead_of:
@@ -101,8 +125,10 @@ class TrajectoryStore:
             if self.slabs is not None:
                 self.slabs.free(one.key for one in pushes)
             if isinstance(error, OSError):
-                kind = DiskFull if error.errno in SCARCE else StoreError  # of these, another try may find some
-                raise kind(f"slabs cannot be written: {error}") from error
+                state = "disk" if error.errno in SCARCE else state_of(error)  # of these, another try may find some
+                if state is not None:
+                    raise DiskFull(f"slabs cannot be written: {error}", state) from error
+                raise StoreError(f"slabs cannot be written: {error}") from error
             raise
         return records
 
@@ -128,13 +154,13 @@ class TrajectoryStore:
 
     def write_columns(self, columns: Sequence[Columns]) -> None:
         """Make what stages made durable, all or nothing."""
-        with self._store.write() as txn:
+        with self._write() as txn:
             for one in columns:
                 _put_columns(txn, one)
 
     def delete(self, keys: Sequence[Key]) -> None:
         """Forget payloads and all that belongs to them."""
-        with self._store.write() as txn:
+        with self._write() as txn:
             _delete(txn, map(_raw, keys))
         if self.slabs is not None:
             self.slabs.free(keys)
@@ -142,7 +168,7 @@ class TrajectoryStore:
     def turn_over(self) -> None:
         """Commit next to nothing: LMDB gives the pages that a commit has freed back only one commit later."""
         self._turns += 1
-        with suppress(StoreFull), self._store.write() as txn:
+        with suppress(StoreFull), self._write() as txn:
             txn.put("turns", b"last", number_key(self._turns))
 
     def load(self) -> Iterator[Loaded]:
@@ -214,6 +240,9 @@ class TrajectoryStore:
 
     def close(self) -> None:
         """Sync and let go."""
+        if self.reached != self._noted:
+            with suppress(StoreError), self._write():
+                pass
         self._store.close()
 
 

@@ -106,8 +106,9 @@ def run_config(
     Nothing is written unless everything fits, ``check`` too: a run directory never changes its configuration.
     """
     from staleflow.configs.load import load, read_run
-    from staleflow.supervisor.rundir import first, same
+    from staleflow.supervisor.rundir import check_owner, first, same
 
+    check_owner(run_dir)
     if config_file is None:
         if overrides:
             raise ConfigError("override", overrides[0], "it needs --config: a run directory keeps its own")

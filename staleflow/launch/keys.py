@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from staleflow.configs.durable import make_folder, replace_durably
 from staleflow.configs.launch import share
 from staleflow.configs.schema import Config
 from staleflow.launch.placement import Place, has_relay, model_stages
@@ -28,7 +29,7 @@ def ensure_keys(config: Config, run_dir: Path) -> None:
     """Makes the folder of ``with_keys`` if it is not there yet."""
     folder = run_dir / FOLDER
     if config.security.keys == str(folder):
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(run_dir, 0o700)
         make_whole(folder)
 
 
@@ -38,7 +39,7 @@ def make_whole(folder: Path) -> None:
     if not folder.is_dir():
         beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         make_keys(beside)
-        beside.rename(folder)
+        replace_durably(beside, folder)
 
 
 def files_for(config: Config, place: Place) -> list[Path]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from staleflow.monitor.words import amount, plural, worker_name
+from staleflow.runtime.disk import trouble
 
 Line = Mapping[str, Any]
 
@@ -79,8 +80,8 @@ def _reject(line: Line) -> tuple[str, str]:
 
 def _overload(line: Line) -> tuple[str, str]:
     if line["on"]:
-        return f"the {line['resource']} is full at {100 * line['used']:.0f} %: new work waits", "bad"
-    return f"the {line['resource']} has room again", "good"
+        return f"the {trouble(line['resource'])} ({100 * line['used']:.0f} % of the map used): new work waits", "bad"
+    return "there is room again", "good"
 
 
 def _close(line: Line) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.monitor.words import plural, worker_name
+from staleflow.runtime.disk import trouble
 from staleflow.runtime.store import FULL_SHARE
 from staleflow.supervisor.view import ProcessState, Snapshot
 
@@ -113,8 +114,8 @@ def _trajectories(name: str, status: Mapping[str, Any]) -> str:
     held = plural(sum(groups_in(status, state) for state in GROUP_STATES[1:4]), "group")
     kept = f"keeps {held} to train" if len(every) < 2 else "keeps its part of the groups"  # the ledger knows no shards
     share = next((float(shard["used_share"]) for shard in shards if shard.get("used_share") is not None), 0.0)
-    if any(shard.get("full") == "disk" for shard in shards):
-        return f"its disk is full: pushes wait; {kept}"
+    if unwritable := [str(shard["full"]) for shard in shards if shard.get("full") not in (None, "", "map")]:
+        return f"its {trouble(unwritable[0])}: pushes wait; {kept}"
     if share >= FULL_SHARE or any(shard.get("full") for shard in shards):
         return f"full: pushes wait until a checkpoint lets go; {kept}"
     return f"{kept}, {100 * share:.0f} % full" if share >= NOTED_SHARE else kept

@@ -10,6 +10,7 @@ from typing import Any
 
 from staleflow.monitor.words import worker_name
 from staleflow.report.facts import Facts, Happening, Last, Spent, StepFact, VersionFact
+from staleflow.runtime.disk import trouble
 from staleflow.runtime.trace_time import timed
 
 Event = Mapping[str, Any]
@@ -294,9 +295,9 @@ class Reader:
         self.facts.rejects[event["code"]] += event["count"]
 
     def _on_overload(self, event: Event) -> None:
-        share = f"{event['used']:.0%} used"
-        on = f"the {event['resource']} is full ({share}): new work is refused"
-        self._tell(on if event["on"] else f"the {event['resource']} has room again ({share})", bad=event["on"])
+        share = f"{event['used']:.0%} of the map used"
+        on = f"the {trouble(event['resource'])} ({share}): new work is refused"
+        self._tell(on if event["on"] else f"there is room again ({share})", bad=event["on"])
 
     def _on_close(self, event: Event) -> None:
         self.facts.closed = event["why"]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from staleflow.configs.durable import replace_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.keys import as_key, check_private
 from staleflow.runtime.roles import Role
@@ -69,9 +70,7 @@ def write_allowed(path: Path, holders: Mapping[bytes, Holder]) -> None:
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    replace_durably(beside, path)
 
 
 class AllowList:

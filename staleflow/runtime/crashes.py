@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
+from staleflow.configs.durable import make_folder
 from staleflow.runtime.lmdb_store import FILE, Store
 from staleflow.runtime.store import Durability, StoreCorrupt, StoreError
 
@@ -35,7 +36,7 @@ _DAMAGED = 4
 
 def note_crashes(folder: Path) -> None:
     """From now on, until the process ends, its fatal faults are noted in the folder of its store."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     faulthandler.enable(os.open(folder / CRASH, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
 
 

@@ -14,11 +14,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
+from staleflow.configs.durable import make_folder
+from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data, ProtocolError, decode_request, encode_reply, id_of
 from staleflow.protocols.wire.messages import Ping, Pong, Refusal, Reply, Request
+from staleflow.runtime import address as addresses
+from staleflow.runtime.drained import DrainedSocket
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.roles import Role, objection
 from staleflow.runtime.security import LOOKING
@@ -312,8 +317,21 @@ class Endpoint:
         if self._closed.is_set():
             return
         self._sweep_later()
+        self._restore_socket()
         if self._now_s() < due_s + self._limits.heartbeat_s / 2:
             self._forget_silent(self._now_s() - self._limits.silence_s)
+
+    def _restore_socket(self) -> None:
+        """Bind a Unix socket again whose file was deleted: no other process could connect any more."""
+        path = Path(self.address.removeprefix("ipc://"))
+        if not (self.address.startswith("ipc://") and isinstance(self._link, DrainedSocket)) or path.exists():
+            return
+        log.error("%s was deleted while this server listens there; it is made again", path)
+        try:
+            make_folder(path.parent, 0o700)
+            addresses.bind(self._link.zmq, self.address)
+        except (ConfigError, OSError) as error:
+            log.error("%s cannot be made again: %s", path, error)
 
     def _forget_silent(self, before_s: float) -> None:
         for peer in [peer for peer in self._peers.values() if peer.seen_s < before_s]:

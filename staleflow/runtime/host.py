@@ -61,12 +61,3 @@ def reuse_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, REUSED_BYTES)
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
-
-
-def sync_path(path: Path) -> None:
-    """A file's content, or a folder's names, are on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from staleflow.configs.durable import sync_path
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.allowed import Holder, write_allowed
 from staleflow.runtime.keys import ALLOWED, new_pair, write_key
@@ -16,6 +17,7 @@ def make_keys(folder: Path) -> list[Path]:
     folder that is there already, unless it is empty."""
     try:
         folder.mkdir(mode=0o700, parents=True)
+        sync_path(folder.parent)
     except FileExistsError:
         if not folder.is_dir() or any(folder.iterdir()):
             allowed = "it is there already and left alone: choose a new folder, or --add a key to it"

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import zmq
 
+from staleflow.configs.durable import sync_path
 from staleflow.configs.errors import ConfigError
 from staleflow.runtime.roles import Role
 
@@ -57,6 +58,8 @@ def write_key(path: Path, role: Role, public: bytes, secret: bytes, server: byte
         raise ConfigError("key file", str(path), "it is there already; it is left alone") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
+    sync_path(path)
+    sync_path(path.parent)
 
 
 def read_key(path: Path) -> Key:

@@ -10,23 +10,24 @@
   Bytes inside a value are the owner's to check: LMDB has no checksums.
 """
 
-import errno
 import fcntl
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lmdb
 
+from staleflow.configs.durable import make_folder, sync_path
+from staleflow.runtime import disk
+from staleflow.runtime.disk import State
 from staleflow.runtime.store import Buffer, DiskFull, Durability, StoreCorrupt, StoreError, StoreFull, StoreInUse
 
 FILE = "data.mdb"
 """Of a store, in its folder."""
 PID_BYTES = 32
 """Of the file that says who has a store; it is written in place."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_BYTES = 1 << 20
 """A disk with less room than this is full."""
 _INLINE_BYTES = 2_048
@@ -121,18 +122,27 @@ class Store:
         self.map_bytes = map_bytes
         self._names = tuple(tables)
         self._sync = durability == "power"
-        path.mkdir(parents=True, exist_ok=True)
+        self._writable = True
+        """Whether LMDB has the file open for writing. Not while its file system is read-only."""
+        make_folder(path)
         self._owner = self._own()
         try:
             self._env = self._open()
             self._mend_tail()
             self._tables = self._open_tables()
+            if self._sync:  # LMDB syncs its file, but not the name of the file
+                sync_path(path)
         except BaseException:
             os.close(self._owner)
             raise
 
     def _own(self) -> int:
-        owner = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            owner = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if (state := disk.state_of(error)) is None:
+                raise
+            raise DiskFull(f"{self.path}: {error.strerror}", state) from error
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -143,7 +153,7 @@ class Store:
             os.pwrite(owner, f"{os.getpid():<{PID_BYTES - 1}}\n".encode(), 0)
         return owner
 
-    def _open(self) -> lmdb.Environment:
+    def _open(self, *, readonly: bool = False) -> lmdb.Environment:
         try:
             return lmdb.Environment(
                 str(self.path),
@@ -154,13 +164,19 @@ class Store:
                 writemap=False,
                 readahead=False,
                 max_spare_txns=2,
+                readonly=readonly,
+                lock=not readonly,
             )
         except lmdb.Error as error:
+            if (state := disk.state_of(error)) is not None:
+                raise DiskFull(f"{self._file} cannot be opened: {error}", state) from error
             raise StoreCorrupt(f"{self._file} cannot be opened: {error}") from error
 
     def _open_tables(self) -> dict[str, Any]:
         try:
             self._env.reader_check()
+            if not self._writable:  # a handle that is opened in a transaction for reading ends with it
+                return {name: self._env.open_db(name.encode(), create=False) for name in self._names}
             with self._env.begin(write=True) as txn:  # all of them, or none: one that is missing has been lost
                 found = {bytes(name).decode(errors="replace") for name, _ in txn.cursor()}
                 if found and found != {*self._names}:
@@ -174,6 +190,8 @@ class Store:
             raise StoreFull(f"{self.path} has no room for its tables in {self.map_bytes} bytes") from error
         except lmdb.Error as error:
             self._env.close()
+            if (state := disk.state_of(error)) is not None:
+                raise DiskFull(f"{self._file}: {error}", state) from error
             raise StoreCorrupt(f"{self._file} cannot be read: {error}") from error
 
     def _mend_tail(self) -> None:
@@ -200,6 +218,8 @@ class Store:
         Raises ``StoreFull``, ``DiskFull`` or ``StoreError`` when it cannot be; then, as when the block itself raises,
         nothing of it was kept.
         """
+        if not self._writable:
+            self._reopen()
         try:
             with self._env.begin(write=True, buffers=True) as txn:
                 yield Write(txn, self._tables, self._file)
@@ -208,30 +228,48 @@ class Store:
         except _DAMAGED as error:
             raise StoreCorrupt(f"{self._file} is damaged: {error}") from error
         except lmdb.Error as error:
-            full = self._no_room(error)
-            self._reopen()
-            if full:
-                raise DiskFull(f"{self.path}: the disk has no room: {error}") from error
+            state = self._state(error)
+            with suppress(DiskFull):  # the next write tries again
+                self._reopen()
+            if state is not None:
+                raise DiskFull(f"{self.path}: {error}", state) from error
             raise StoreError(f"{self.path}: {error}") from error
 
-    def _no_room(self, error: lmdb.Error) -> bool:
-        """Whether a write failed for want of room. LMDB calls a write that the disk took only a part of an input/output
-        error; that part has taken the last room there was."""
-        if any(os.strerror(number) in str(error) for number in _NO_ROOM):
-            return True
-        disk = os.statvfs(self.path)
-        return os.strerror(errno.EIO) in str(error) and disk.f_bavail * disk.f_frsize < _FULL_BYTES
+    def _state(self, error: lmdb.Error) -> State | None:
+        """Why the disk took no write. LMDB calls a write that the disk took only a part of an input/output error; that
+        part has taken the last room there was."""
+        state = disk.state_of(error)
+        if state == "failing":
+            room = os.statvfs(self.path)
+            return "disk" if room.f_bavail * room.f_frsize < _FULL_BYTES else state
+        return state
 
     def _reopen(self) -> None:
         """LMDB refuses everything after a failed write of its meta page; a fresh environment sees the last commit. What
-        the failed write had put behind that is given back to the disk."""
+        the failed write had put behind that is given back to the disk.
+
+        ``DiskFull`` where the file cannot be opened for writing now: the environment serves reads then.
+        """
         self._env.close()
-        self._env = self._open()
+        try:
+            self._writable = True
+            self._env = self._open()
+            self._cut_tail()
+            self._tables = self._open_tables()
+        except (DiskFull, OSError) as error:
+            if (state := error.resource if isinstance(error, StoreFull) else disk.state_of(error)) is None:
+                raise
+            self._env.close()
+            self._writable = False
+            self._env = self._open(readonly=True)
+            self._tables = self._open_tables()
+            raise DiskFull(str(error), cast("State", state)) from error
+
+    def _cut_tail(self) -> None:
         committed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         if self._file.stat().st_size > committed:
             os.truncate(self._file, committed)
         self._mend_tail()
-        self._tables = self._open_tables()
 
     def used_share(self) -> float:
         """Share of the map that live records take, 0 to 1; pages that were freed count as room."""
@@ -268,7 +306,8 @@ class Store:
         """Sync and let go; harmless when repeated."""
         if self._owner < 0:
             return
-        self._env.sync(True)
+        with suppress(lmdb.Error):  # a disk that takes no writes; every commit that counts was synced
+            self._env.sync(True)
         self._env.close()
         os.close(self._owner)
         self._owner = -1

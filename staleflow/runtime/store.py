@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
+from staleflow.runtime.disk import Resource, State
+
 Buffer = bytes | bytearray | memoryview
 Durability = Literal["process", "power"]
 
@@ -23,11 +25,17 @@ class StoreError(Exception):
 
 
 class StoreFull(StoreError):
-    """The map has no room, or the disk."""
+    """The map has no room, or the disk takes no writes."""
+
+    resource: Resource = "map"
 
 
 class DiskFull(StoreFull):
-    """It is the disk: the room may come back without anything being deleted here."""
+    """It is the disk, which takes no writes at present. It may take some again without anything being deleted here."""
+
+    def __init__(self, message: str, state: State = "disk") -> None:
+        super().__init__(message)
+        self.resource: Resource = state
 
 
 class StoreInUse(StoreError):

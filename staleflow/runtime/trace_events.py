@@ -228,7 +228,7 @@ class Reject(TraceEvent, frozen=True, kw_only=True, tag="reject"):
 
 class Overload(TraceEvent, frozen=True, kw_only=True, tag="overload"):
     on: bool
-    resource: Literal["map", "disk"]
+    resource: Literal["map", "disk", "read-only", "failing"]
     used: Share
     limit: Share
 

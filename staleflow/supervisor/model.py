@@ -6,13 +6,13 @@ model is never seen. ``python -m staleflow.supervisor.model RUN_DIR`` does it in
 
 import fcntl
 import logging
-import os
 import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from staleflow.configs.checks import needs_model
+from staleflow.configs.durable import make_folder, replace_durably, sync_path
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
 from staleflow.configs.load import read_run
@@ -48,7 +48,7 @@ def ensure(config: Config, run_dir: Path) -> None:
     if not needs_model(config):
         return
     target = run_dir / "model"
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     with (run_dir / ".lock.model").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
@@ -56,6 +56,7 @@ def ensure(config: Config, run_dir: Path) -> None:
         if config.model.path:
             check_model_dir(Path(config.model.path))
             target.symlink_to(config.model.path, target_is_directory=True)
+            sync_path(run_dir)
         else:
             _build(config, target)
 
@@ -66,7 +67,7 @@ def _build(config: Config, target: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     build(partial, seed=config.seed, **config.model.options)
     check_model_dir(partial, "model.build")
-    os.replace(partial, target)
+    replace_durably(partial, target)
 
 
 def main() -> int:

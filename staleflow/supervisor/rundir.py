@@ -5,6 +5,8 @@ A directory keeps the configuration it was made with for ever; one supervisor ho
 
 import fcntl
 import os
+import pwd
+import stat
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from staleflow.configs.durable import make_folder
 from staleflow.configs.errors import ConfigError, shown
 from staleflow.configs.load import RESOLVED, difference, read_run, with_steps, write_resolved
 from staleflow.configs.schema import Config
@@ -27,6 +30,7 @@ _LOOK_S = 0.1
 def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     """The run directory, checked; nothing is written yet."""
     run_dir = given or (_newest(config.name) if resume else fresh(config.name))
+    check_owner(run_dir)
     if (process := holder(run_dir)) is not None:
         raise _running(run_dir, process)
     if resume:
@@ -38,6 +42,31 @@ def choose(config: Config, given: Path | None, *, resume: bool) -> Path:
     else:
         _must_be_empty(run_dir)
     return run_dir
+
+
+def check_owner(run_dir: Path) -> None:
+    """``ConfigError`` for a directory that another user owns or may write to: its configuration names code to run.
+
+    Root may use no other user's directory either. Everybody may use one of root, who can change all of them anyway.
+    """
+    try:
+        found = run_dir.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        allowed = f"it belongs to {_user(found.st_uid)}; it must be your own: choose another directory, or chown it"
+        raise ConfigError("run directory", str(run_dir), allowed)
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        allowed = f"others may write to it (mode {mode}); it must be yours alone: chmod go-w {run_dir}"
+        raise ConfigError("run directory", str(run_dir), allowed)
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
 
 
 def same(config: Config, run_dir: Path) -> None:
@@ -64,8 +93,9 @@ def adopt(config: Config, run_dir: Path) -> None:
 
 def first(config: Config, run_dir: Path) -> None:
     """A new run directory; of several processes that come at once the first writes it and the others must agree."""
+    check_owner(run_dir)
     _must_be_empty(run_dir)
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(run_dir, 0o700)
     with (run_dir / f"{_LOCK}.config").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (run_dir / RESOLVED).is_file():
@@ -140,7 +170,8 @@ def _running(run_dir: Path, process: str) -> ConfigError:
 @contextmanager
 def claim(config: Config, run_dir: Path, *, resume: bool, command: str = "") -> Generator[None]:
     """Make the directory and hold it: one supervisor at a time. ``command`` resumes the run if this process dies."""
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(run_dir)
+    make_folder(run_dir, 0o700)
     with (run_dir / _LOCK).open("a+") as lock:
         if not _locked(lock):
             time.sleep(_LOOK_S)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from staleflow.configs.durable import write_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.runtime.metric_lines import metric_lines
@@ -282,7 +283,7 @@ def how_to_go_on(done: Summary, config: Config, command: str = RUN) -> str:
 def write(summary: Summary, run_dir: Path) -> None:
     """``summary.json``, for scripts."""
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    (run_dir / "summary.json").write_bytes(data + b"\n")
+    write_durably(run_dir / "summary.json", data + b"\n")
 
 
 def forget(run_dir: Path) -> None:

@@ -105,16 +105,60 @@ def test_a_torn_tail_is_repaired(tmp_path: Path, durability: Durability) -> None
     assert run.path.read_bytes() == whole
 
 
-def test_a_file_that_leads_the_store_is_cut(tmp_path: Path) -> None:
+def test_a_torn_line_beyond_the_store_is_cut(tmp_path: Path) -> None:
     run = Run(tmp_path).open()
     run.tell(1)
     run.close()
     with run.path.open("ab") as file:
-        file.write(b'{"never":"committed"}\n{"torn')
+        file.write(b'{"schema":1,"torn')
     run.open()
     run.tell(2)
     run.close()
     assert run.groups() == [1, 2]
+
+
+@pytest.mark.parametrize("lost", ["the newest lines", "everything"])
+@pytest.mark.parametrize("torn", [b"", b'{"schema":1,"torn'])
+def test_a_store_that_is_older_than_the_file_is_refused_and_costs_no_line(
+    tmp_path: Path, lost: str, torn: bytes
+) -> None:
+    run = Run(tmp_path).open()
+    run.tell(1)
+    run.close()
+    older = (tmp_path / "store" / "data.mdb").read_bytes()
+    run.open()
+    run.tell(2, 3)
+    run.tell(4)
+    run.close()
+    with run.path.open("ab") as file:
+        file.write(torn)
+    before = run.path.read_bytes()
+    if lost == "everything":
+        (tmp_path / "store" / "data.mdb").unlink()
+    else:
+        (tmp_path / "store" / "data.mdb").write_bytes(older)
+    beyond = "4 lines beyond line 0" if lost == "everything" else "3 lines beyond line 1"
+    with pytest.raises(TraceError, match=beyond):
+        run.open()
+    run.store.close()
+    assert run.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("told", [1, 3])
+def test_a_store_of_another_history_is_refused_and_costs_no_line(tmp_path: Path, told: int) -> None:
+    """Of the same run, by its name: a copy that was taken early, and continued elsewhere."""
+    ours, theirs = Run(tmp_path / "ours").open(), Run(tmp_path / "theirs").open()
+    for group in range(told):
+        ours.tell(group)
+    theirs.tell(*range(10, 10 + told))
+    for run in (ours, theirs):
+        run.close()
+    before = ours.path.read_bytes()
+    theirs.path.write_bytes(before)
+    with pytest.raises(TraceError, match=r"another history|not the trace of this ledger"):
+        theirs.open()
+    theirs.store.close()
+    assert theirs.path.read_bytes() == before
 
 
 def test_a_failed_transaction_never_happened(tmp_path: Path) -> None:
@@ -173,15 +217,13 @@ def test_a_file_that_is_not_the_trace_of_the_store_is_refused(tmp_path: Path, ha
             run.path.unlink()
         case "shortened":
             run.path.write_bytes(raw[:100])
-        case _:
-            run.path.write_bytes(raw[:-40].replace(b"occupy", b"occupx") + raw[-40:].replace(b'"h":"', b'"h":"f'))
-    if harm == "replaced":  # the outbox repairs its own piece; make it the business of an older one
-        with run.open().store.write() as txn:
-            for key in list(txn.keys("outbox")):
-                txn.delete("outbox", key)
-        run.close()
-        run.path.write_bytes(raw[:-20] + b"x" * 19 + b"\n")
-    with pytest.raises(TraceError, match=r"trace\.jsonl"):
+        case _:  # the outbox repairs its own piece; make it the business of an older one
+            with run.open().store.write() as txn:
+                for key in list(txn.keys("outbox")):
+                    txn.delete("outbox", key)
+            run.close()
+            run.path.write_bytes(raw[:-20] + b"x" * 19 + b"\n")
+    with pytest.raises(TraceError, match=r"missing|lost lines|not the trace"):
         run.open()
     run.store.close()
 
@@ -223,23 +265,24 @@ def test_effects_become_lines_with_the_fields_of_the_contract(tmp_path: Path) ->
     ]
 
 
-def test_a_trace_that_ends_and_begins_on_a_full_disk_is_completed_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_trace_that_ends_and_begins_on_a_disk_that_takes_no_writes_is_completed_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     run = Run(tmp_path).open()
     run.tell(1)
 
     def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
         patched.setattr(trace, "_write_at", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match=os.strerror(number)):
             run.tell(2)
         run.close()
         assert run.groups() == [1]
-        run.open()  # on the disk that is still full
-        with pytest.raises(OSError, match="No space"):
+        run.open()  # on the disk that still takes none
+        with pytest.raises(OSError, match=os.strerror(number)):
             run.tell(3)
     assert run.groups() == [1]
     run.tell(4)

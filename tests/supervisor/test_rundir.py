@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from staleflow.cli.main import main
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import load, read_run, write_resolved
 from staleflow.configs.schema import Config
@@ -148,3 +149,35 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_again(tmp_path: Path) -
     (used / "summary.json").write_text("{}")
     with rundir.claim(config(), used, resume=True):
         assert not (used / "summary.json").exists()
+
+
+@pytest.mark.parametrize("verb", [["serve", "scheduler"], ["run"]])
+def test_a_run_directory_that_others_may_write_to_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    run_dir = tmp_path / "shared"
+    run_dir.mkdir()
+    run_dir.chmod(0o775)
+    file = tmp_path / "run.toml"
+    file.write_text('prompts.source = "nobody:opens"\nreward.run = "nobody:calls"\nmodel.build = "nobody:builds"\n')
+    assert main([*verb, "--config", str(file), "--run-dir", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert f"others may write to it (mode 0775); it must be yours alone: chmod go-w {run_dir}" in said
+    assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a directory away")
+@pytest.mark.parametrize("verb", [["serve", "scheduler"], ["run"]])
+def test_a_run_directory_of_another_user_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    run_dir = tmp_path / "theirs"
+    run_dir.mkdir()
+    os.chown(run_dir, 54321, -1)
+    file = tmp_path / "run.toml"
+    file.write_text('prompts.source = "nobody:opens"\nreward.run = "nobody:calls"\nmodel.build = "nobody:builds"\n')
+    assert main([*verb, "--config", str(file), "--run-dir", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert str(run_dir) in said
+    assert "it belongs to user 54321; it must be your own" in said
+    assert list(run_dir.iterdir()) == []

@@ -1,6 +1,6 @@
 """To the scheduler: processes that join and leave the run."""
 
-from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Count, Message
 
 
@@ -48,6 +48,8 @@ class Attached(Message, frozen=True, kw_only=True):
     lease_ms: int
     ending: bool = False
     """The run was drained or has finished: a worker that leaves now is not replaced."""
+    leases: LeaseId = LeaseId(0)
+    """Highest lease granted so far: a server that knows a higher one belongs to a newer ledger."""
 
 
 class Detach(Message, frozen=True, kw_only=True):

@@ -30,5 +30,5 @@ class StageLoads(Message, frozen=True, kw_only=True):
     loads: list[StageLoad]
     used_share: Annotated[float, Meta(ge=0, le=1)]
     """Of its map."""
-    full: Literal["", "map", "disk"] = ""
+    full: Literal["", "map", "disk", "read-only", "failing"] = ""
     """For want of room here it refuses pushes."""

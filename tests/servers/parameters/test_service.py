@@ -84,7 +84,7 @@ async def test_a_version_that_is_published_again_is_answered_the_same(run: Run) 
     first = await trainer.publish(0, WEIGHTS)
     assert await trainer.publish(0, WEIGHTS) == first
     assert list(await versions(run)) == [0]
-    assert sorted(path.suffix for path in (run.run_dir / "parameters").iterdir()) == [".bin", ".json"]
+    assert sorted(path.suffix for path in (run.run_dir / "parameters").iterdir() if path.suffix) == [".bin", ".json"]
 
 
 async def test_a_version_with_other_bytes_is_a_conflict_and_the_first_wins(run: Run) -> None:

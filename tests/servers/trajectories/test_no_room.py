@@ -177,7 +177,7 @@ async def test_a_full_disk_is_tried_by_one_worker_at_a_time_with_one_group(
 
     async def why() -> bool:
         said: str = (await wide.status(wide.where.scheduler))["why"]
-        return said.startswith("the disk of trajectory server 0 is full: pushes wait until there is room")
+        return said.startswith("trajectory server 0: its disk is full; pushes wait")
 
     await eventually(why)
     monkeypatch.setattr(service, "TRY_S", 0.0)

@@ -1,0 +1,58 @@
+"""Files that a power failure leaves whole: the old content or the new one.
+
+A file is on the disk after three syncs: of its content, of the folder that names it, and, for a new folder, of the
+folder above. A rename without the first sync may leave an empty file after a power failure; without the others the name
+may be lost.
+"""
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_durably(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Replace a file in one rename; with ``sync`` it is on the disk afterwards. A failure leaves the old one."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # in containers that share it every process is 1
+    try:
+        beside.write_bytes(data)
+        if sync:
+            replace_durably(beside, path)
+        else:
+            beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def replace_durably(source: Path, target: Path) -> None:
+    """Rename a file, or a folder with all that is in it, which is on the disk before it has its new name."""
+    sync_tree(source)
+    source.replace(target)
+    sync_path(target.parent)
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder, and those above it that are missing; their names are on the disk when this returns."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(mode=mode, exist_ok=True)
+    sync_path(path.parent)
+
+
+def sync_tree(path: Path) -> None:
+    """A file's content, or that of a folder and of everything in it, is on the disk when this returns."""
+    if path.is_dir():
+        for below in path.iterdir():
+            if not below.is_symlink():
+                sync_tree(below)
+    sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """A file's content, or a folder's names, are on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

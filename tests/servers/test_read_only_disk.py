@@ -1,0 +1,143 @@
+"""A file system that turns read-only under live servers: writes are refused ``busy`` until an operator mounts it again.
+
+On an ext4 file system in a file, whose journal is aborted: the kernel makes it read-only under open files, as after an
+error of a real disk. Needs the right to mount one.
+"""
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from staleflow.configs.durable import sync_path
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.wire.messages import GetRows, Rows
+from staleflow.runtime.audit import audit
+from staleflow.servers.parameters.service import COLLECT_EVERY_S
+from staleflow.servers.trajectories.service import RETAIN_EVERY_S
+from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
+
+DISK_BYTES = 128 << 20
+SERVERS = ("scheduler", "trajectories-0", "parameters")
+
+
+class Disk:
+    """A file system of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "d"
+        self._image = folder / "image"
+
+    def make(self) -> bool:
+        self.path.mkdir()
+        with self._image.open("wb") as file:
+            file.truncate(DISK_BYTES)
+        return not _done("mkfs.ext4", "-q", str(self._image)) and self.mount()
+
+    def mount(self) -> bool:
+        return not _done("mount", "-o", "loop,errors=remount-ro", str(self._image), str(self.path))
+
+    def turn_read_only(self) -> None:
+        assert _done("mount", "-o", "remount,abort", str(self.path)) == 0
+
+    def repair(self) -> None:
+        """Mount it again, as an operator would."""
+        assert _done("umount", str(self.path)) == 0
+        assert _done("fsck.ext4", "-fy", str(self._image)) in (0, 1)
+        assert self.mount()
+
+
+def _done(*command: str) -> int:
+    return subprocess.run(command, capture_output=True, check=False).returncode
+
+
+@pytest.fixture
+def disk(short_dir: Path) -> Iterator[Disk]:
+    disk = Disk(short_dir)
+    if shutil.which("mkfs.ext4") is None or not disk.make():
+        pytest.skip("an ext4 file system cannot be mounted here")
+    try:
+        yield disk
+    finally:
+        _done("umount", "-l", str(disk.path))
+
+
+@pytest.mark.timeout(120)
+async def test_servers_on_a_disk_that_turns_read_only_refuse_writes_serve_reads_and_do_not_end(disk: Disk) -> None:
+    power = {"durability": "power", "map_mb": 16}
+    run = Run(disk.path / "run", scheduler=power, trajectories=power, parameters={"durability": "power"})
+    sync_path(run.run_dir / "prompts.jsonl")
+    try:
+        _start(run)
+        trainer = await run.trainer()
+        await trainer.publish(0, WEIGHTS)
+        rollout, stage = await run.rollout(), StageWorker(run)
+        first, second, third = (await rollout.leases(3))[:3]
+        assert [result.code for result in await rollout.push(first)] == [None]
+        items, _ = await stage.take(most=1)
+        disk.turn_read_only()
+        (refused,) = await rollout.push(second)
+        assert refused.code is Code.BUSY
+        large = {"w": np.ones(1 << 16, np.float32)}
+        finishing = asyncio.create_task(stage.finish(items))
+        waiting = [asyncio.create_task(asking) for asking in (trainer.publish(1, large), run.trainer("other"))]
+        assert "the scheduler's file system is read-only" in (await _until(run, "full", "read-only"))["why"]
+        rows = await rollout.shards[0].ask(GetRows(groups=[third.group]), Rows)
+        assert len(rows.rows) == 1
+        await _serves_for(run, max(RETAIN_EVERY_S, COLLECT_EVERY_S) + 2)
+        assert [one.result() for one in waiting if one.done()] == []
+        assert [result.code for result in await finishing] == [Code.STALE_LEASE], "its stage is done once more"
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for name in SERVERS:
+            assert run.kill(name, signal.SIGTERM) == 0
+        while run.clients:
+            run.clients.pop().close()  # some have files of the parameter server open
+        disk.repair()
+        _start(run)
+        await eventually(lambda: _holds(run, 1))
+        rollout = await run.rollout()
+        assert [result.code for result in await rollout.push((await rollout.leases(1))[0])] == [None]
+        for name in SERVERS:
+            assert run.kill(name, signal.SIGTERM) == 0
+        report = audit(run.run_dir / "trace.jsonl")
+        assert report.violations == []
+        assert report.events["push"] == 2
+    finally:
+        await run.close()
+
+
+def _start(run: Run) -> None:
+    run.process("scheduler")
+    run.process("trajectories", 0)
+    run.process("parameters")
+
+
+async def _until(run: Run, key: str, wanted: str) -> dict[str, str]:
+    async def found() -> dict[str, str] | None:
+        status = await run.status(run.where.scheduler)
+        return status if status[key] == wanted else None
+
+    status: dict[str, str] = await eventually(found)
+    return status
+
+
+async def _serves_for(run: Run, seconds: float) -> None:
+    """Each server answers, until its periodic work has met the disk, too."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for address in run.where.all:
+            await asyncio.wait_for(run.status(address), 10)
+        await asyncio.sleep(0.2)
+
+
+async def _holds(run: Run, groups: int) -> bool:
+    held = (await run.status(run.where.trajectories[0]))["groups"]
+    return sum(held.values()) == groups
