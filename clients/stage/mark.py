@@ -70,7 +70,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 
     __slots__ = ("_coro", "_marker")
 
-    def __init__(self, coro: Any, marker: Marker) -> None:
+    def __init__(self, coro: Coroutine[Any, Any, Any], marker: Marker) -> None:
         self._coro = coro
         self._marker = marker
 
