@@ -111,7 +111,7 @@ def check_model_dir(path: Path, key: str = "model.path") -> None:
         raise ConfigError(key, str(path), f"it has no tokenizer: one of {', '.join(TOKENIZER)} must be there")
 
 
-def _question(config: Config, first: dict[str, list[str]]) -> probe.Question:
+def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> probe.Question:
     specs = import_paths(config)
     options = {"seed": config.seed, **config.prompts.options}
     calls: dict[str, tuple[int, list[str]]] = {}
@@ -131,13 +131,25 @@ def _question(config: Config, first: dict[str, list[str]]) -> probe.Question:
             counted = key == "prompts.source" and config.prompts.epochs > 0
             sources[key] = (options, config.prompts.columns, counted)
     scored = (config.reward.needs, bool(config.environment.run))
-    return {"specs": specs, "calls": calls, "sources": sources, "rows": first, "scored": scored}
+    tried = (_prompts(config), config.reward.timeout_s) if _is_tried(config) else None
+    rows = {key: (columns, row.hex()) for key, (columns, row) in first.items()}
+    return {"specs": specs, "calls": calls, "sources": sources, "rows": rows, "scored": scored, "tried": tried}
 
 
-def _first_row(key: str, path: str, columns: dict[str, str]) -> list[str]:
-    """Its columns by our names. ``ConfigError`` when it is none that a run can use."""
+def _prompts(config: Config) -> str:
+    """The key of what is trained on."""
+    return "prompts.source" if config.prompts.source else "prompts.path"
+
+
+def _is_tried(config: Config) -> bool:
+    """An environment's numbers are known once it has played."""
+    return config.reward.probe and bool(config.reward.run) and not config.environment.run
+
+
+def _first_row(key: str, path: str, columns: dict[str, str]) -> tuple[list[str], bytes]:
+    """Its columns by our names, and the row as it is sent. ``ConfigError`` when it is none that a run can use."""
     for place, row in read_rows(key, Path(path)):
-        return prompt_row(key, path, place, row, columns)[0]
+        return prompt_row(key, path, place, row, columns)
     raise ConfigError(key, path, "it has no rows")
 
 

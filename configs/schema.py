@@ -11,6 +11,7 @@ from staleflow.configs.launch import Launch
 from staleflow.configs.metrics import Metrics
 from staleflow.configs.section import (
     MOST,
+    Calls,
     Groups,
     Mebibytes,
     NonNegative,
@@ -77,9 +78,19 @@ class Reward(Section, frozen=True, kw_only=True):
     timeout_s: Seconds = 10.0
     """Of one call; a call that takes longer is killed and counts as failed."""
     retries: NonNegative = 2
-    """More tries for a sample whose call raised or hung; then its group is released."""
+    """More tries for a sample whose call raised or hung; then another worker tries its group, and at last it is
+    released."""
+    concurrency: Calls = 1024
+    """Calls of an ``async def`` that one worker has under way at once, of which a group takes ``rollout.group_size``;
+    any other function is called once at a time. A judge that answers in a second gives so many rewards a second and
+    worker: a lower number spares its endpoint, and may make the reward the limit of the run."""
     batch: Groups = 16
-    """Groups that a worker has at once; in the place of each that is done it takes another one."""
+    """Groups of a trajectory server that a worker has at least; with an ``async def`` as many as ``concurrency`` has
+    calls for. In the place of each that is done it takes another one."""
+    probe: bool = True
+    """Call the function once before the run starts: on the first prompt, with the completion ``42`` and 0 for each
+    column of ``needs``. A call that raises, takes longer than ``timeout_s`` or returns no finite number refuses the
+    start. Turn it off where a call has effects or costs of its own. Not done where the environment returns numbers."""
     needs: list[Text] = field(default_factory=list[Text])
     """Columns of a value a sample, ``stage/column``, that it waits for and gets as keyword arguments by their names."""
 
@@ -102,13 +113,17 @@ class Stage(Section, frozen=True, kw_only=True):
     """Keyword arguments of ``run``."""
     workers: Processes = 1
     """Processes started by ``staleflow run``; more may attach."""
+    concurrency: Calls = 1024
+    """Calls of an ``async def``, one a group, that one worker has under way at once; any other function is called once
+    at a time. A lower number spares what it asks, and may make the stage the limit of the run."""
     batch: Groups = 16
-    """Groups that a worker has at once, an ``async def`` all of them under way; in the place of each that is done it
-    takes another one."""
+    """Groups of a trajectory server that a worker has at least; with an ``async def`` at least ``concurrency``, all of
+    them under way. In the place of each that is done it takes another one."""
     timeout_s: Seconds = 60.0
     """Of one call; a call that takes longer is killed and counts as failed."""
     retries: NonNegative = 2
-    """More tries for a group whose call raised, hung or gave too little; then it is released."""
+    """More tries for a group whose call raised, hung or gave too little; then another worker tries it, and at last it
+    is released."""
 
 
 class Environment(Section, frozen=True, kw_only=True):
@@ -126,6 +141,9 @@ class Environment(Section, frozen=True, kw_only=True):
     """Keyword arguments of the class; one object a process plays all of its episodes."""
     processes: Processes = 1
     """A rollout worker's, and the trainer's while it evaluates; episodes run side by side in each."""
+    concurrency: Calls = 1024
+    """Episodes that one process plays at once; others wait. A crash ends all of a process, and those beside the guilty
+    one are played again: fewer at once lose less by it, and more processes keep the engine busy all the same."""
     timeout_s: Seconds = 120.0
     """Of one episode, waiting for the engine included; then its group is released."""
     max_turns: NonNegative = 0

@@ -21,6 +21,8 @@ Processes = Annotated[int, Meta(ge=1, le=4096)]
 MOST_GROUPS: Final = 1 << 20
 Groups = Annotated[int, Meta(ge=1, le=MOST_GROUPS)]
 """Groups or samples that are held at once: some bytes each in memory, and in one message."""
+Calls = Annotated[int, Meta(ge=1, le=1 << 20)]
+"""Calls of user code that are under way at once: a task each, and a connection each where they ask over a network."""
 Mebibytes = Annotated[int, Meta(ge=1, le=1 << 22)]
 """MiB, up to 4 TiB: a map of it must fit the addresses of a process beside others."""
 Seconds = Annotated[float, Meta(ge=0.001, le=7 * 24 * 3600)]

@@ -4,6 +4,7 @@
 """
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,8 +189,31 @@ def seconds_a_group(config: Config) -> dict[str, float]:
     }
 
 
+def calls_a_group(config: Config, stage: str) -> int:
+    """Calls of user code that one group takes: the reward scores each sample."""
+    return config.rollout.group_size if stage == REWARD else 1
+
+
+def section_of(config: Config, stage: str) -> str:
+    """The section of the configuration that a stage has its keys in."""
+    places = {given.name: f"stage[{place}]" for place, given in enumerate(config.stage)}
+    return places.get(stage, stage)
+
+
+def concurrency_of(config: Config, stage: str) -> int:
+    """Calls of an ``async def`` that one worker has under way at once; 0 for a stage whose columns a model makes."""
+    own = {given.name: given.concurrency for given in config.stage}
+    return (own | {REWARD: config.reward.concurrency}).get(stage, 0)
+
+
+def groups_at_once(config: Config, stage: str, calls: int) -> int:
+    """Groups of one trajectory server that a worker has which may have so many calls of user code under way: as many as
+    these take, and ``batch`` at least."""
+    return max(batch_of(config, stage), math.ceil(calls / calls_a_group(config, stage)))
+
+
 def batch_of(config: Config, stage: str) -> int:
-    """Groups of one trajectory server that a worker of a stage has at once."""
+    """Groups of one trajectory server that a worker of a stage has at once, at least."""
     own = {given.name: given.batch for given in config.stage}
     shipped = {REWARD: config.reward.batch, REFERENCE: config.reference.batch, CRITIC: config.critic.batch}
     return (own | shipped)[stage]

@@ -193,18 +193,25 @@ class Environments:
         return group_payload(transcripts, self._columns(transcripts, [columns]))
 
     async def _play(self, row: Mapping[str, Any], seed: int, opened: Callable[[Episode], None]) -> dict[str, float]:
-        """What ``rollout`` returned for one episode; ``opened`` gets it, anew when another one ended its process."""
+        """What ``rollout`` returned for one episode; ``opened`` gets it, and again when another one ended its process.
+
+        Then it is played from its start, with the same seed. The engine has counted the tokens of the lost play, and no
+        group has them, so they show as generated and not trained.
+        """
+        suspicion = 0
         while True:
             episode = Episode(self._engine, self._speech, self._recipe.sampling, seed=seed, max_turns=self._max_turns)
             opened(episode)
             try:
-                return await self._played(episode, row)
-            except Killed:
-                continue
+                return await self._played(episode, row, suspicion)
+            except Killed as killed:
+                if episode.over.is_set():  # it has its tokens; its environment would have had the last word
+                    return {}
+                suspicion += killed.suspicion
 
-    async def _played(self, episode: Episode, row: Mapping[str, Any]) -> dict[str, float]:
+    async def _played(self, episode: Episode, row: Mapping[str, Any], suspicion: int) -> dict[str, float]:
         key = self._server.open(episode.answer)
-        rollout = asyncio.ensure_future(self._runner.play(self._server.base_url, key, row))
+        rollout = asyncio.ensure_future(self._runner.play(self._server.base_url, key, row, suspicion))
         over = asyncio.ensure_future(episode.over.wait())
         try:
             await asyncio.wait((rollout, over), return_when=asyncio.FIRST_COMPLETED)

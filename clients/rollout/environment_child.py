@@ -18,9 +18,10 @@ from typing import Any, cast
 
 from staleflow.clients.rollout.environment_client import Client
 from staleflow.clients.stage import pipe
-from staleflow.clients.stage.child import LARGEST, reason, serve_concurrently, take_over_pipes
+from staleflow.clients.stage.child import reason, serve_concurrently, take_over_pipes
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
+from staleflow.configs.rewards import LARGEST
 
 KEY = "environment.run"
 NOUN = "the environment"

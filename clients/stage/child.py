@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import fcntl
 import inspect
-import numbers
 import os
 import queue
 import signal
@@ -26,11 +25,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
 from staleflow.clients.stage import pipe
+from staleflow.clients.stage.mark import Marker, works_for
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.imports import load_object
+from staleflow.configs.rewards import objection
 
-LARGEST = 3.4028234e38
-"""Rewards travel as float32."""
 NOUN = "the reward"
 """What messages to the operator call the function."""
 OURS = str(Path(__file__).parent.parent)
@@ -91,7 +90,7 @@ def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any
 def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Keep the pipes for ourselves: what user code prints goes to stderr, what it reads is empty.
 
-    The parent's lifeline, the last word of the command line, is held from here on.
+    The parent's lifeline, the last word of the command line, is held from here on; the mark stands before it.
     """
     end_with(int(sys.argv.pop()))
     incoming = os.fdopen(os.dup(0), "rb")
@@ -160,6 +159,7 @@ async def serve_concurrently(
 
     threading.Thread(target=_read_calls, args=(incoming, hand_over), daemon=True).start()
     threading.Thread(target=_watch, args=(loop, timeout_s, outgoing), daemon=True).start()
+    Marker(int(sys.argv.pop())).install(loop)
     while True:
         call = await calls.get()
         if isinstance(call, pipe.Cancel):
@@ -179,6 +179,7 @@ async def _answer(
     noun: str,
 ) -> None:
     limit = asyncio.timeout(timeout_s)
+    works_for(call.id)
     try:
         async with limit:
             result = await serve(call)
@@ -201,14 +202,11 @@ def _watch(loop: asyncio.AbstractEventLoop, timeout_s: float, outgoing: BinaryIO
             os._exit(1)
 
 
-def judged(call: int, value: object) -> pipe.Answer:
+def judged(call: int, value: Any) -> pipe.Answer:
     """The answer for what the function returned: a finite real number, or an error that names the value."""
-    if not isinstance(value, numbers.Real):
-        return pipe.Answer(id=call, error=f"the reward is {value!r:.200}; it must be a number")
-    number = float(value)
-    if not abs(number) <= LARGEST:
-        return pipe.Answer(id=call, error=f"the reward is {number}; it must be finite, in float32 too")
-    return pipe.Answer(id=call, value=number)
+    if wrong := objection(value):
+        return pipe.Answer(id=call, error=f"the reward is {wrong}")
+    return pipe.Answer(id=call, value=float(value))
 
 
 def reason(error: BaseException, noun: str = NOUN) -> str:

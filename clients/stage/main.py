@@ -16,7 +16,7 @@ from staleflow.clients.stage.worker import Stage, StageWorker
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import config_sha, model_dir
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import batch_of, graph, stages
+from staleflow.configs.stages import graph, groups_at_once, stages
 from staleflow.protocols.wire.messages import Attach, Detach, Done, GetStatus, Status
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 from staleflow.runtime import daemon
@@ -75,7 +75,9 @@ async def _work(config: Config, run_dir: Path, name: str, address: str, stage: s
             answer = await attach_to_run(scheduler, request)
             attached = True
             shards += [Client(endpoint, worker=worker, transport=sockets) for endpoint in answer.shards]
-            working = StageWorker(worker=worker, name=stage, stage=opened, max_groups=batch_of(config, stage))
+            made, calls = opened
+            groups = groups_at_once(config, stage, calls)
+            working = StageWorker(worker=worker, name=stage, stage=made, max_groups=groups, calls=calls)
             await while_it_lasts(scheduler, asyncio.create_task(working.serve(shards)))
     finally:
         if attached:
@@ -111,22 +113,23 @@ async def _say_goodbye(scheduler: Client, detach: Detach) -> None:
 
 
 @asynccontextmanager
-async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[Stage]:
-    """What makes the columns of a stage; it holds nothing any more afterwards. ``ConfigError`` when it cannot start."""
+async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[tuple[Stage, int]]:
+    """What makes the columns of a stage, and the calls of user code that it has under way at most (0: none). It holds
+    nothing any more afterwards. ``ConfigError`` when it cannot start."""
     if stage == REWARD:
         async with reward_stage(config.reward, decoder(config, run_dir)) as reward:
-            yield reward
+            yield reward, reward.calls
         return
     if stage not in (REFERENCE, CRITIC):
         settings = next(given for given in config.stage if given.name == stage)
         node = next(node for node in graph(config) if node.name == stage)
         async with user_stage(settings, node, decoder(config, run_dir)) as users:
-            yield users
+            yield users, users.calls
         return
     made = ModelStage(lambda: open_judge(config, run_dir, stage))
     try:
         await made.start()
-        yield made
+        yield made, 0
     finally:
         await made.close()
 

@@ -1,13 +1,15 @@
 """A process of user code, its pipe, and the calls under way in it.
 
 Nothing that user code does reaches the worker but an answer or the end of the pipe: a call that raises is answered with
-the reason, one that hangs costs the process, and so does one that will not be cancelled. The process is of lower rank
+the reason, one that hangs costs the process, and so does one that will not be cancelled. A process that dies names the
+call that ended it, where that can be known; the others are ``Killed``, and may run again. The process is of lower rank
 than its worker: the kernel ends it first when memory runs out, and it dies with its worker, with all that it started.
 """
 
 import asyncio
 import contextlib
 import logging
+import mmap
 import os
 import signal
 import sys
@@ -17,11 +19,13 @@ from io import FileIO
 
 import msgspec
 
-from staleflow.clients.stage import pipe
+from staleflow.clients.stage import mark, pipe
 from staleflow.clients.stage.child import took_too_long
 from staleflow.configs.errors import ConfigError
+from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
+_said = Seldom()
 
 IMPORT_TIMEOUT_S = 120.0
 """A module may load a model of its own."""
@@ -45,14 +49,29 @@ class Program:
 
 
 class Killed(Exception):
-    """The process was ended because of another call."""
+    """The process was ended because of another call, or of one that is not known. ``suspicion``: of ``CONDEMNED``, how
+    much speaks for this call."""
+
+    def __init__(self, suspicion: int = 1) -> None:
+        super().__init__()
+        self.suspicion = suspicion
+
+
+CONDEMNED = 8
+"""Suspicion that sends a call into a process of its own: a bystander of so many crashes is more likely their cause, and
+one that is not comes to its end there."""
+UNKNOWN = CONDEMNED // 2
+"""Suspicion of every call in a process that died and named none of them."""
 
 
 class UserProcess:
     """A started process. Belongs to one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, lifeline: FileIO, program: Program) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, lifeline: FileIO, program: Program, page: mmap.mmap
+    ) -> None:
         self._process = process
+        self._page = page
         self._lifeline = lifeline
         self._program = program
         self._timeout_s = program.load.timeout_s
@@ -68,12 +87,13 @@ class UserProcess:
         """A process that has loaded the user's code; ``ConfigError`` names what is wrong with that."""
         its_end, ours = os.pipe()
         lifeline = FileIO(ours, "wb")
+        its_mark, page = mark.allocate()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", program.module, str(its_end)),
+                *(sys.executable, "-m", program.module, str(its_mark), str(its_end)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(its_end,),
+                pass_fds=(its_mark, its_end),
                 start_new_session=True,
             )
         except BaseException:
@@ -81,7 +101,8 @@ class UserProcess:
             raise
         finally:
             os.close(its_end)
-        child = cls(process, lifeline, program)
+            os.close(its_mark)
+        child = cls(process, lifeline, program, page)
         try:
             async with asyncio.timeout(IMPORT_TIMEOUT_S):
                 await child._send(program.load)
@@ -103,7 +124,7 @@ class UserProcess:
     async def call(self, make: Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]) -> pipe.Answer:
         """The child's answer to the call that ``make`` makes of a number, or one that says that it hung or died.
 
-        ``Killed`` when another call's fault ends the process.
+        ``Killed`` when another call's fault ends the process, or one's that is not known.
         """
         if self.gone:
             raise Killed
@@ -163,7 +184,7 @@ class UserProcess:
 
     async def _send(self, message: pipe.ToChild) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # its end shows at the other pipe
+        with contextlib.suppress(ConnectionError, RuntimeError):  # its end shows at the other pipe; uvloop raises both
             self._process.stdin.write(pipe.frame(message))
             await self._process.stdin.drain()
 
@@ -184,8 +205,23 @@ class UserProcess:
             self._settle(pipe.Answer(id=answer.id, error=took_too_long(self._timeout_s, self._program.noun)))
             self._end_calls(Killed())
         code = await self._process.wait()
-        for call in list(self._pending):
-            self._settle(pipe.Answer(id=call, error=f"{self._program.noun}'s process ended with code {code}"))
+        if not self._pending:
+            return
+        marked, others = mark.read(self._page)
+        certain = not others and code != -signal.SIGKILL  # no step sends that: the kernel did, or a person
+        guilty = next(iter(self._pending)) if len(self._pending) == 1 else marked if certain else 0
+        known = guilty in self._pending
+        played = len(self._pending) - known
+        if played and (more := _said.due()) is not None:
+            by = "one call is to blame" if known else "which call is to blame is not known"
+            told = "%s's process ended with code %d; %s, %d that shared it run again%s"
+            log.warning(told, self._program.noun, code, by, played, more)
+        if known:
+            self._settle(pipe.Answer(id=guilty, error=f"{self._program.noun}'s process ended with code {code}"))
+        elif (suspect := self._pending.pop(marked, None)) is not None and not suspect.done():
+            suspect.set_exception(Killed(CONDEMNED))
+            known = True
+        self._end_calls(Killed(1 if known else UNKNOWN))
 
     def _settle(self, answer: pipe.Answer) -> None:
         future = self._pending.pop(answer.id, None)

@@ -31,6 +31,11 @@ class RewardStage:
         self._runner = runner
         self._decode = decode
 
+    @property
+    def calls(self) -> int:
+        """Most calls of the function under way at once; 0: there is none."""
+        return 0 if self._runner is None else self._runner.calls
+
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(self._score(group)) for group in groups]
@@ -60,7 +65,7 @@ async def reward_stage(settings: Reward, decode: Decode) -> AsyncGenerator[Rewar
     if not settings.run:
         yield RewardStage(None, decode)
         return
-    runner = RewardRunner(settings.run, timeout_s=settings.timeout_s, retries=settings.retries)
+    runner = RewardRunner.of(settings)
     try:
         await runner.start()
         yield RewardStage(runner, decode)

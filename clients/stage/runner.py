@@ -2,8 +2,8 @@
 
 A call that raises, hangs, kills its process or returns what it must not is tried again up to ``retries`` times, then it
 has failed. A hanging call costs the child: it is killed and a new one is started. Calls that were merely under way in a
-killed child run again and are not charged for it. A call that nobody waits for any more keeps its place until the child
-has done with it, so that the time of the next one begins when the child does.
+child that another call ended run again and are not charged for it. A call that nobody waits for any more keeps its
+place until the child has done with it, so that the time of the next one begins when the child does.
 """
 
 import asyncio
@@ -14,13 +14,12 @@ from typing import Any
 
 from staleflow.clients.stage import pipe
 from staleflow.clients.stage.child import NOUN
-from staleflow.clients.stage.process import Killed, Program, UserProcess
+from staleflow.clients.stage.pool import Pool
+from staleflow.clients.stage.process import Killed, Program
+from staleflow.configs.schema import Reward
 from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
-
-CONCURRENT_CALLS = 64
-"""Of an ``async def``; others run one at a time."""
 
 
 class CallFailed(Exception):
@@ -34,25 +33,26 @@ class RewardFailed(CallFailed):
 class CallRunner:
     """One child process at a time; calls beyond what it takes at once wait here. Belongs to one event loop."""
 
-    def __init__(self, program: Program, *, retries: int) -> None:
-        self._program = program
+    def __init__(self, program: Program, *, retries: int, concurrency: int) -> None:
+        """``concurrency``: calls of an ``async def`` under way at once."""
         self._retries = retries
-        self._child: UserProcess | None = None
-        self._starting = asyncio.Lock()
-        self._slots = asyncio.Semaphore(1)
+        self._pool = Pool(program, processes=1, concurrency=concurrency)
         self._said = Seldom()
         self.failed_calls = 0
         """Tries that failed."""
 
+    @property
+    def calls(self) -> int:
+        """Most calls under way at once; known once it has started."""
+        return self._pool.calls
+
     async def start(self) -> None:
         """Start the child. ``ConfigError`` when the function cannot be imported."""
-        child = await self._living()
-        self._slots = asyncio.Semaphore(CONCURRENT_CALLS if child.concurrent else 1)
+        await self._pool.start()
 
     async def close(self) -> None:
         """Kill the child; calls under way fail."""
-        if self._child is not None:
-            await self._child.kill()
+        await self._pool.close()
 
     async def answer(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:
         """The answer to the call that ``make`` makes of a number; ``CallFailed`` when all tries are spent."""
@@ -68,29 +68,19 @@ class CallRunner:
         raise CallFailed(f"{answer.error} ({tries})")
 
     async def _call(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:
+        suspicion = 0
         while True:
-            await self._slots.acquire()
-            try:
-                calling = asyncio.create_task((await self._living()).call(make))
-            except BaseException:
-                self._slots.release()
-                raise
-            calling.add_done_callback(self._ended)
+            calling = asyncio.create_task(self._pool.call(make, suspicion))
+            calling.add_done_callback(_ended)
             try:
                 return await asyncio.shield(calling)
-            except Killed:
-                continue
+            except Killed as killed:
+                suspicion += killed.suspicion
 
-    def _ended(self, calling: "asyncio.Task[pipe.Answer]") -> None:
-        self._slots.release()
-        if not calling.cancelled():
-            calling.exception()  # who waited for it may have gone
 
-    async def _living(self) -> UserProcess:
-        async with self._starting:
-            if self._child is None or self._child.gone:
-                self._child = await UserProcess.start(self._program)
-            return self._child
+def _ended(calling: "asyncio.Task[pipe.Answer]") -> None:
+    if not calling.cancelled():
+        calling.exception()  # who waited for it may have gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +99,22 @@ class Sample:
 class RewardRunner:
     """A reward function. Belongs to one event loop."""
 
-    def __init__(self, run: str, *, timeout_s: float, retries: int) -> None:
+    def __init__(self, run: str, *, timeout_s: float, retries: int, concurrency: int) -> None:
         load = pipe.Load(run=run, timeout_s=timeout_s)
         program = Program(module="staleflow.clients.stage.child", key="reward.run", noun=NOUN, load=load)
-        self._calls = CallRunner(program, retries=retries)
+        self._calls = CallRunner(program, retries=retries, concurrency=concurrency)
+
+    @classmethod
+    def of(cls, settings: Reward) -> "RewardRunner":
+        """The reward of a run."""
+        return cls(
+            settings.run, timeout_s=settings.timeout_s, retries=settings.retries, concurrency=settings.concurrency
+        )
+
+    @property
+    def calls(self) -> int:
+        """Most calls under way at once; known once it has started."""
+        return self._calls.calls
 
     @property
     def failed_calls(self) -> int:

@@ -27,6 +27,11 @@ class UserStage:
         self._calls = calls
         self._decode = decode
 
+    @property
+    def calls(self) -> int:
+        """Most calls of the function under way at once."""
+        return self._calls.calls
+
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
         async with asyncio.TaskGroup() as tasks:
             made = [tasks.create_task(self._one(group)) for group in groups]
@@ -63,7 +68,7 @@ async def user_stage(settings: StageSettings, node: Node, decode: Decode) -> Asy
         noun=noun_of(settings.name),
         load=load,
     )
-    calls = CallRunner(program, retries=settings.retries)
+    calls = CallRunner(program, retries=settings.retries, concurrency=settings.concurrency)
     try:
         await calls.start()
         yield UserStage(calls, decode)

@@ -136,15 +136,17 @@ class Worked:
 class StageWorker:
     """Serves one stage at every shard; the stage is shared, so shards wait for each other only inside it.
 
-    It has at most ``max_groups`` of each shard. Where the stage makes its groups one by one, the place of each that is
-    handed back is given to a new one: a slow group holds up its own place only.
+    It has at most ``max_groups`` of each shard; ``calls`` of user code are under way at most. Where the stage makes its
+    groups one by one, the place of each that is handed back is given to a new one: a slow group holds up its own place
+    only.
     """
 
-    def __init__(self, *, worker: WorkerId, name: str, stage: Stage, max_groups: int) -> None:
+    def __init__(self, *, worker: WorkerId, name: str, stage: Stage, max_groups: int, calls: int = 0) -> None:
         self._worker = worker
         self._name = name
         self._stage = stage
         self._max_groups = max_groups
+        self._calls = calls
         self._said = Seldom()
         self.worked = Worked()
 
@@ -172,6 +174,7 @@ class StageWorker:
                 held=hand.tickets(),
                 checks=checks,
                 most_bytes=portion.nbytes,
+                calls=self._calls,
             )
             try:
                 work, frames = await _asked(shard, take, portion)

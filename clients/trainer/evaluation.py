@@ -81,8 +81,7 @@ class PromptEvaluation:
 
     async def _score(self, calls: Sequence[Sample], stopping: Stopping) -> list[float]:
         """The rewards there are; a sample whose reward fails for good is left out and counted."""
-        reward = self._config.reward
-        runner = RewardRunner(reward.run, timeout_s=reward.timeout_s, retries=reward.retries)
+        runner = RewardRunner.of(self._config.reward)
         scoring: list[asyncio.Task[float]] = []
         try:
             await runner.start()

@@ -6,11 +6,16 @@ where nobody would wait longer):
 - the step needs groups, none is under way, and there are no prompts left;
 - the prompts that are left were all refused by engines that can never serve them;
 - every instance has refused everything it was given, and that was a thousand groups or every prompt there is;
-- no group of this run ever came as far as this stage, or this environment, should bring it: many failed, for a minute.
+- no group of this run ever came as far as this stage, or this environment, should bring it: many failed, for a minute;
+- no group ever came through the stages, and each worker of one has failed everything for a minute.
 """
+
+from collections.abc import Callable
 
 from staleflow.configs.algorithm import filter_of
 from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.effects import ReleaseWhy
+from staleflow.protocols.wire.messages import StageFailing
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.setbacks import Setbacks
@@ -28,7 +33,16 @@ FEW_BATCHES = 4
 class Deadlock:
     """Looks at the ledger, the deck and what came to nothing lately; keeps no state."""
 
-    def __init__(self, config: Config, interpreter: Interpreter, instances: Instances, setbacks: Setbacks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        interpreter: Interpreter,
+        instances: Instances,
+        setbacks: Setbacks,
+        stage_fails: Callable[[int], tuple[str, StageFailing] | None] = lambda for_ms: None,
+    ) -> None:
+        """``stage_fails``: a stage whose workers have all failed everything for so many ms, with one of them."""
+        self._stage_fails = stage_fails
         self._config = config
         self._interpreter = interpreter
         self._instances = instances
@@ -69,6 +83,11 @@ class Deadlock:
             if never and row.count >= FAILED_BATCHES * self._config.trainer.batch_size and lasts_ms >= FAILING_MS:
                 more = "More in logs/ of the run directory"
                 return f"{what}, {row.count} so far and none succeeded. The newest: {row.detail}. {more}"
+        passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
+        if not passed and (found := self._stage_fails(FAILING_MS)) is not None:
+            stage, one = found
+            what = f"every group fails in the stage {stage}, {one.failures} in a row at {one.worker} and none succeeded"
+            return f"{what}. The newest: {one.why}. More in logs/ of the run directory"
         return ""
 
     def _spent(self) -> str:

@@ -112,7 +112,13 @@ class Service:
         self._metrics.resume(interpreter.machine)
         self._setbacks = Setbacks()
         self._loads = Loads(shards, stages(config), self._answers)
-        self._deadlock = Deadlock(config, interpreter, self._instances, self._setbacks)
+        self._deadlock = Deadlock(
+            config,
+            interpreter,
+            self._instances,
+            self._setbacks,
+            lambda for_ms: self._loads.all_fail(self._registry.stage_workers(), for_ms),
+        )
         seen = (config, identity, interpreter, self._registry, self._instances, self._metrics)
         self._status = StatusView(
             *seen, self._deadlock, self.phase, self._loads, lambda: self._training.asked(), str(run_dir.resolve())

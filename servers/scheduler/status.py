@@ -21,7 +21,7 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Process, Registry
-from staleflow.servers.scheduler.stage_loads import Loads
+from staleflow.servers.scheduler.stage_loads import Load, Loads, calls_limit, calls_under_way
 from staleflow.servers.scheduler.why import Why
 
 MANY_PEERS = 64
@@ -185,16 +185,23 @@ class StatusView:
     def _stage_rows(self) -> list[dict[str, Any]]:
         """Every stage of the run, with the workers that are there and the groups that it has."""
         loads, workers = self._loads.by_stage(), self._registry.stage_workers()
-        return [
-            {
-                "stage": node.name,
-                "after": list(node.after),
-                "workers": workers.get(node.name, 0),
-                "waiting": loads[node.name].waiting if node.name in loads else 0,
-                "taken": loads[node.name].taken if node.name in loads else 0,
-            }
-            for node in self._stages
-        ]
+        failing, config, rows = self._loads.failing(), self._config, list[dict[str, Any]]()
+        for node in self._stages:
+            load, served = loads.get(node.name, Load(0, 0)), workers.get(node.name, 0)
+            rows.append(
+                {
+                    "stage": node.name,
+                    "after": list(node.after),
+                    "workers": served,
+                    "waiting": load.waiting,
+                    "taken": load.taken,
+                    "calls": load.calls,
+                    "calls_under_way": calls_under_way(config, node.name, load),
+                    "limit": calls_limit(config, node.name, load, served),
+                    "failing": [msgspec.structs.asdict(one) for one in failing.get(node.name, ())],
+                }
+            )
+        return rows
 
     def _workers(self, now: int, present: set[str]) -> dict[str, Any]:
         """Every live process, then those that fell silent last."""

@@ -19,7 +19,7 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Registry
 from staleflow.servers.scheduler.sentences import Pin, pinned, starved
-from staleflow.servers.scheduler.stage_loads import Loads
+from staleflow.servers.scheduler.stage_loads import Loads, calls_limit
 
 MOST_PINS = 16
 """Pinning groups that are looked at; a sentence counts the others."""
@@ -136,9 +136,9 @@ class Why:
         training = full + (f"the trainer works on step {machine.version}; " if step > machine.version else "")
         if count := len(machine.pins()):
             pins = [replace(pin, left_s=None) for pin in self.pins()] if full else self.pins()
-            return training + pinned(step, pins, count, self._config.staleness.on_overdue.value)
+            return training + pinned(step, pins, count, self._config.staleness.on_overdue.value) + self._failing()
         counts, need = machine.state_counts(), self._config.trainer.batch_size
-        hint = self._hint(counts)
+        hint = self._hint(counts) or self._failing()
         if not hint and (likely := self._deadlock.likely()):  # first: nothing else matters as much
             return f"{likely}; {training}{starved(step, need, counts)}"
         hint = hint or (self._fullest() if counts["pushed"] else "")
@@ -177,14 +177,30 @@ class Why:
             return "; no instance has loaded weights yet"
         return ""
 
+    def _failing(self) -> str:
+        """The stage worker that has failed most groups in a row, if any fails them all."""
+        found = [(one.failures, stage, one) for stage, failing in self._loads.failing().items() for one in failing]
+        if not found:
+            return ""
+        _, stage, one = max(found, key=lambda it: it[0])
+        process = self._registry.get(one.worker)
+        name, more = one.worker if process is None else process.name, len(found) - 1
+        others = f", as do {more} other workers" if more > 1 else ", as does another worker" if more else ""
+        return (
+            f"; {name} fails every group of the stage {stage}, {one.failures} in a row, and is held{others}: {one.why}"
+        )
+
     def _fullest(self) -> str:
-        """The stage that has most groups waiting, if any does."""
+        """The stage that has most groups waiting, if any does, and what would let it take more."""
         loads = {stage: load for stage, load in self._loads.by_stage().items() if load.waiting}
         if not loads:
             return ""
         stage, served = max(loads, key=lambda name: loads[name].waiting), self._registry.stage_workers()
+        load = loads[stage]
+        if limit := calls_limit(self._config, stage, load, served[stage]):
+            return f"; {limit}"
         workers = f"{served[stage]} worker{'s' if served[stage] != 1 else ''}"
-        return f"; {loads[stage].waiting} wait for the stage {stage} ({workers}, {loads[stage].taken} in work)"
+        return f"; {load.waiting} wait for the stage {stage} ({workers}, {load.taken} in work)"
 
     # --- groups that pin ---------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from staleflow.configs.algorithm import filter_of
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import check_row, graph, seconds_a_group
+from staleflow.configs.stages import calls_a_group, check_row, graph, seconds_a_group
 from staleflow.protocols.wire.messages import Attach, Attached
 from staleflow.runtime import reached
 from staleflow.runtime.client import Client, worker_id
@@ -144,6 +144,7 @@ def make_service(
         tasks,
         row=lambda group: prompts[group % len(prompts)],
         seconds_a_group={stage: seconds + STAGE_SLACK_S for stage, seconds in seconds_a_group(config).items()},
+        calls_a_group={node.name: calls_a_group(config, node.name) for node in graph(config)},
         times=times,
     )
     return TrajectoryService(

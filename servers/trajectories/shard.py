@@ -70,6 +70,8 @@ class Shard:
         self.queues = {stage: StageQueue(first) for stage in self.stages}
         self.on_queued: Callable[[str], None] = lambda stage: None
         """Called when a group was added to the queue of a stage."""
+        self.now_s: Callable[[], float] = lambda: asyncio.get_running_loop().time()
+        """The time that tickets and holds of stage workers go by."""
         self.holdings = Holdings()
         self._incoming: dict[Key, Incoming] = {}
         self._finished: list[tuple[Columns, int, Then]] = []
@@ -231,10 +233,16 @@ class Shard:
             self._finished.append((columns, ticket, then))
 
     def fail(self, key: Key, stage: str, ticket: int, worker: str, why: str) -> Result:
-        """A stage gave a group up."""
-        if self.holdings.find(key) is None or not self.queues[stage].finish(key, ticket, worker):
+        """A worker has nothing for a group: it is tried again, elsewhere first, or given up for good."""
+        if self.holdings.find(key) is None:
             return _ticket_is_over(key)
-        self.give_up([key], f"{stage}: {why}"[:MOST_DETAIL])
+        given_up = self.queues[stage].fail(key, ticket, worker, why[:MOST_DETAIL], now_s=self.now_s())
+        if given_up is None:
+            return _ticket_is_over(key)
+        if given_up:
+            self.give_up([key], f"{stage}: {why}"[:MOST_DETAIL])
+        else:
+            self.on_queued(stage)
         return Result()
 
     def give_up(self, keys: Sequence[Key], detail: str) -> None:

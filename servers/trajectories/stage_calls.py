@@ -3,13 +3,16 @@
 A worker asks once at a time, and says which tickets it has. A call that is sent again because its answer was lost gets
 the same groups again: the answers of the last ``REMEMBERED`` calls of each worker are kept as tickets. A newer call
 gives back what an older one took, nobody finished and the worker does not name: that was an echo, after a restart say,
-and its answer went to nobody. Of those that wait, who has the fewest groups is served first.
+and its answer went to nobody. Of those that wait, who has the fewest groups is served first; what is queued is shared
+out over all that wait. Pauses of this process count against no worker.
 
 Payload is sent as it is stored, and its worker checks it. One that has found damage asks once more, for what the shard
 has checked.
 """
 
 import asyncio
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +24,15 @@ from staleflow.protocols.wire.messages import FinishStage, StageItem, StageWork,
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.host import boot_id
+from staleflow.runtime.pauses import Pauses
 from staleflow.servers.attached import Tasks
 from staleflow.servers.trajectories.holdings import Held, place_of
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import Ticket
 from staleflow.servers.trajectories.stage_times import StageTimes
 from staleflow.servers.trajectories.store import CorruptRecord, unpacked
+
+log = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.5
 LONGEST_WAIT_MS = 60_000
@@ -50,18 +56,26 @@ class StageCalls:
         *,
         row: Callable[[GroupId], dict[str, Any]],
         seconds_a_group: Mapping[str, float],
+        calls_a_group: Mapping[str, int],
         times: StageTimes | None,
     ) -> None:
+        """``calls_a_group``: calls of user code that one group of a stage takes."""
         self._shard = shard
         self._tasks = tasks
         self._row = row
         self._seconds_a_group = seconds_a_group
+        self._calls_a_group = calls_a_group
         self._times = times
         self._waiting: dict[str, dict[Call, float]] = {stage: {} for stage in shard.queues}
         """Calls of each stage that wait, with the time at which they came."""
         self._given: dict[str, dict[int, list[Ticket]]] = {}
         self._closed = False
+        self._paused_s = 0.0
+        """All pauses of this process so far."""
+        self._held: set[tuple[str, str]] = set()
+        """Stage and worker of the holds that are logged."""
         shard.on_queued = self._serve_soon
+        shard.now_s = self._now_s
         self._scheduled: set[str] = set()
 
     def take(self, call: Call, body: TakeStage) -> None:
@@ -80,6 +94,7 @@ class StageCalls:
         if call.id < max((*given, *self._waits(body.worker)), default=0):  # an echo: its worker has long gone on
             call.reply(StageWork(items=[]))
             return
+        self._shard.queues[body.stage].ask(body.worker, body.calls)
         self._give_back(body)
         waiting, loop = self._waiting[body.stage], asyncio.get_running_loop()
         for older in [older for older in waiting if _of(older, body.worker)]:  # nobody reads its answer any more
@@ -120,13 +135,37 @@ class StageCalls:
             self._serve_soon(stage)
 
     async def watch(self) -> None:
-        """Queue again what a worker has for too long."""
-        loop = asyncio.get_running_loop()
+        """Queue again what a worker has for too long, and serve those whose hold is over.
+
+        A pause of this process (SIGSTOP, a virtual machine that was suspended, a sync) is credited first: what the
+        workers finished in the meantime lies unread in the socket.
+        """
+        loop, pauses = asyncio.get_running_loop(), Pauses(WATCH_EVERY_S)
         while True:
-            await asyncio.sleep(WATCH_EVERY_S)
+            self._paused_s += pauses.tick(loop.time())
             for stage, queue in self._shard.queues.items():
-                self._shard.give_up(queue.expire(loop.time()), f"{stage}: its workers took too long")
+                self._shard.give_up(queue.expire(self._now_s()), f"{stage}: its workers took too long")
+                self._tell_held(stage)
                 self._serve(stage)
+            await asyncio.sleep(WATCH_EVERY_S)
+
+    def _now_s(self) -> float:
+        """The loop's time without the pauses of this process."""
+        return asyncio.get_running_loop().time() - self._paused_s
+
+    def _tell_held(self, stage: str) -> None:
+        """Log each hold once, and its end."""
+        failing = {one.worker: one for one in self._shard.queues[stage].failing()}
+        for known in [known for known in self._held if known[0] == stage and known[1] not in failing]:
+            self._held.remove(known)
+            log.info("stage worker %s serves the stage %s again", known[1], stage)
+        for worker, one in failing.items():
+            if (stage, worker) not in self._held:
+                self._held.add((stage, worker))
+                told = (
+                    "stage worker %s failed %d groups of the stage %s in a row; it is held, the groups are retried: %s"
+                )
+                log.error(told, worker, one.failures, stage, one.why)
 
     def close(self) -> None:
         """Hand nothing out any more; who waits is answered with nothing."""
@@ -156,17 +195,23 @@ class StageCalls:
     def _serve(self, stage: str) -> None:
         self._scheduled.discard(stage)
         queue, waiting = self._shard.queues[stage], self._waiting[stage]
-        while queue and waiting and not self._closed:
-            call = min(waiting, key=_has)
-            came_s, body = waiting.pop(call), call.body
+        left, now_s, a_group = len(waiting), self._now_s(), self._calls_a_group[stage]
+        for call in sorted(waiting, key=_has):
+            if not queue or self._closed:
+                return
+            came_s, body = waiting[call], call.body
             if call.done or not isinstance(body, TakeStage):
+                del waiting[call]
                 continue
-            now_s = asyncio.get_running_loop().time()
-            seconds = self._seconds_a_group[stage]
-            tickets = queue.take(body.worker, body.max_groups, now_s=now_s, seconds_each=seconds)
+            most, left = min(body.max_groups, math.ceil(len(queue) / left)), left - 1
+            at_once, seconds = max(1, body.calls // a_group), self._seconds_a_group[stage]
+            tickets = queue.take(body.worker, most, now_s=now_s, seconds_each=seconds, at_once=at_once)
+            if not tickets:  # it is held, or has failed all that wait
+                continue
+            del waiting[call]
             self._remember(body.worker, call.id, tickets)
             if self._times is not None:
-                self._times.given(stage, tickets, now_s)
+                self._times.given(stage, tickets, asyncio.get_running_loop().time())
             self._answer(call, body, tickets, waited_ms=_ms_since(came_s))
 
     def _answer(self, call: Call, body: TakeStage, tickets: Sequence[Ticket], *, waited_ms: int = 0) -> None:

@@ -8,11 +8,13 @@ is decided by it.
 import asyncio
 import logging
 
-from staleflow.protocols.wire.messages import Done, StageLoad, StageLoads
-from staleflow.protocols.wire.messages.stages import NAMED
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import Done, StageFailing, StageLoad, StageLoads
+from staleflow.protocols.wire.messages.stages import MAX_FAILING, NAMED
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.stage_queue import Failing
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,27 @@ async def report_stages(scheduler: Client, shard: Shard) -> None:
 
 
 def loads_of(shard: Shard) -> list[StageLoad]:
-    """The stages that have groups, in the order of the graph."""
+    """The stages that have groups or failing workers, in the order of the graph."""
+    now_s = shard.now_s()
     return [
-        StageLoad(stage=stage, waiting=len(queue), taken=queue.taken, groups=queue.first(NAMED))
+        StageLoad(
+            stage=stage,
+            waiting=len(queue),
+            taken=queue.taken,
+            groups=queue.first(NAMED),
+            calls=queue.calls,
+            failing=[_failing(one, now_s) for one in failing[:MAX_FAILING]],
+        )
         for stage, queue in shard.queues.items()
-        if len(queue) or queue.taken
+        if (failing := queue.failing()) or len(queue) or queue.taken
     ]
+
+
+def _failing(one: Failing, now_s: float) -> StageFailing:
+    return StageFailing(
+        worker=WorkerId(one.worker),
+        failures=one.failures,
+        failing_ms=round(1000 * max(0.0, now_s - one.since_s)),
+        held_ms=round(1000 * max(0.0, one.held_until_s - now_s)),
+        why=one.why,
+    )

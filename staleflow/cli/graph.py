@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from staleflow.configs.algorithm import filter_of
 from staleflow.configs.schema import Config
-from staleflow.configs.stages import Node, batch_of, graph, seconds_a_group, workers_of
+from staleflow.configs.stages import Node, batch_of, concurrency_of, graph, groups_at_once, seconds_a_group, workers_of
 from staleflow.protocols.wire.stages import REWARD, is_per_token, short_name
 
 PUSH, TRAIN = "push", "train"
@@ -31,12 +31,13 @@ def text(config: Config) -> str:
 
 def _row(config: Config, node: Node) -> tuple[str, ...]:
     count, seconds = workers_of(config, node.name), seconds_a_group(config)[node.name]
-    workers = f"{count} worker{'s' if count > 1 else ''}"
+    workers, concurrency = f"{count} worker{'s' if count > 1 else ''}", concurrency_of(config, node.name)
+    side_by_side = f" ({groups_at_once(config, node.name, concurrency)} of an async def)" if concurrency else ""
     return (
         node.name,
         f"after {', '.join(node.after) or PUSH}",
         f"makes {', '.join(_made(node.makes))}",
-        f"{workers}, {batch_of(config, node.name)} groups at once, at most {seconds:g} s each",
+        f"{workers}, {batch_of(config, node.name)} groups at once{side_by_side}, at most {seconds:g} s each",
     )
 
 

@@ -76,6 +76,16 @@ class StageRow:
     workers: int
     waiting: int
     taken: int
+    under_way: int = 0
+    calls: int = 0
+    """Calls of user code, and the most that there can be at once; 0: unknown."""
+    failing: int = 0
+    """Workers that fail every group."""
+
+    @property
+    def full(self) -> bool:
+        """No more calls can be under way."""
+        return 0 < self.calls <= self.under_way
 
     @property
     def text(self) -> str:
@@ -215,6 +225,9 @@ def stages(status: Status) -> tuple[StageRow, ...]:
             workers=int(stage.get("workers") or 0),
             waiting=int(stage.get("waiting") or 0),
             taken=int(stage.get("taken") or 0),
+            under_way=int(stage.get("calls_under_way") or 0),
+            calls=int(stage.get("calls") or 0),
+            failing=len(stage.get("failing") or ()),
         )
         for stage in status.get("stages") or ()
     )
@@ -270,8 +283,15 @@ def _stages(names: Sequence[str]) -> str:
 
 
 def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
-    """Newest first."""
+    """Newest first, behind what holds now: stage workers that fail every group, and stages that are the limit."""
     found: list[EventRow] = []
+    for stage in status.get("stages") or ():
+        for one in stage.get("failing") or ():
+            failed = f"{worker_name(str(one['worker']))} fails every group of the stage {stage['stage']}"
+            words = f"{failed}, {one['failures']} in a row, and is held: {one['why']}"
+            found.append(EventRow(ago_s=int(one["failing_ms"]) / 1000, words=words, tone="bad"))
+        if stage.get("limit"):
+            found.append(EventRow(ago_s=None, words=str(stage["limit"]), tone="warn"))
     for line in reversed(status.get("recent") or ()):
         words, tone = told(line)
         ago_s = max(unix_s - line["t"] / 1e9, 0.0) if unix_s else None

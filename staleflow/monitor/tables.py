@@ -153,17 +153,18 @@ def _group(pin: PinRow) -> Cells:
 def stages(it: Board, look: Look, width: int) -> Listed:
     """Workers of each, groups that wait for it and that are in it."""
     most = max([row.waiting + row.taken for row in it.stages], default=1)
-    cells = max(min(width - 46, 24), 4)
+    cells = max(min(width - 55, 24), 4)
     rows = [partial(_stage, row, most, cells) for row in shown(it.stages, look)]
-    titles = ("stage", ">workers", ">in work", ">waiting", "*", "after")
+    titles = ("stage", ">workers", ">in work", ">calls", ">waiting", "*", "after")
     return Listed(columns=titles, rows=rows, nothing="the trace does not tell of stages")
 
 
 def _stage(row: StageRow, most: int, cells: int) -> Cells:
     return (
         Text(row.name, style="bold"),
-        Text(str(row.workers), style="" if row.workers else "bold red"),
+        Text(str(row.workers), style="" if row.workers and not row.failing else "bold red"),
         Text(str(row.taken)),
+        Text(f"{row.under_way} of {row.calls}" if row.calls else "", style="yellow" if row.full else ""),
         Text(str(row.waiting), style="yellow" if row.waiting else "dim"),
         Text(bar(row.waiting + row.taken, most, cells), style="cyan"),
         Text(" and ".join(row.after), style="dim"),

@@ -12,12 +12,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.extras import install
+
+if TYPE_CHECKING:
+    from staleflow.configs.schema import Config
 
 State = Literal["good", "missing", "bad"]
 MIN_PYTHON = (3, 11)
@@ -195,6 +198,27 @@ def ports() -> Finding:
         return Finding("tcp ports", "good", f"127.0.0.1 can be bound (got {probe.getsockname()[1]})")
 
 
+def stage_calls(config: "Config") -> Iterator[Finding]:
+    """How many calls of user code each stage has under way, against those of a batch: the fewer, the sooner it is the
+    limit of the run."""
+    from staleflow.configs.stages import calls_a_group, concurrency_of, section_of, stages, workers_of
+
+    for stage in stages(config):
+        if not (concurrency := concurrency_of(config, stage)):
+            continue
+        workers, section = workers_of(config, stage), section_of(config, stage)
+        calls, batch = workers * concurrency, config.trainer.batch_size * calls_a_group(config, stage)
+        found = f"{calls:,} calls of an async def under way, {workers} of any other function; a batch takes {batch:,}"
+        more = f": raise {section}.concurrency or {section}.workers if the stage is the limit" if calls < batch else ""
+        yield Finding(f"stage {stage}", "good", found + more)
+    if config.environment.run:
+        places, wanted = config.environment.processes * config.environment.concurrency, config.rollout.max_inflight
+        more = ": raise environment.processes or environment.concurrency" if places < wanted else ""
+        yield Finding(
+            "environment", "good", f"{places:,} episodes a rollout worker, whose engine takes {wanted:,}{more}"
+        )
+
+
 def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     """The configuration loads, and what it names is there and free."""
     from staleflow.configs.load import load
@@ -211,3 +235,4 @@ def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     for key, address in binds(config, (config.scheduler.bind, *config.trajectories.bind, config.parameters.bind)):
         used = in_use(address)
         yield Finding("address", "bad" if used else "good", f"{key} {address} is {'in use' if used else 'free'}")
+    yield from stage_calls(config)

@@ -38,13 +38,33 @@ def test_what_to_install_is_printed_as_it_is_to_be_typed(capsys: pytest.CaptureF
 
 
 def test_a_configuration_is_examined_too(tmp_path: Path) -> None:
-    assert list(checkup.configuration(SIMULATED, [])) == [
+    assert [finding for finding in checkup.configuration(SIMULATED, []) if finding.what == "configuration"] == [
         Finding("configuration", "good", f"{SIMULATED} fits this machine")
     ]
     (found,) = checkup.configuration(SIMULATED, ["seed=-1"])
     assert (found.state, found.found) == ("bad", "seed is -1; it must be an integer from 0 to 4294967295")
     free = list(checkup.configuration(SIMULATED, ["scheduler.bind=tcp://127.0.0.1:1"]))
     assert free[1].what == "address"
+
+
+def test_a_stage_with_fewer_calls_than_a_batch_takes_names_the_keys_that_raise_them() -> None:
+    few = ["reward.concurrency=8", "reward.workers=2", "trainer.batch_size=8", "rollout.group_size=4"]
+    (found,) = checkup.stage_calls(load(SIMULATED, few))
+    assert found == Finding(
+        "stage reward",
+        "good",
+        "16 calls of an async def under way, 2 of any other function; a batch takes 32: raise reward.concurrency or "
+        "reward.workers if the stage is the limit",
+    )
+    (found,) = checkup.stage_calls(load(SIMULATED, [*few[1:], "reward.concurrency=64"]))
+    assert found.found.endswith("a batch takes 32")
+
+
+def test_an_environment_with_fewer_episodes_than_the_engine_takes_names_its_keys() -> None:
+    few = ["environment.run=m:C", "environment.concurrency=4", "environment.processes=2", "rollout.max_inflight=64"]
+    found = list(checkup.stage_calls(load(SIMULATED, few)))[-1]
+    said = "8 episodes a rollout worker, whose engine takes 64: raise environment.processes or environment.concurrency"
+    assert (found.what, found.found) == ("environment", said)
 
 
 def test_every_address_that_would_keep_a_run_from_starting_is_examined(tmp_path: Path) -> None:
@@ -55,7 +75,8 @@ def test_every_address_that_would_keep_a_run_from_starting_is_examined(tmp_path:
         overrides = [f"metrics.bind={address}", "parameters.bind=tcp://127.0.0.1:1"]
         with pytest.raises(ConfigError, match=r"metrics\.bind is .*; it is in use"):
             check_free(load(SIMULATED, overrides), tmp_path)
-        assert list(checkup.configuration(SIMULATED, overrides))[1:] == [
+        found = checkup.configuration(SIMULATED, overrides)
+        assert [finding for finding in found if finding.what == "address"] == [
             Finding("address", "good", "parameters.bind tcp://127.0.0.1:1 is free"),
             Finding("address", "bad", f"metrics.bind {address} is in use"),
         ]

@@ -122,7 +122,7 @@ def test_a_module_that_ends_python_is_survived(write: Write, tmp_path: Path) -> 
 
 
 def test_what_a_module_prints_at_import_is_not_taken_for_an_answer(write: Write, tmp_path: Path) -> None:
-    (tmp_path / "loud.py").write_text("print('{}')\nimport sys; sys.stdout.flush()\ndef f(*a, **k): ...\n")
+    (tmp_path / "loud.py").write_text("print('{}')\nimport sys; sys.stdout.flush()\ndef f(*a, **k): return 1.0\n")
     present(load(write(MINIMAL), [f"reward.run={tmp_path}/loud.py:f"]))
 
 
@@ -172,11 +172,11 @@ def test_files_of_prompts_must_be_there_and_have_the_column(write: Write, tmp_pa
 
 
 REWARDS = """
-def bare(prompt, completion): ...
-def answered(prompt, completion, answer): ...
-def sourced(prompt, completion, answer, source): ...
-def given(prompt, completion, **columns): ...
-def passed(prompt, completion, answer, tests_passed): ...
+def bare(prompt, completion): return 1.0
+def answered(prompt, completion, answer): return 1.0
+def sourced(prompt, completion, answer, source): return 1.0
+def given(prompt, completion, **columns): return 1.0
+def passed(prompt, completion, answer, tests_passed): return 1.0
 """
 
 
@@ -222,6 +222,60 @@ def test_a_reward_may_get_numbers_that_only_the_environment_knows(write: Write, 
     environment = f"environment.run={tmp_path}/judge.py:episode"
     present(load(write(MINIMAL), [environment, f"reward.run={tmp_path}/judge.py:passed"]))
     assert "unexpected keyword argument 'answer'" in refused(write, environment, f"reward.run={tmp_path}/judge.py:bare")
+
+
+TRIED = """
+import asyncio, os, sys, time
+def none(prompt, completion, **columns): ...
+def text(prompt, completion, **columns): return "good"
+def infinite(prompt, completion, **columns): return float("inf")
+def raises(prompt, completion, **columns): raise ValueError("no such answer")
+async def raises_later(prompt, completion, **columns): raise ValueError("no such answer")
+def leaves(prompt, completion, **columns): sys.exit("done")
+def hangs(prompt, completion, **columns): time.sleep(3600)
+def counted(prompt, completion, answer, seen=0.0):
+    with open(os.path.join(os.path.dirname(__file__), "calls"), "a") as file:
+        file.write(f"{prompt} {completion} {answer} {seen}|")
+    return True
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("none", "returned None; it must be a number"),
+        ("text", "returned 'good'; it must be a number"),
+        ("infinite", "returned inf; it must be finite, in float32 too"),
+        ("raises", "raised ValueError: no such answer, at judge.py:6"),
+        ("raises_later", "raised ValueError: no such answer, at judge.py:7"),
+        ("leaves", "raised SystemExit: done, at judge.py:8"),
+        ("hangs", "took longer than reward.timeout_s = 0.5 s"),
+    ],
+)
+def test_a_reward_that_gives_no_number_for_a_real_row_is_named_with_what_it_gave(
+    write: Write, tmp_path: Path, function: str, says: str
+) -> None:
+    """Every group of the run would fail."""
+    judge = tmp_path / "judge.py"
+    judge.write_text(TRIED)
+    assert refused(write, f"reward.run={judge}:{function}", "reward.timeout_s=0.5") == (
+        f'reward.run is "{judge}:{function}"; called with the first row of prompts.source and the completion "42" it '
+        f"{says}; with reward.probe = false it is not tried"
+    )
+    present(load(write(MINIMAL), [f"reward.run={judge}:{function}", "reward.probe=false"]))
+
+
+def test_a_reward_is_called_once_with_the_first_row_and_zeros_for_what_stages_make(
+    write: Write, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text(TRIED + "def scores(group): ...\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "2+2=", "answer": "4"}\n')
+    file = ('prompts.source=""', f"prompts.path={tmp_path}/rows.jsonl", "prompts.columns.prompt=question")
+    stage = f'\n[[stage]]\nname = "judge"\nrun = "{judge}:scores"\nmakes = ["seen"]\n'
+    needs = ("reward.needs=['judge/seen']", "trainer.eval_prompts=0")
+    present(load(write(MINIMAL + stage), [*file, *needs, f"reward.run={judge}:counted"]))
+    assert (tmp_path / "calls").read_text() == "1+1= 42 2 0.0|"
 
 
 def test_parquet_rows_are_counted(write: Write, tmp_path: Path) -> None:

@@ -57,7 +57,10 @@ STATUS: dict[str, Any] = {
         {"name": "judge-0", "role": "stage", "last_seen_s": 0.1},
     ],
     "stages": [
-        {"stage": "judge", "after": [], "workers": 1, "waiting": 4, "taken": 1},
+        {
+            "stage": "judge", "after": [], "workers": 1, "waiting": 4, "taken": 1, "calls": 8, "calls_under_way": 1,
+            "limit": "", "failing": [],
+        },
         {"stage": "reward", "after": ["judge"], "workers": 2, "waiting": 2, "taken": 1},
     ],
     "recent": [

@@ -65,7 +65,7 @@ from staleflow.protocols.wire.messages.parameters import (
     Unpin,
 )
 from staleflow.protocols.wire.messages.prompts import FEATURES, Describe, Described
-from staleflow.protocols.wire.messages.stages import StageLoad, StageLoads
+from staleflow.protocols.wire.messages.stages import StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.training import (
     Batch,
     CheckBatch,
@@ -259,6 +259,7 @@ __all__ = [
     "Rows",
     "Slab",
     "Sources",
+    "StageFailing",
     "StageItem",
     "StageLoad",
     "StageLoads",

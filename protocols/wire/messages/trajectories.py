@@ -114,6 +114,8 @@ class TakeStage(Message, frozen=True, kw_only=True):
     """The worker checks the sha256 of every payload itself; else the shard does before it answers."""
     most_bytes: Count = 64 << 20
     """Of the answer's frames, but for its first group."""
+    calls: Count = 0
+    """Most calls of user code that the worker has under way at once; 0 where a model makes the columns."""
 
 
 class StageItem(Part, frozen=True, kw_only=True):

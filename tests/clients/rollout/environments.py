@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import os
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -69,6 +70,13 @@ class Bad:
                 time.sleep(3600)  # noqa: ASYNC251 - the mistake that is tested
             case "exit":
                 os._exit(7)
+            case "subtask":
+                await asyncio.gather(asyncio.sleep(0.05), asyncio.create_task(_exits()))
+            case "thread":
+                await asyncio.to_thread(_exits_later)
+            case "killed":
+                await asyncio.sleep(0.05)
+                os.kill(os.getpid(), signal.SIGKILL)
             case "memory":
                 return float(len(bytearray(1 << 33)))
             case "text":
@@ -91,6 +99,31 @@ class Bad:
             case _:
                 await asyncio.sleep(0.3)
                 return 1.0
+
+
+async def _exits() -> None:
+    await asyncio.sleep(0.05)
+    os._exit(7)
+
+
+def _exits_later() -> None:
+    time.sleep(0.05)
+    os._exit(7)
+
+
+class Counting:
+    """The reward is the most episodes that were ever in this process at once."""
+
+    def __init__(self) -> None:
+        self.here = self.most = 0
+
+    async def rollout(self, client: Client, row: Mapping[str, Any]) -> float:
+        self.here += 1
+        self.most = max(self.most, self.here)
+        await client.chat.completions.create(messages=[{"role": "user", "content": "hello"}])
+        await asyncio.sleep(0.05)
+        self.here -= 1
+        return float(self.most)
 
 
 class Endless:

@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,57 @@ async def test_episodes_beside_one_that_blocks_their_process_are_played_again() 
         assert good.stages["stage/environment/reward"].tolist() == [1.0, 1.0]
         with pytest.raises(EpisodeFailed, match="took longer"):
             await blocked
+
+
+async def outcomes(scene: Scene, prompts: Sequence[str]) -> list[str]:
+    """Play a group of each prompt, all at once; for each its reward or why it failed."""
+    groups = [scene.environments.produce(Held(assign(n)), {"prompt": p}) for n, p in enumerate(prompts, 1)]
+    ended = await asyncio.gather(*groups, return_exceptions=True)
+    assert all(isinstance(one, GroupPayload | EpisodeFailed) for one in ended), ended
+    return [str(one) if isinstance(one, BaseException) else "good" for one in ended]
+
+
+EXITED = "the environment's process ended with code 7"
+
+
+@pytest.mark.parametrize("kind", ["exit", "subtask"])
+async def test_an_episode_that_ends_its_process_fails_its_own_group_only(kind: str) -> None:
+    async with playing("Bad", group_size=1) as scene:
+        prompts = [kind if number % 5 == 2 else "good" for number in range(15)]
+        assert await outcomes(scene, prompts) == [EXITED if prompt == kind else "good" for prompt in prompts]
+
+
+async def test_where_half_of_all_episodes_end_their_process_the_others_come_to_their_end() -> None:
+    async with playing("Bad", group_size=1, processes=2) as scene:
+        prompts = ["exit", "exit", "good", "good"] * 4  # both processes have of either
+        assert await outcomes(scene, prompts) == [EXITED, EXITED, "good", "good"] * 4
+
+
+@pytest.mark.parametrize(("kind", "code"), [("thread", 7), ("killed", -9)])
+async def test_an_episode_whose_guilt_cannot_be_seen_is_found_by_playing_alone(kind: str, code: int) -> None:
+    async with playing("Bad", group_size=1) as scene:
+        prompts = ["good", kind, "good", "good"]
+        expected = ["good", f"the environment's process ended with code {code}", "good", "good"]
+        assert await outcomes(scene, prompts) == expected
+
+
+async def test_an_episode_beside_a_crash_is_played_again_with_the_same_seed_and_its_tokens_are_in_no_group() -> None:
+    async with playing("Bad", group_size=1) as scene:
+        undisturbed = await scene.play("good")
+    async with playing("Bad", group_size=1) as scene:
+        beside = scene.environments.produce(Held(assign(2)), {"prompt": "exit"})
+        payload, crashed = await asyncio.gather(scene.play("good"), beside, return_exceptions=True)
+        assert isinstance(payload, GroupPayload)
+        assert isinstance(crashed, EpisodeFailed)
+        assert payload.token_ids.tolist() == undisturbed.token_ids.tolist()
+        assert scene.engine.stats().generated_tokens >= 2 * payload.num_tokens + 1
+
+
+async def test_no_more_episodes_share_a_process_than_its_concurrency() -> None:
+    async with playing("Counting", group_size=1, processes=2, concurrency=3) as scene:
+        groups = [scene.environments.produce(Held(assign(number)), {"prompt": "1"}) for number in range(1, 19)]
+        most = [payload.stages["stage/environment/reward"][0] for payload in await asyncio.gather(*groups)]
+        assert max(most) == 3
 
 
 async def test_an_interrupt_keeps_the_tokens_so_far_and_the_environment_has_the_last_word() -> None:

@@ -26,12 +26,49 @@ async def slowly(prompt: str, completion: str) -> float:
 
 
 async def stuck(prompt: str, completion: str) -> float:
+    if completion == "exit":
+        await asyncio.sleep(0.1)
+        os._exit(5)
     if completion == "await":
         await asyncio.sleep(3600)
     if completion == "block":
         time.sleep(3600)  # noqa: ASYNC251 - the mistake that is tested
     await asyncio.sleep(0.3)
     return float(completion)
+
+
+_under_way = 0
+
+
+async def together(prompt: str, completion: str, *, folder: str) -> float:
+    """The calls that are under way at this moment; the first hundred wait for one another."""
+    global _under_way
+    _under_way += 1
+    most = _under_way
+    met = Path(folder) / "met"
+    while _under_way < 100 and not met.exists():
+        await asyncio.sleep(0.01)
+        most = max(most, _under_way)
+    met.touch()
+    await asyncio.sleep(0.01)
+    _under_way -= 1
+    return float(most)
+
+
+_crowd = 0
+
+
+async def crowd(prompt: str, completion: str) -> float:
+    """1 if eight calls were under way at once, ever; 0 if they were not after a while."""
+    global _crowd, _under_way
+    _under_way += 1
+    for _ in range(1_000):
+        _crowd = max(_crowd, _under_way)
+        if _crowd >= 8:
+            break
+        await asyncio.sleep(0.01)
+    _under_way -= 1
+    return float(_crowd >= 8)
 
 
 def hangs(prompt: str, completion: str) -> float:

@@ -31,7 +31,7 @@ def payload(**returned: list[float]) -> GroupPayload:
 
 async def rewards(function: str, group: GroupPayload, **row: float) -> Made:
     """What the stage makes of one group of a row with these columns beside its prompt."""
-    runner = RewardRunner(f"{REWARDS}:{function}", timeout_s=10.0, retries=0) if function else None
+    runner = RewardRunner(f"{REWARDS}:{function}", timeout_s=10.0, retries=0, concurrency=1) if function else None
     stage = RewardStage(runner, ids_as_text)
     try:
         (made,) = await stage.make([StageGroup(group=GroupId(1), row={"prompt": "p", **row}, payload=group)])

@@ -20,8 +20,10 @@ REWARDS = Path(__file__).parent / "rewards.py"
 
 
 @asynccontextmanager
-async def running(name: str, *, timeout_s: float = 10.0, retries: int = 0) -> AsyncGenerator[RewardRunner]:
-    runner = RewardRunner(f"{REWARDS}:{name}", timeout_s=timeout_s, retries=retries)
+async def running(
+    name: str, *, timeout_s: float = 10.0, retries: int = 0, concurrency: int = 64
+) -> AsyncGenerator[RewardRunner]:
+    runner = RewardRunner(f"{REWARDS}:{name}", timeout_s=timeout_s, retries=retries, concurrency=concurrency)
     try:
         await runner.start()
         yield runner
@@ -55,6 +57,26 @@ async def test_the_columns_of_the_row_are_keyword_arguments() -> None:
 async def test_calls_of_an_async_reward_run_side_by_side() -> None:
     async with running("slowly", timeout_s=5.0) as runner, asyncio.timeout(5.0):
         assert await runner.score(said(*map(str, range(60)))) == list(map(float, range(60)))
+
+
+async def test_no_more_calls_are_under_way_than_the_concurrency_and_so_many_are(tmp_path: Path) -> None:
+    columns = {"folder": str(tmp_path)}
+    many = [Sample(prompt="", completion=str(number), columns=columns) for number in range(200)]
+    async with running("together", concurrency=100) as runner, asyncio.timeout(20.0):
+        assert runner.calls == 100
+        most = await runner.score(many)
+    assert max(most) == 100
+    async with running("length", concurrency=100) as runner:
+        assert runner.calls == 1, "only an async def has more"
+
+
+async def test_calls_beside_one_that_ends_the_process_run_again_and_are_not_charged() -> None:
+    async with running("stuck") as runner:
+        crashing = asyncio.ensure_future(runner.score(said("exit")))
+        assert await runner.score(said("1", "2")) == [1.0, 2.0]
+        with pytest.raises(RewardFailed, match=r"the reward's process ended with code 5 \(1 try\)"):
+            await crashing
+        assert runner.failed_calls == 1
 
 
 async def test_a_reward_that_raises_is_tried_again_and_then_named() -> None:
@@ -173,7 +195,7 @@ async def test_standard_input_is_empty_for_a_reward() -> None:
     ],
 )
 async def test_a_reward_that_cannot_be_imported_is_the_operators_error(run: str, why: str) -> None:
-    runner = RewardRunner(run, timeout_s=1.0, retries=0)
+    runner = RewardRunner(run, timeout_s=1.0, retries=0, concurrency=1)
     with pytest.raises(ConfigError, match=why):
         await runner.start()
     await runner.close()
@@ -207,7 +229,7 @@ from pathlib import Path
 from staleflow.clients.stage.runner import RewardRunner, Sample
 
 async def main():
-    runner = RewardRunner(sys.argv[1], timeout_s=60, retries=0)
+    runner = RewardRunner(sys.argv[1], timeout_s=60, retries=0, concurrency=1)
     await runner.start()
     sample = Sample(prompt="", completion="", columns={"marker": sys.argv[2]})
     scoring = asyncio.ensure_future(runner.score([sample]))

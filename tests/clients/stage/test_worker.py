@@ -75,6 +75,18 @@ def test_a_reward_that_cannot_be_imported_ends_the_worker_before_it_joins() -> N
         assert [event["role"] for event in service.trace("attach")].count("stage") == 0
 
 
+def test_a_worker_of_an_async_reward_has_as_many_groups_as_its_concurrency_has_calls_for() -> None:
+    overrides = ("trajectories.shards=1", "reward.batch=1", "reward.concurrency=8", "reward.timeout_s=60")
+    with (
+        serving(f"reward.run={REWARDS}:crowd", *overrides) as service,
+        TrainerClient(service.address) as trainer,
+    ):
+        trainer.join(Lineage(0), Version(0))
+        trainer.publish_initial(WEIGHTS)
+        batch = next(iter(trainer.batches(1)))
+        assert batch.rewards.tolist() == [1.0] * 6
+
+
 def packed(one: StageGroup) -> memoryview:
     return memoryview(pack(one.payload.to_arrays()))
 

@@ -7,8 +7,8 @@ import pytest
 
 from staleflow.configs.schema import Algorithm, Config, Prompts
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.ids import Step
-from staleflow.protocols.wire.messages import NextBatch, Refusal, Reply
+from staleflow.protocols.consistency.ids import Step, WorkerId
+from staleflow.protocols.wire.messages import NextBatch, Refusal, Reply, StageFailing, StageLoad, StageLoads
 from staleflow.servers.scheduler.deadlock import FAILED_BATCHES, FAILING_MS, MANY_TIMES
 from tests.servers.scheduler.table import TICK_MS, Seat, Table
 from tests.servers.scheduler.world import config
@@ -241,6 +241,38 @@ def test_few_failures_however_old_end_nothing(tmp_path: Path) -> None:
     through_the_shard(seat, MANY_FAILED - 1, ReleaseWhy.ABORTED, BAD)
     table.after(FAILING_MS)
     assert told(table) == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "failing_ms", "workers", "ends"),
+    [
+        (None, FAILING_MS, 1, True),
+        (None, FAILING_MS - 1, 1, False),
+        (None, FAILING_MS, 2, False),
+        (ReleaseWhy.FILTERED, FAILING_MS, 1, False),
+    ],
+    ids=["all of a minute", "not yet", "another works", "one came through"],
+)
+def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_run(
+    tmp_path: Path, before: ReleaseWhy | None, failing_ms: int, workers: int, ends: bool
+) -> None:
+    """They are held, so that few groups are given up, and what is pushed waits for ever."""
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    if before is not None:
+        through_the_shard(seat, 1, before)
+    for number in range(workers):
+        table.attach(f"reward-{number}", "stage", stage="reward")
+    failing = StageFailing(
+        worker=WorkerId("reward-0"), failures=40, failing_ms=failing_ms, held_ms=9_000, why="judge: refused"
+    )
+    load = StageLoad(stage="reward", waiting=9, taken=0, groups=[], failing=[failing])
+    table.call("trajectories-0", StageLoads(shard=0, loads=[load], used_share=0.1), lambda _: None)
+    assert "reward-0 fails every group of the stage reward, 40 in a row, and is held: judge: refused" in table.why
+    said = (
+        "step 0 can never be trained: every group fails in the stage reward, 40 in a row at reward-0 and none succeeded"
+    )
+    assert told(table).startswith(said) == ends
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -1,13 +1,16 @@
 """What the scheduler knows of groups in stages: the newest word of each shard, and nothing that is no stage."""
 
+from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
+from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Stage
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import GroupId
-from staleflow.protocols.wire.messages import Done, StageLoad, StageLoads
-from staleflow.servers.scheduler.stage_loads import Load, Loads
+from staleflow.protocols.consistency.ids import GroupId, WorkerId
+from staleflow.protocols.wire.messages import Done, StageFailing, StageLoad, StageLoads
+from staleflow.servers.scheduler.stage_loads import Load, Loads, calls_limit
 from tests.servers.scheduler.world import Cast, World
 
 
@@ -54,6 +57,58 @@ def test_a_report_of_no_shard_or_of_no_stage_changes_nothing(shard: int, given: 
     told(loads, shard, *given)
     assert [code for code, _ in heard.said] == [Code.MALFORMED]
     assert loads.by_stage() == {}
+
+
+def config(group_size: int = 8) -> Config:
+    return Config(
+        prompts=Prompts(),
+        reward=Reward(run="m:f"),
+        stage=[Stage(name="judge", run="m:f", makes=["score"])],
+        rollout=Rollout(group_size=group_size),
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "load", "workers", "says"),
+    [
+        ("reward", Load(20, 8, 64), 1, "64 of 64 calls under way, 20 groups queued; raise reward.concurrency"),
+        ("reward", Load(0, 16, 64), 1, "64 of 64 calls under way, 8 groups queued; raise reward.concurrency"),
+        ("reward", Load(1, 16, 2), 2, "2 of 2 calls under way, 16 groups queued; raise reward.workers, or make it an"),
+        ("judge", Load(1, 32, 32), 1, "32 of 32 calls under way, 1 group queued; raise stage[0].concurrency or stage"),
+    ],
+)
+def test_a_stage_that_has_all_its_calls_under_way_is_the_limit_and_names_its_keys(
+    stage: str, load: Load, workers: int, says: str
+) -> None:
+    assert calls_limit(config(), stage, load, workers).startswith(f"stage {stage}: {says}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "load"), [("reward", Load(20, 7, 64)), ("reward", Load(0, 8, 64)), ("judge", Load(9, 16, 0))]
+)
+def test_a_stage_with_fewer_calls_or_nothing_queued_is_no_limit(stage: str, load: Load) -> None:
+    assert calls_limit(config(), stage, load, 1) == ""
+
+
+def failing(worker: str, failures: int, failing_ms: int) -> StageFailing:
+    return StageFailing(worker=WorkerId(worker), failures=failures, failing_ms=failing_ms, held_ms=500, why="refused")
+
+
+def test_workers_that_fail_everything_are_known_by_their_longest_report() -> None:
+    heard: Any = Heard()
+    loads = Loads(2, ("reward", "judge"), heard)
+    mine = msgspec.structs.replace(load("judge", 1, 0), failing=[failing("a", 3, 100), failing("b", 4, 70_000)])
+    told(loads, 0, mine)
+    told(loads, 1, msgspec.structs.replace(mine, failing=[failing("a", 9, 61_000)]))
+    assert {one.worker: one.failures for one in loads.failing()["judge"]} == {"a": 9, "b": 4}
+    assert loads.all_fail(Counter(judge=3, reward=1), 60_000) is None, "a third one does its work"
+    found = loads.all_fail(Counter(judge=2, reward=1), 60_000)
+    assert found is not None
+    assert (found[0], found[1].worker) == ("judge", "a")
+    assert loads.all_fail(Counter(judge=2), 65_000) is None
+    told(loads, 0)
+    told(loads, 1)
+    assert loads.failing() == {}
 
 
 async def test_a_group_that_pins_a_step_is_said_to_be_in_its_stage(world: World) -> None:

@@ -152,10 +152,11 @@ async def test_what_the_filter_does_not_want_leaves_the_other_stages_too(run: Ru
 
 async def test_a_group_that_two_stages_give_up_is_released_once(run: Run) -> None:
     await pushed(run, count=1)
-    left, right = (StageWorker(run, f"{stage}-0", stage=stage) for stage in ("left", "right"))
-    (lost,), _ = await left.take()
+    left, again, right = (StageWorker(run, name, stage=name[:-2]) for name in ("left-0", "left-1", "right-0"))
     (other,), _ = await right.take()
-    assert [r.code for r in await left.fail(lost, "raised")] == [None]
+    for worker in (left, again):
+        (lost,), _ = await worker.take()
+        assert [r.code for r in await worker.fail(lost, "raised")] == [None]
     assert [r.code for r in await right.fail(other, "raised")] == [Code.STALE_LEASE]
 
     async def aborted() -> bool:
@@ -227,7 +228,17 @@ async def test_why_names_the_stage_that_groups_wait_in_and_how_many_workers_it_h
 
     assert await eventually(named)
     rows = {row["stage"]: row for row in (await run.status(run.where.scheduler))["stages"]}
-    assert rows["left"] == {"stage": "left", "after": [], "workers": 2, "waiting": 1, "taken": 1}
+    assert rows["left"] == {
+        "stage": "left",
+        "after": [],
+        "workers": 2,
+        "waiting": 1,
+        "taken": 1,
+        "calls": 0,
+        "calls_under_way": 0,
+        "limit": "",
+        "failing": [],
+    }
     assert rows["mix"] == {"stage": "mix", "after": ["left", "right", "reward"], "workers": 1, "waiting": 0, "taken": 0}
 
 

@@ -1,6 +1,7 @@
 """Stage workers that come, answer, fail and vanish."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import (
+    Attach,
+    Attached,
     FinishStage,
     GetStatus,
     Results,
@@ -27,8 +30,10 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
 from staleflow.runtime.client import worker_id
 from staleflow.runtime.errors import Refused
-from staleflow.servers.trajectories import stage_calls
+from staleflow.servers.trajectories import main as trajectories
+from staleflow.servers.trajectories import stage_calls, stage_reports
 from staleflow.servers.trajectories.records import Key, Record
+from staleflow.servers.trajectories.stage_queue import HOLD_AFTER
 from staleflow.servers.trajectories.store import unpacked
 from tests.runtime.conftest import RawPeer
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
@@ -281,16 +286,105 @@ async def test_without_a_filter_equal_rewards_are_occupied(
     assert await eventually(occupied)
 
 
-async def test_a_stage_that_fails_for_good_releases_the_group(run: Run) -> None:
+async def test_a_group_that_every_worker_fails_is_released(run: Run) -> None:
     await pushed(run, count=1)
-    stage = StageWorker(run)
-    items, _ = await stage.take()
-    assert [r.code for r in await stage.fail(items[0], "reward raised ValueError")] == [None]
+    for name in ("reward-0", "reward-1"):
+        assert await released(run, "aborted") == 0
+        stage = StageWorker(run, name)
+        items, _ = await stage.take()
+        assert [r.code for r in await stage.fail(items[0], "reward raised ValueError")] == [None]
 
     async def aborted() -> bool:
         return await released(run, "aborted") == 1
 
     assert await eventually(aborted)
+
+
+async def test_no_group_is_lost_to_a_worker_that_fails_everything_at_once(run: Run) -> None:
+    """Its judge cannot be reached, say: it is free sooner than the other one, always."""
+    rollout = await pushed(run, count=4)
+    stages, failed, done = [StageWorker(run, name) for name in ("broken-0", "good-0")], 0, set[int]()
+    broken, good = stages
+
+    async def fails() -> None:
+        nonlocal failed
+        while True:
+            items, _ = await broken.take(wait_ms=100)
+            for item in items:
+                failed += 1
+                await broken.fail(item, "judge: connection refused")
+
+    failing = asyncio.create_task(fails())
+    async with asyncio.timeout(20):
+        while len(done) < 4:
+            items, _ = await good.take(most=1, wait_ms=500)
+            done |= {item.group for item in items if [r.code for r in await good.finish([item])] == [None]}
+    assert await released(run, "aborted") == 0
+    await rollout.push(*(await rollout.leases(1))[:1])
+    again, _ = await good.take(wait_ms=5_000)
+    assert again
+    failing.cancel()
+
+
+async def test_a_worker_that_fails_everything_is_named_with_its_reason(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stage_reports, "EVERY_S", 0.05)
+    await pushed(run, count=4)
+    broken = StageWorker(run, "broken-0")
+    client = run.client(run.where.scheduler, broken.worker)
+    await client.ask(Attach(worker=broken.worker, name="broken-0", role="stage", stage="reward"), Attached)
+    items, _ = await broken.take()
+    for item in items[:HOLD_AFTER]:
+        await broken.fail(item, "judge: connection refused")
+
+    async def named() -> bool:
+        status = await run.status(run.where.scheduler)
+        (reward,) = status["stages"]
+        why = f"; broken-0 fails every group of the stage reward, {HOLD_AFTER} in a row, and is held: judge: connection"
+        return why in status["why"] and [one["failures"] for one in reward["failing"]] == [HOLD_AFTER]
+
+    assert await eventually(named)
+
+    async def logged() -> bool:
+        told = f"stage worker {broken.worker} failed {HOLD_AFTER} groups of the stage reward in a row; it is held"
+        return any(message.startswith(told) for message in caplog.messages)
+
+    assert await eventually(logged)
+
+
+async def test_a_pause_of_the_shard_ends_no_ticket(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the worker finished in the meantime is read after the clock has passed the end of its tickets."""
+    monkeypatch.setattr(trajectories, "STAGE_SLACK_S", 0.3)
+    run = make_run(reward={"timeout_s": 0.1, "retries": 0})
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
+    await pushed(run)
+    stage = StageWorker(run)
+    items, _ = await stage.take()
+    await asyncio.sleep(0.1)
+    time.sleep(2.5)  # noqa: ASYNC251 - the pause: each of the two tickets lasts for a second
+    await asyncio.sleep(0.3)  # the shard looks at its tickets before it reads what came
+    assert {r.code for r in await stage.finish(items)} == {None}
+
+
+async def test_a_ticket_that_is_late_without_a_pause_ends(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories, "STAGE_SLACK_S", 0.3)
+    run = make_run(reward={"timeout_s": 0.1, "retries": 0})
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
+    await pushed(run)
+    stage, other = StageWorker(run), StageWorker(run, "reward-1")
+    items, _ = await stage.take()
+    again, _ = await other.take(wait_ms=20_000)
+    assert [item.group for item in again] == [item.group for item in items]
+    assert {r.code for r in await stage.finish(items)} == {Code.STALE_LEASE}
 
 
 @pytest.mark.parametrize(
@@ -304,14 +398,15 @@ async def test_a_stage_that_fails_for_good_releases_the_group(run: Run) -> None:
 )
 async def test_columns_that_are_none_release_the_group(run: Run, column: str, values: np.ndarray, says: str) -> None:
     await pushed(run, count=1)
-    stage = StageWorker(run)
-    items, _ = await stage.take()
-    specs, frames = specs_and_frames({column: values})
-    result = StageResult(group=items[0].group, lease=items[0].lease, ticket=items[0].ticket, frames=specs)
-    finish = FinishStage(stage="reward", worker=stage.worker, results=[result])
-    answer = (await stage.client.ask(finish, Results, frames)).results
-    assert [r.code for r in answer] == [Code.MALFORMED]
-    assert says in answer[0].detail
+    for name in ("reward-0", "reward-1"):  # another worker tries it before it is given up
+        stage = StageWorker(run, name)
+        items, _ = await stage.take()
+        specs, frames = specs_and_frames({column: values})
+        result = StageResult(group=items[0].group, lease=items[0].lease, ticket=items[0].ticket, frames=specs)
+        finish = FinishStage(stage="reward", worker=stage.worker, results=[result])
+        answer = (await stage.client.ask(finish, Results, frames)).results
+        assert [r.code for r in answer] == [Code.MALFORMED]
+        assert says in answer[0].detail
 
     async def aborted() -> bool:
         return await released(run, "aborted") == 1
