@@ -141,7 +141,7 @@ def test_a_worker_that_refuses_its_configuration_stops_the_run_with_its_words(st
         "import sys\nif 'probe' not in sys.argv[0]: raise ValueError('not here')\ndef score(*a, **k): return 0.0\n"
     )
     run = start(str(SIMULATED), *LONG, "reward.run=picky.py:score")
-    assert run.end() == 1
+    assert run.end() == 2
     assert "reward-0 refuses to start" in run.output
     assert "not here" in run.output
     assert run.summary()["outcome"] == "failed"
