@@ -268,8 +268,9 @@ def _not_what_is_occupied(real: Any) -> Any:
 def _only_since_the_newest_checkpoint(real: Any) -> Any:
     def must_keep(self: Machine, id: Any) -> bool:
         view = self.group(id)
-        consumed = view is not None and view.state.name == "CONSUMED" and view.step is not None
-        return bool(real(self, id)) and not (consumed and view.step < self.checkpoint[1])
+        if view is not None and view.step is not None and view.state.name == "CONSUMED":
+            return view.step >= self.checkpoint[1]
+        return bool(real(self, id))
 
     return must_keep
 
