@@ -145,5 +145,6 @@ class Pool:
         """The process that stands ready, or a new one; another one is started meanwhile."""
         spare, self._spare = self._spare, None
         process = await UserProcess.start(self._program) if spare is None else await spare
-        self._spare = asyncio.create_task(UserProcess.start(self._program))
+        if self._spare is None:  # another place may have started one meanwhile
+            self._spare = asyncio.create_task(UserProcess.start(self._program))
         return await self._next() if process.gone else process

@@ -88,14 +88,21 @@ class UserProcess:
         its_end, ours = os.pipe()
         lifeline = FileIO(ours, "wb")
         its_mark, page = mark.allocate()
-        try:
-            process = await asyncio.create_subprocess_exec(
+        spawning = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", program.module, str(its_mark), str(its_end)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(its_mark, its_end),
                 start_new_session=True,
             )
+        )
+        try:
+            process = await asyncio.shield(spawning)
+        except asyncio.CancelledError:  # cancelled in itself, uvloop leaves a process behind that its close waits for
+            process = await spawning
+            await cls(process, lifeline, program, page).kill()
+            raise
         except BaseException:
             lifeline.close()
             raise

@@ -21,10 +21,8 @@ def test_the_graph_says_what_works_at_the_same_time_and_what_flows(cli: Cli) -> 
     assert lines[0] == "push → length + repeats → reward → credit → train"
     assert [line.split("  ")[0] for line in lines[2:]] == ["length", "repeats", "reward", "credit"]
     assert "after length, repeats  makes reward/reward" in lines[4]
-    assert (
-        "makes repeats/share, repeats/seen (a token)  2 workers, 4 groups at once (1024 of an async def), at most 20 s each"
-        in lines[3]
-    )
+    assert "makes repeats/share, repeats/seen (a token)  2 workers, 4 groups at once (1024 of an async def)" in lines[3]
+    assert lines[3].endswith("at most 20 s each")
 
 
 def test_a_letter_that_the_output_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
