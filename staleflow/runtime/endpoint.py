@@ -308,12 +308,17 @@ class Endpoint:
         loop.call_at(due_s, self._sweep, due_s)
 
     def _sweep(self, due_s: float) -> None:
-        """Find the peers that are gone. A sweep that is late itself proves nothing: their messages may lie unread."""
+        """Find the peers that are gone. A sweep that is late itself proves nothing: their messages may lie unread, and
+        a peer that gave this server up during its pause needs the rest of its time to connect again."""
         if self._closed.is_set():
             return
         self._sweep_later()
-        if self._now_s() < due_s + self._limits.heartbeat_s / 2:
-            self._forget_silent(self._now_s() - self._limits.silence_s)
+        now_s = self._now_s()
+        if now_s < due_s + self._limits.heartbeat_s / 2:
+            self._forget_silent(now_s - self._limits.silence_s)
+            return
+        for peer in self._peers.values():
+            peer.seen_s = min(peer.seen_s + now_s - due_s, now_s)
 
     def _forget_silent(self, before_s: float) -> None:
         for peer in [peer for peer in self._peers.values() if peer.seen_s < before_s]:
