@@ -7,6 +7,8 @@ from dataclasses import dataclass
 class Phase:
     """Only ever moves forward, but for ``stuck``."""
 
+    suspected: str = ""
+    """Why no further step may ever be trained: nothing new starts until the groups under way have shown it."""
     stuck: str = ""
     """Why no further step can ever be trained, as things are now."""
     draining: bool = False

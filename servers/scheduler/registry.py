@@ -17,6 +17,8 @@ from staleflow.runtime.security import LOOKING
 from staleflow.runtime.store import Read, Write
 
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
+RETURN_MS = 300_000
+"""A lost process may be back within this: started again, with its model loaded."""
 MOST_OVER = 4_096
 """So many processes that are over are known; an echo comes sooner than so many are replaced."""
 
@@ -110,6 +112,11 @@ class Registry:
         """The process of that id, alive or silent."""
         return self._workers.get(WorkerId(worker))
 
+    def name_of(self, worker: WorkerId) -> str:
+        """The name of a process; its id where the process is unknown."""
+        process = self._workers.get(worker)
+        return worker if process is None else process.name
+
     def named(self, name: str) -> Process | None:
         """The process of that name, alive or silent."""
         return self._names.get(name)
@@ -135,6 +142,14 @@ class Registry:
     def processes(self) -> list[Process]:
         """All, in order of attachment."""
         return list(self._names.values())
+
+    def awaits(self, role: str) -> bool:
+        """Whether a process of that role fell silent so shortly ago that it, or its successor, may still come back."""
+        now_ms = self._clock.now_ms()
+        return any(
+            process.role == role and not process.alive and now_ms - process.seen_ms < RETURN_MS
+            for process in self._names.values()
+        )
 
     def stage_workers(self) -> Counter[str]:
         """By stage: its workers that are alive."""
