@@ -4,7 +4,7 @@ What a process said when it attached is stored, so that after a restart of the s
 word and needs not attach anew. Who is silent is gone until it is heard again.
 """
 
-from collections import Counter
+from collections import Counter, deque
 
 import msgspec
 
@@ -17,6 +17,12 @@ from staleflow.runtime.security import LOOKING
 from staleflow.runtime.store import Read, Write
 
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
+SILENT_MS = 3_000
+"""After a restart of the scheduler a process has this long to be heard before it counts as silent."""
+RESTARTS_MS = 300_000
+"""Restarts of a process within this are a crash loop. A trainer that loads a large model restarts once a minute."""
+MAX_STARTS = 64
+"""Starts of one process that are remembered."""
 RETURN_MS = 300_000
 """A lost process may be back within this: started again, with its model loaded."""
 MOST_OVER = 4_096
@@ -61,6 +67,8 @@ class Registry:
         self._parameters = ""
         self._names: dict[str, Process] = {}
         self._workers: dict[WorkerId, Process] = {}
+        self._starts: dict[str, deque[int]] = {}
+        """When each trainer attached, by name, as a new process."""
         self._over: dict[WorkerId, str] = {}
         """Why those may not come again who were replaced or said goodbye, the newest of them."""
 
@@ -78,6 +86,8 @@ class Registry:
         process = Process(attach, self._clock.now_ms(), alive=True)
         if older is not None and older.worker == attach.worker:
             process.generated = older.generated
+        elif attach.role == "trainer" and (attach.name in self._starts or len(self._starts) < MAX_STARTS):
+            self._starts.setdefault(attach.name, deque(maxlen=MAX_STARTS)).append(process.seen_ms)
         self._know(process)
         if older is None or older.worker == attach.worker:
             return None
@@ -142,6 +152,21 @@ class Registry:
     def processes(self) -> list[Process]:
         """All, in order of attachment."""
         return list(self._names.values())
+
+    def server(self, role: str, shard: int = 0) -> Process | None:
+        """The server of that role and shard, alive or silent; None where it never attached or has left."""
+        return next((p for p in self._names.values() if (p.role, p.attach.shard) == (role, shard)), None)
+
+    def silent_s(self, process: Process) -> float:
+        """For how long a process has been silent; 0 while it is alive."""
+        silent_ms = self._clock.now_ms() - process.seen_ms
+        return 0.0 if process.alive or (silent_ms < SILENT_MS and not process.heard) else max(silent_ms, 1) / 1000
+
+    def restarts(self, name: str) -> int:
+        """How often a trainer of that name was started again in the last ``RESTARTS_MS``."""
+        starts = self._starts.get(name, ())
+        since_ms = self._clock.now_ms() - RESTARTS_MS
+        return sum(start_ms >= since_ms for number, start_ms in enumerate(starts) if number)
 
     def awaits(self, role: str) -> bool:
         """Whether a process of that role fell silent so shortly ago that it, or its successor, may still come back."""

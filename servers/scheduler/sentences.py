@@ -46,6 +46,16 @@ def held(holds: Sequence[Hold]) -> str:
     return f"{first.worker} is held {until}: its last {first.failed} groups failed: {first.detail}{others}"
 
 
+def silent(name: str, silent_s: float, waits: str) -> str:
+    """Process ``name`` is not heard; ``waits``: what waits for it."""
+    return f"{name} has been silent for {seconds(silent_s)}: {waits}"
+
+
+def restarted(name: str, restarts: int, within_s: float) -> str:
+    """The trainer ``name`` is in a crash loop."""
+    return f"{name} was restarted {restarts} times in the last {seconds(within_s)}; its log has the reason"
+
+
 def pinned(step: int, pins: Sequence[Pin], count: int, policy: str) -> str:
     """Step ``step`` has its groups, but older ones must be trained with it: which, where, how long, and what then.
 

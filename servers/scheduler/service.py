@@ -93,7 +93,13 @@ class Service:
         self._deadlock = Deadlock(config, interpreter, self._setbacks, self._failures, self._registry.awaits)
         seen = (config, identity, interpreter, self._registry, self._instances, self._metrics)
         self._status = StatusView(
-            *seen, self._deadlock, self.phase, self._loads, lambda: self._training.asked(), str(run_dir.resolve())
+            *seen,
+            self._deadlock,
+            self._failures,
+            self.phase,
+            self._loads,
+            lambda: self._training.asked(),
+            str(run_dir.resolve()),
         )
         known = (interpreter, self._answers, self._rejects)
         self._attachments = Attachments(config, identity, str(run_dir), *known, self._registry, self._instances)
