@@ -138,8 +138,7 @@ def test_an_instance_that_refuses_everything_ends_the_run(tmp_path: Path) -> Non
     table.after(TICK_MS)
     assert table.refused == [], "two are under way, and may be pushed after all"
     begun = table.interpreter.totals.counts.reserves
-    for group in seat.holds():
-        last = refuse(seat, group)
+    last = [refuse(seat, group) for group in seat.holds()][-1]
     assert table.interpreter.totals.counts.reserves == begun, "nothing begins meanwhile"
     table.after(TICK_MS)
     assert [refusal.detail for refusal in table.refused] == [

@@ -1,4 +1,4 @@
-"""An instance that fails everything is held back and costs no prompt; a prompt is given up where it is at fault itself."""
+"""An instance that fails everything is held back and costs no prompt; a prompt is given up where it is at fault."""
 
 from pathlib import Path
 
