@@ -47,7 +47,8 @@ _COUNTED: Final = {state.name.lower(): state for state in State if state <= Stat
 
 
 class Machine:
-    """The consistency protocol. ``now_ms`` is any clock that never goes back; it decides nothing but expiry."""
+    """The consistency protocol. ``now_ms`` is any clock that never goes back; it decides nothing but expiry.
+    The shell passes its running time, which leaves out its own pauses."""
 
     __slots__ = ("_ledger",)
 

@@ -112,4 +112,6 @@ def _all_of_it(snapshot: Snapshot) -> bool:
 def places(snapshot: Snapshot) -> int:
     """Groups that engines could decode at once beyond those that they have."""
     started = snapshot.group_size
-    return sum(max(0, (i.slots // started if i.slots else i.capacity) - i.held) for i in snapshot.instances)
+    return sum(
+        max(0, (i.slots // started if i.slots else i.capacity) - i.held) for i in snapshot.instances if not i.on_hold
+    )

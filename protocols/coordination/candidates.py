@@ -7,12 +7,14 @@ from staleflow.protocols.coordination.view import Instance, Snapshot, Start
 
 
 def candidates(snapshot: Snapshot) -> list[Instance]:
-    """Those with a place free, and room at the version that it would start with: now, or once that is loaded."""
+    """Instances that are not on hold, with a place free and room at the version that they would start with: the loaded
+    one, or the newest once it is loaded."""
     room, newest = snapshot.room, snapshot.version
     return [
         i
         for i in snapshot.instances
         if i.held < i.capacity
+        and not i.on_hold
         and (i.pulling and room.get(newest) if i.behind and not i.stuck else i.usable and room.get(i.version))
     ]
 

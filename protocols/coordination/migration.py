@@ -125,7 +125,7 @@ def _open(snapshot: Snapshot, given: Collection[WorkerId]) -> list[Instance]:
     return [
         i
         for i in snapshot.instances
-        if i.held < i.capacity and i.usable and not i.pulling and i.worker not in given
+        if i.held < i.capacity and i.usable and not (i.pulling or i.on_hold) and i.worker not in given
         if i.kv_used < FULL_KV and not crowded_out(i)
     ]
 

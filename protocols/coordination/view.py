@@ -50,6 +50,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """It was told to load newer weights, and may still do so."""
     stuck: bool = False
     """It was told, and could not or did not: it may go on with the weights it has."""
+    on_hold: bool = False
+    """It fails group after group, and starts nothing for now."""
     held: int
     """Groups that it works on, those ordered included."""
     coming: int = 0

@@ -14,6 +14,7 @@ from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.sync import MOST_AT_ONCE
 from staleflow.protocols.coordination.view import Load, Move, Order, Start
 from staleflow.protocols.wire.messages import InstanceStats
+from staleflow.servers.scheduler.failures import Failures
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.pacing import Pacing
@@ -30,6 +31,7 @@ class Cycle:
         self,
         interpreter: Interpreter,
         instances: Instances,
+        failures: Failures,
         config: Config,
         end: Callable[[], int],
         asked: Callable[[], bool],
@@ -40,7 +42,7 @@ class Cycle:
         self._strategies = strategies(config.coordination)
         self._pacing = Pacing(interpreter.limits, asked)
         interpreter.listen(Delivered, self._pacing.on_delivered)
-        self._snapshots = Snapshots(interpreter, instances, config, end, self._pacing)
+        self._snapshots = Snapshots(interpreter, instances, failures, config, end, self._pacing)
         self.unfinished = False
         """Another cycle should follow soon."""
         self._not_before_ns = 0

@@ -1,13 +1,16 @@
 """Nothing can ever progress: when that is certain, the run ends with the reason; while it is likely, ``why`` says it.
 
-Certain is only what no engine, stage or trainer that is here could change, however long one waited (but for the last,
-where nobody would wait longer):
+A suspicion comes first. It stops new leases; it becomes certain when nothing is leased or pushed any more, and a group
+that succeeds meanwhile clears it. So no run ends while anything under way may still help. Suspicious is only what no
+engine, stage or trainer that is attached could change:
 
-- the step needs groups, none is under way, and there are no prompts left;
-- the prompts that are left were all refused by engines that can never serve them;
-- every instance has refused everything it was given, and that was a thousand groups or every prompt there is;
+- the step needs groups, and the prompts are used up;
+- each prompt that is left failed ``MANY_TIMES``;
+- every instance refused a thousand different prompts in a row, or every prompt there is, without a push in between;
 - no group of this run ever came as far as this stage, or this environment, should bring it: many failed, for a minute;
 - no group ever came through the stages, and each worker of one has failed everything for a minute.
+
+A rollout worker that was lost in the last minutes may come back and serve what the others do not.
 """
 
 from collections.abc import Callable
@@ -16,16 +19,15 @@ from staleflow.configs.algorithm import filter_of
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.wire.messages import StageFailing
-from staleflow.servers.scheduler.instances import Instances
+from staleflow.servers.scheduler.failures import MAX_PROMPTS, Failures
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.setbacks import Setbacks
 
-MANY_REFUSED = 1_000
-"""Different groups refused in a row: more than chance, however many prompts there are."""
 MANY_TIMES = 5
-"""Times that a prompt is refused before nobody is thought to serve it."""
+"""Failures of each prompt that is left before none is expected to succeed."""
 FAILED_BATCHES, FAILING_MS = 10, 60_000
-"""Batches' worth of groups that failed while none ever succeeded, and for how long: what is late is waited for."""
+"""Batches' worth of groups that failed in a stage while none ever succeeded, and for how long any failures must last: a
+service that starts late is waited for."""
 FEW_BATCHES = 4
 """Batches' worth of groups that came to nothing, one after the other, are worth a word."""
 
@@ -37,58 +39,72 @@ class Deadlock:
         self,
         config: Config,
         interpreter: Interpreter,
-        instances: Instances,
         setbacks: Setbacks,
+        failures: Failures,
+        awaits: Callable[[str], bool],
         stage_fails: Callable[[int], tuple[str, StageFailing] | None] = lambda for_ms: None,
     ) -> None:
-        """``stage_fails``: a stage whose workers have all failed everything for so many ms, with one of them."""
+        """``awaits``: whether a lost process of a role may still come back. ``stage_fails``: a stage whose workers have
+        all failed everything for so many ms, with one of them."""
         self._stage_fails = stage_fails
         self._config = config
         self._interpreter = interpreter
-        self._instances = instances
         self._setbacks = setbacks
+        self._failures = failures
+        self._awaits = awaits
 
     # --- certain ---------------------------------------------------------------------------------------------
 
-    def certain(self) -> str:
-        """Why the next step can never be trained, and what to change; empty while it may be."""
-        machine, deck = self._interpreter.machine, self._interpreter.deck
-        counts = machine.state_counts()
+    def is_certain(self) -> bool:
+        """Whether nothing is under way that could clear a suspicion. Groups in a stage that fails everything cannot."""
+        counts = self._interpreter.machine.state_counts()
+        return not counts["leased"] and (not counts["pushed"] or self._failing_stage() is not None)
+
+    def suspicion(self) -> str:
+        """Why the next step may never be trained, and what to change; empty while there is no sign of it."""
+        machine, deck, failures = self._interpreter.machine, self._interpreter.deck, self._failures
         if failing := self._all_fail():
             return f"step {machine.next_step} can never be trained: {failing}"
-        if not deck.rows or int(machine.next_step) != machine.version or counts["pushed"] or not machine.starved():
+        if not deck.rows or int(machine.next_step) != machine.version or not machine.starved():
             return ""
-        need, ready = self._config.trainer.batch_size, counts["occupied"]
+        need, ready = self._config.trainer.batch_size, machine.state_counts()["occupied"]
         step = f"step {machine.next_step} can never be trained: {ready} of {need} groups are ready"
-        left, leased = deck.left(), counts["leased"]
-        if not left and not leased:
+        left = deck.left()
+        if not left:
             return f"{step} and the prompts are used up{self._spent()}. {self._more()}"
-        refused = self._setbacks.refused.values()
-        only_refused = left == deck.waiting and len(refused) == left + leased
-        if only_refused and all(row.count >= MANY_TIMES for row in refused):
-            return f"{step} and no engine serves the prompts that are left, {len(refused)}. {self._too_long()}"
-        if self._all_refuse():
-            count = len(self._setbacks.refused_in_a_row)
-            return f"{step} and every instance refuses every prompt, {count} in a row. {self._too_long()}"
+        if self._awaits("rollout"):
+            return ""
+        if left == deck.waiting and all(failures.tried(group) >= MANY_TIMES for group in deck.waiting_groups()):
+            return f"{step} and each prompt that is left, {left}, failed {MANY_TIMES} times. {self._newest()}"
+        if (refused := failures.all_refuse()) >= min(deck.rows, MAX_PROMPTS):
+            return f"{step} and every instance refuses every prompt, {refused} in a row. {self._newest()}"
         return ""
 
     def _all_fail(self) -> str:
-        """What fails every time, from the beginning on, and how."""
-        totals, setbacks = self._interpreter.totals.counts, self._setbacks
-        for row, never, what in (
-            (setbacks.failed, not totals.occupies, "every group fails in a stage"),
-            (setbacks.given_up, not totals.pushes and not setbacks.refused, "rollout workers give up every group"),
-        ):
-            lasts_ms = self._interpreter.clock.now_ms() - row.first_ms
-            if never and row.count >= FAILED_BATCHES * self._config.trainer.batch_size and lasts_ms >= FAILING_MS:
-                more = "More in logs/ of the run directory"
-                return f"{what}, {row.count} so far and none succeeded. The newest: {row.detail}. {more}"
-        passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
-        if not passed and (found := self._stage_fails(FAILING_MS)) is not None:
+        """Name what has failed every time since the run began."""
+        totals, failed = self._interpreter.totals.counts, self._setbacks.failed
+        many = FAILED_BATCHES * self._config.trainer.batch_size
+        if not totals.occupies and failed.count >= many and self._lasts(failed.first_ms):
+            what, count, detail = "every group fails in a stage", failed.count, failed.detail
+        elif (found := self._failing_stage()) is not None:
             stage, one = found
-            what = f"every group fails in the stage {stage}, {one.failures} in a row at {one.worker} and none succeeded"
-            return f"{what}. The newest: {one.why}. More in logs/ of the run directory"
-        return ""
+            what, count, detail = f"every group fails in the stage {stage} at {one.worker}", one.failures, one.why
+        elif totals.pushes or self._awaits("rollout"):
+            return ""
+        elif (streak := self._failures.all_fail()) is not None and self._lasts(streak.first_ms):
+            what, count, detail = "rollout workers give up every group", streak.count, streak.detail
+        else:
+            return ""
+        return f"{what}, {count} so far and none succeeded. The newest: {detail}. More in logs/ of the run directory"
+
+    def _failing_stage(self) -> tuple[str, StageFailing] | None:
+        """Return the stage that no group of this run ever passed, and whose workers fail everything."""
+        totals = self._interpreter.totals.counts
+        passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
+        return None if passed else self._stage_fails(FAILING_MS)
+
+    def _lasts(self, first_ms: int) -> bool:
+        return self._interpreter.clock.now_ms() - first_ms >= FAILING_MS
 
     def _spent(self) -> str:
         """Where the prompts went."""
@@ -97,8 +113,12 @@ class Deadlock:
         lost = {"filtered": totals.releases.get("filtered", 0), "surplus": totals.releases.get("surplus", 0)}
         for why, count in totals.drops.items():
             lost[why] = lost.get(why, 0) + count
+        counts = self._interpreter.machine.state_counts()
+        kept = counts["occupied"] + counts["sealed"] + counts["consumed"]
+        lost["given up after they failed"] = max(epochs * rows - kept - sum(lost.values()), 0)
         parts = ", ".join(f"{count} {why}" for why, count in lost.items() if count)
-        return f": {epochs} x {rows}" + (f", {parts}" if parts else "")
+        newest = f" (the newest: {detail})" if (detail := self._failures.newest_given_up) else ""
+        return f": {epochs} x {rows}" + (f", {parts}" if parts else "") + newest
 
     def _more(self) -> str:
         """What to change when there are too few prompts."""
@@ -110,18 +130,10 @@ class Deadlock:
             ways.append('set rollout.filter to "none"')
         return "What helps: " + ", or ".join(ways)
 
-    def _too_long(self) -> str:
-        row = self._setbacks.refused.get(self._setbacks.newest_refused)
-        said = "" if row is None else f"The newest: {row.detail}. "
-        return f"{said}Shorten or leave out such prompts, or give the engine a longer context"
-
-    def _all_refuse(self) -> bool:
-        setbacks, rows = self._setbacks, self._interpreter.deck.rows
-        groups, many = setbacks.refused_in_a_row, min(rows, MANY_REFUSED)
-        if len(groups) < many or len({group % rows for group in groups}) < many:
-            return False
-        instances = [instance.worker for instance in self._instances]
-        return bool(instances) and all(worker in setbacks.refusers for worker in instances)
+    def _newest(self) -> str:
+        detail = self._failures.newest() or self._setbacks.failed.detail
+        said = f"The newest: {detail}. " if detail else ""
+        return f"{said}Correct or leave out such prompts, or give the engine a longer context"
 
     # --- likely ----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 import msgspec
 
@@ -112,6 +113,10 @@ class Deck:
     def waiting(self) -> int:
         """Groups that wait to be dealt again."""
         return len(self._again)
+
+    def waiting_groups(self) -> Iterator[GroupId]:
+        """The groups that wait to be dealt again."""
+        return (GroupId(group) for _, group in self._again)
 
     def set_source(self, rows: int, prompts_sha: str) -> bool:
         """The prompt source, said by a shard; False when it is not the one this run began with."""

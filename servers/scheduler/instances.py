@@ -63,9 +63,10 @@ class Instances:
             instance.reload(self._leases_of(worker))
             for lease in instance.leases:
                 self._cut_again(instance, lease)
-        self._touch(worker)
+        self.touch(worker)
 
-    def _touch(self, worker: WorkerId) -> None:
+    def touch(self, worker: WorkerId) -> None:
+        """Let strategies look at an instance again."""
         self._touched[worker] = None
         self.changed = True
 
@@ -86,7 +87,7 @@ class Instances:
         """An instance is gone; its leases are the ledger's business."""
         self._by_worker.pop(worker, None)
         self._to_answer.pop(worker, None)
-        self._touch(worker)
+        self.touch(worker)
         self._touch_ends(self.moves.lose(worker))
 
     def reload(self) -> None:
@@ -95,7 +96,7 @@ class Instances:
         self._cut.clear()
         for instance in self:
             instance.reload(self._leases_of(instance.worker))
-            self._touch(instance.worker)
+            self.touch(instance.worker)
 
     # --- what the ledger did ---------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class Instances:
         instance = self._by_worker.get(effect.worker)
         if instance is not None and instance.leases.pop(effect.lease, None) is not None:
             instance.pushed[effect.lease] = None
-            self._touch(instance.worker)
+            self.touch(instance.worker)
 
     def on_released(self, effect: Released) -> None:
         self._over(effect.group, effect.lease)
@@ -118,7 +119,7 @@ class Instances:
         if instance is None or effect.pushed or instance.leases.pop(effect.lease, None) is None:
             return
         if self.moves.is_leaving(effect.lease):
-            self._touch(instance.worker)  # it stopped by itself, and is told so by the answer
+            self.touch(instance.worker)  # it stopped by itself, and is told so by the answer
         else:
             instance.aborting[effect.lease] = self._order(instance, Abort(lease=effect.lease))
 
@@ -153,7 +154,7 @@ class Instances:
         instance.commands.acknowledge(report.ack)
         if report.stats != instance.stats:
             instance.hear(report.stats)
-            self._touch(instance.worker)
+            self.touch(instance.worker)
         if report.held or instance.leases or instance.aborting or instance.pushed:
             self._compare(instance, report)
         self._to_answer[instance.worker] = instance
@@ -187,7 +188,7 @@ class Instances:
             return
         self.moves.order(order, now_ms)
         self._order(instance, Yield(lease=order.lease))
-        self._touch(order.to)
+        self.touch(order.to)
 
     def end_move(self, lease: LeaseId) -> None:
         """The group is over, or stays where it is."""
@@ -202,7 +203,7 @@ class Instances:
         """Strategies see other ends of these moves than before."""
         for order in orders:
             for worker in (order.worker, order.to):
-                self._touch(worker)
+                self.touch(worker)
 
     # --- answers ---------------------------------------------------------------------------------------------
 
@@ -236,11 +237,11 @@ class Instances:
     def order_pull(self, instance: Instance, lineage: Lineage, version: Version, now_ms: int) -> None:
         """Tell an instance to load weights."""
         instance.order_pull(lineage, version, now_ms)
-        self._touch(instance.worker)
+        self.touch(instance.worker)
         self._to_answer[instance.worker] = instance
 
     def _order(self, instance: Instance, command: Command) -> int:
-        self._touch(instance.worker)
+        self.touch(instance.worker)
         self._to_answer[instance.worker] = instance
         return instance.commands.add(command)
 

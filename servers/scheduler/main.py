@@ -13,7 +13,7 @@ from staleflow.protocols.consistency.errors import RestoreError
 from staleflow.protocols.wire.messages import PROTOCOL
 from staleflow.runtime import crashes, reached
 from staleflow.runtime.checked_store import CheckedStore
-from staleflow.runtime.clock import WALL, Clock
+from staleflow.runtime.clock import WALL, Clock, RunningClock
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.endpoint import Endpoint
 from staleflow.runtime.host import raise_file_limit
@@ -76,11 +76,13 @@ def open_service(
     run: str = "",
     lengths: Lengths | None = None,
     session: str = "",
+    running: Clock | None = None,
 ) -> tuple[Service, Interpreter]:
     """The service as the store left it, with ``open`` in the trace. ``ConfigError`` if the store is of another run.
 
     A new run is named ``run``, or gets a name of its own. ``lengths``: in place of the configured ranker. ``session``:
-    one that the store does not know resumes a run that was drained or had ended.
+    one that the store does not know resumes a run that was drained or had ended. ``running``: the clock of leases,
+    silence and every wait; ``clock`` if left out. The trace has the times of ``clock``.
     """
     old, identity = identities.stored(store), identities.identify(store, config, run_dir, run)
     durability = config.scheduler.durability
@@ -98,7 +100,7 @@ def open_service(
     except TraceError as error:
         raise ConfigError("trace", str(run_dir / "trace.jsonl"), str(error)) from error
     try:
-        interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), clock)
+        interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), running or clock)
     except RestoreError as error:
         raise ConfigError("run directory", str(run_dir), str(error)) from error
     identities.check_steps(old, config, interpreter.machine.version)
@@ -163,7 +165,8 @@ async def serve_until(
 ) -> None:
     """Serve until stopped, or until this incarnation of the run is closed and its trace ended."""
     token = read_token(config.metrics.token)
-    service, interpreter = open_service(config, run_dir, store, clock, session=session)
+    running = RunningClock(clock)
+    service, interpreter = open_service(config, run_dir, store, clock, session=session, running=running)
     endpoint = Endpoint(
         addresses(config, run_dir).scheduler,
         on_call=service.on_call,
@@ -181,7 +184,7 @@ async def serve_until(
     log.info("scheduler serves at %s", endpoint.address)
     scraped = _scraped(config, service, token)
     serving = asyncio.create_task(endpoint.serve())
-    ticking = asyncio.create_task(_tick(service))
+    ticking = asyncio.create_task(_tick(service, running))
     ended = asyncio.create_task(stop.wait())
     try:
         if scraped is not None:
@@ -212,7 +215,11 @@ def _scraped(config: Config, service: Service, token: str) -> ScrapeServer | Non
     return ScrapeServer(bind, service.exposition.text, token=token, wide=wide)
 
 
-async def _tick(service: Service) -> None:
+async def _tick(service: Service, clock: RunningClock) -> None:
+    paused_s = 0.0
     while True:
         await asyncio.sleep(TICK_S)
         service.tick()
+        if clock.paused_s > paused_s:
+            log.warning("stood still for %.1f s; no lease or peer ages in that time", clock.paused_s - paused_s)
+            paused_s = clock.paused_s

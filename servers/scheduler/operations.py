@@ -26,6 +26,7 @@ from staleflow.runtime.disk import trouble
 from staleflow.runtime.endpoint import Call
 from staleflow.runtime.roles import Role
 from staleflow.servers.scheduler.answers import Answers
+from staleflow.servers.scheduler.failures import Failures
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.rejects import Rejects
@@ -52,11 +53,13 @@ class GroupOperations:
         metrics: Metrics,
         yields: Yields,
         setbacks: Setbacks,
+        failures: Failures,
         shards: int,
     ) -> None:
         self._interpreter = interpreter
         self._shards = shards
         self._setbacks = setbacks
+        self._failures = failures
         self._yields = yields
         self._answers = answers
         self._rejects = rejects
@@ -86,8 +89,9 @@ class GroupOperations:
 
     def _apply(self, peer: str, op: LedgerOp) -> Result:
         """What the ledger says to something that may be asked."""
+        event = self._event(op)
         try:
-            told = self._interpreter.apply(self._event(op))
+            told = self._interpreter.apply(event)
         except TransitionError as error:
             return self._no(peer, op, Code.DENIED, str(error))
         if told and isinstance(refused := told[0], Refused):
@@ -100,9 +104,11 @@ class GroupOperations:
         if isinstance(op, RegisterPush) and op.occupies:
             return self._apply(peer, RegisterOccupy(group=op.group, lease=op.lease))
         if isinstance(op, RegisterRelease) and told and isinstance(released := told[0], Released):
-            self._setbacks.released(peer, op, released, self._interpreter.clock.now_ms())
+            retired = isinstance(event, events.Release) and event.retire
+            self._setbacks.released(op, released, self._interpreter.clock.now_ms())
+            self._failures.released(op, released, retired=retired)
             if op.why is ReleaseWhy.ABORTED:
-                self._put_off(op.group)
+                self._put_off(op.group, retired=retired)
         return _DONE
 
     def _holds(self, worker: str, op: RegisterRelease | RegisterYield) -> bool:
@@ -133,17 +139,21 @@ class GroupOperations:
             return f'why is "{op.why}"; a peer releases what is {" or ".join(PEERS_WHY)}'
         return ""
 
-    def _put_off(self, group: GroupId) -> None:
-        """A prompt that was given up on (its reward failed, say) would fail again and keep its slot for ever: it comes
-        back with the next epoch, or, where that may be the end, after as many others as there are prompts."""
-        deck = self._interpreter.deck
+    def _put_off(self, group: GroupId, *, retired: bool) -> None:
+        """Deal a group that was given up again after two batches of others, then four, and so on.
+
+        At once it would keep its place as long as it fails; and at the end of the source the groups that failed least
+        come first.
+        """
+        deck, batch_size = self._interpreter.deck, self._interpreter.limits.batch_size
         deck.take(group)
-        if not deck.endless:
-            deck.again(group, deck.rows)
+        if not retired:
+            deck.again(group, batch_size << min(self._failures.tried(group), 20))
 
     def _event(self, op: LedgerOp) -> events.Event:
         if isinstance(op, RegisterRelease):
-            retire = op.why is ReleaseWhy.ABORTED and self._interpreter.deck.endless
+            held = self._interpreter.machine.group(op.group) if op.why is ReleaseWhy.ABORTED else None
+            retire = held is not None and held.lease == op.lease and self._failures.exhausts(held)
             return events.Release(group=op.group, lease=op.lease, why=op.why, retire=retire)
         return _event(op)
 

@@ -28,6 +28,8 @@ class Phase:
     """Only ever moves forward, but for ``stuck``."""
 
     session: str = ""
+    suspected: str = ""
+    """Why no further step may ever be trained: nothing new starts until the groups under way have shown it."""
     stuck: str = ""
     """Why no further step can ever be trained, as things are now."""
     stopping: bool = False

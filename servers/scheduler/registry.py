@@ -4,7 +4,7 @@ What a process said when it attached is stored, so that after a restart of the s
 word and needs not attach anew. Who is silent is gone until it is heard again.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from heapq import nsmallest
 
@@ -27,8 +27,16 @@ MAX_GONE_PER_KEY = 256
 """The same of one key."""
 FORGET_AFTER_MS = 24 * 3_600_000
 """A process that is silent for this long is forgotten."""
-RETURN_MS = 600_000
+UNHEARD_MS = 600_000
 """Processes that a scheduler knows from its store count as silent when it has not heard them for this long."""
+SILENT_MS = 3_000
+"""After a restart of the scheduler a process has this long to be heard before it counts as silent."""
+RESTARTS_MS = 300_000
+"""Restarts of a process within this are a crash loop. A trainer that loads a large model restarts once a minute."""
+MAX_STARTS = 64
+"""Starts of one process that are remembered."""
+RETURN_MS = 300_000
+"""A lost process may be back within this: started again, with its model loaded."""
 MOST_OVER = 4_096
 """So many processes that are over are known; an echo comes sooner than so many are replaced."""
 
@@ -77,12 +85,14 @@ class Registry:
         """Silent processes by key, in order of their silence."""
         self._unheard_until_ms: float = 0
         """Until then a process from the store may be alive and just not heard yet."""
+        self._starts: dict[str, deque[int]] = {}
+        """When each trainer attached, by name, as a new process."""
         self._over: dict[WorkerId, str] = {}
         """Why those may not come again who were replaced or said goodbye, the newest of them."""
 
     def load(self, txn: Read) -> None:
         """Know again who was attached; nobody counts as alive before it is heard."""
-        self._unheard_until_ms = self._clock.now_ms() + RETURN_MS
+        self._unheard_until_ms = self._clock.now_ms() + UNHEARD_MS
         for _, raw in txn.items("workers"):
             try:
                 attach = msgspec.msgpack.decode(raw, type=Attach)
@@ -100,6 +110,8 @@ class Registry:
         process.key = key
         if older is not None and older.worker == attach.worker:
             process.generated = older.generated
+        elif attach.role == "trainer" and (attach.name in self._starts or len(self._starts) < MAX_STARTS):
+            self._starts.setdefault(attach.name, deque(maxlen=MAX_STARTS)).append(process.seen_ms)
         self._know(process)
         if older is None or older.worker == attach.worker:
             return None
@@ -192,6 +204,11 @@ class Registry:
         """The process of that id, alive or silent."""
         return self._workers.get(WorkerId(worker))
 
+    def name_of(self, worker: WorkerId) -> str:
+        """The name of a process; its id where the process is unknown."""
+        process = self._workers.get(worker)
+        return worker if process is None else process.name
+
     def named(self, name: str) -> Process | None:
         """The process of that name, alive or silent."""
         return self._names.get(name)
@@ -213,6 +230,29 @@ class Registry:
     def processes(self) -> list[Process]:
         """All, in order of attachment."""
         return list(self._names.values())
+
+    def server(self, role: str, shard: int = 0) -> Process | None:
+        """The server of that role and shard, alive or silent; None where it never attached or has left."""
+        return next((p for p in self._names.values() if (p.role, p.attach.shard) == (role, shard)), None)
+
+    def silent_s(self, process: Process) -> float:
+        """For how long a process has been silent; 0 while it is alive."""
+        silent_ms = self._clock.now_ms() - process.seen_ms
+        return 0.0 if process.alive or (silent_ms < SILENT_MS and not process.heard) else max(silent_ms, 1) / 1000
+
+    def restarts(self, name: str) -> int:
+        """How often a trainer of that name was started again in the last ``RESTARTS_MS``."""
+        starts = self._starts.get(name, ())
+        since_ms = self._clock.now_ms() - RESTARTS_MS
+        return sum(start_ms >= since_ms for number, start_ms in enumerate(starts) if number)
+
+    def awaits(self, role: str) -> bool:
+        """Whether a process of that role fell silent so shortly ago that it, or its successor, may still come back."""
+        now_ms = self._clock.now_ms()
+        return any(
+            process.role == role and not process.alive and now_ms - process.seen_ms < RETURN_MS
+            for process in self._names.values()
+        )
 
     def stage_workers(self) -> Counter[str]:
         """By stage: its workers that are alive."""

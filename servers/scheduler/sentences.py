@@ -25,6 +25,37 @@ class Pin:
     """Its worker is silent, and the lease ends so soon."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """An instance that fails group after group."""
+
+    worker: str
+    left_s: float
+    """Time until it may try again; 0 while it tries."""
+    failed: int
+    """Groups in a row."""
+    detail: str
+    """Reason of the newest failure."""
+
+
+def held(holds: Sequence[Hold]) -> str:
+    """Name the instances that are held back, and the reason of the first one."""
+    first = holds[0]
+    until = f"for {seconds(first.left_s)}" if first.left_s else "to one group at a time"
+    others = f" ({len(holds) - 1} more are held back)" if len(holds) > 1 else ""
+    return f"{first.worker} is held {until}: its last {first.failed} groups failed: {first.detail}{others}"
+
+
+def silent(name: str, silent_s: float, waits: str) -> str:
+    """Process ``name`` is not heard; ``waits``: what waits for it."""
+    return f"{name} has been silent for {seconds(silent_s)}: {waits}"
+
+
+def restarted(name: str, restarts: int, within_s: float) -> str:
+    """The trainer ``name`` is in a crash loop."""
+    return f"{name} was restarted {restarts} times in the last {seconds(within_s)}; its log has the reason"
+
+
 def pinned(step: int, pins: Sequence[Pin], count: int, policy: str) -> str:
     """Step ``step`` has its groups, but older ones must be trained with it: which, where, how long, and what then.
 

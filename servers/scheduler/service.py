@@ -34,6 +34,7 @@ from staleflow.servers.scheduler.cycle import Cycle
 from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.describing import Describing
 from staleflow.servers.scheduler.exposition import Exposition
+from staleflow.servers.scheduler.failures import Failures
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
@@ -111,17 +112,25 @@ class Service:
         )
         self._metrics.resume(interpreter.machine)
         self._setbacks = Setbacks()
+        self._failures = Failures(interpreter, self._instances, self._registry.name_of)
         self._loads = Loads(shards, stages(config), self._answers)
         self._deadlock = Deadlock(
             config,
             interpreter,
-            self._instances,
             self._setbacks,
+            self._failures,
+            self._registry.awaits,
             lambda for_ms: self._loads.all_fail(self._registry.stage_workers(), for_ms),
         )
         seen = (config, identity, interpreter, self._registry, self._instances, self._metrics)
         self._status = StatusView(
-            *seen, self._deadlock, self.phase, self._loads, lambda: self._training.asked(), str(run_dir.resolve())
+            *seen,
+            self._deadlock,
+            self._failures,
+            self.phase,
+            self._loads,
+            lambda: self._training.asked(),
+            str(run_dir.resolve()),
         )
         known = (interpreter, self._answers, self._rejects)
         joined = (self._registry, self._instances, self.phase)
@@ -131,8 +140,10 @@ class Service:
         self.exposition = Exposition(*seen, self._loads, self.phase, self._training.asked)
         self._describing = Describing(deck, self._registry)
         yields = Yields(interpreter, self._instances)
-        self._operations = GroupOperations(*known, self._metrics, yields, self._setbacks, shards)
-        self._cycle = Cycle(interpreter, self._instances, config, self._training.last, self._training.asked)
+        self._operations = GroupOperations(*known, self._metrics, yields, self._setbacks, self._failures, shards)
+        self._cycle = Cycle(
+            interpreter, self._instances, self._failures, config, self._training.last, self._training.asked
+        )
         self._handlers = self._table()
         self._since_ns = 0
         self._ticks = 0
@@ -298,8 +309,8 @@ class Service:
         self.flush()
 
     def _may_start(self) -> bool:
-        no = self.phase.draining or self.phase.stuck or self._interpreter.full or "" in self._registry.endpoints()
-        return not no
+        phase, missing = self.phase, "" in self._registry.endpoints()
+        return not (phase.draining or phase.stuck or phase.suspected or self._interpreter.full or missing)
 
     # --- time ------------------------------------------------------------------------------------------------
 
@@ -323,6 +334,7 @@ class Service:
         self._interpreter.deck.lengths.learn()
         self._instances.touch_pulling()
         self._instances.expire_moves(now)
+        self._failures.look()
         self.flush()
         self._describing.ask()
         self._describing.answer_due(now)
@@ -331,10 +343,18 @@ class Service:
         self._instances.answer_due(now)
 
     def _look_for_deadlock(self) -> None:
-        """A trainer that waits for what can never come is told, and ends the run as for any other failure."""
+        """Refuse a trainer that waits for what can never come: it ends the run as for any other failure.
+
+        On a mere suspicion nothing new starts, so that the groups under way end; a success of one of them clears it.
+        """
         phase, training = self.phase, self._training
-        if training.waits and not (phase.draining or phase.closed or self._interpreter.full):
-            phase.stuck = self._deadlock.certain()
+        suspected = bool(phase.suspected)
+        if not (training.waits or suspected) or phase.draining or phase.closed or self._interpreter.full:
+            return
+        phase.suspected = self._deadlock.suspicion()
+        self._instances.changed |= suspected and not phase.suspected
+        if training.waits:  # between two requests of the trainer a suspicion stays
+            phase.stuck = phase.suspected if self._deadlock.is_certain() else ""
             if phase.stuck:
                 log.error("%s", phase.stuck)
                 training.give_up(phase.stuck)

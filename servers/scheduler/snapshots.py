@@ -11,6 +11,7 @@ from staleflow.protocols.coordination import view
 from staleflow.protocols.coordination.view import Flight, Next, Snapshot
 from staleflow.protocols.wire.messages import Assign
 from staleflow.servers.scheduler.costs import Costs
+from staleflow.servers.scheduler.failures import PROBE, Failures
 from staleflow.servers.scheduler.homes import Homes
 from staleflow.servers.scheduler.instance import Instance
 from staleflow.servers.scheduler.instances import Instances
@@ -27,12 +28,19 @@ class Snapshots:
     """Sees what the chosen strategies look at, and no more."""
 
     def __init__(
-        self, interpreter: Interpreter, instances: Instances, config: Config, end: Callable[[], int], pacing: Pacing
+        self,
+        interpreter: Interpreter,
+        instances: Instances,
+        failures: Failures,
+        config: Config,
+        end: Callable[[], int],
+        pacing: Pacing,
     ) -> None:
         """``end``: the step before which the run is over."""
         chosen = config.coordination
         self._interpreter = interpreter
         self._instances = instances
+        self._failures = failures
         self._end = end
         self._pacing = pacing
         self._started = math.ceil(config.rollout.group_size * config.rollout.redundancy.samples)
@@ -144,10 +152,11 @@ class Snapshots:
             behind=newest >= 0 and not (same_lineage and stats.version == newest),
             pulling=instance.pulling(now_ms),
             stuck=instance.stuck,
+            on_hold=self._failures.on_hold(instance.worker),
             held=len(instance.leases) + coming,
             coming=coming,
             ordered=sum([type(command) is Assign for command in pending]) if pending else 0,
-            capacity=instance.capacity,
+            capacity=PROBE if self._failures.on_trial(instance.worker) else instance.capacity,
             running=stats.running,
             waiting=stats.waiting,
             slots=stats.slots,

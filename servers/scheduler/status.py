@@ -14,6 +14,7 @@ from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Command
 from staleflow.runtime.security import security_word
 from staleflow.servers.scheduler.deadlock import Deadlock
+from staleflow.servers.scheduler.failures import Failures
 from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instance import Instance
 from staleflow.servers.scheduler.instances import Instances
@@ -21,6 +22,7 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Process, Registry
+from staleflow.servers.scheduler.sentences import Hold
 from staleflow.servers.scheduler.stage_loads import Load, Loads, calls_limit, calls_under_way
 from staleflow.servers.scheduler.why import Why
 
@@ -44,6 +46,7 @@ class StatusView:
         instances: Instances,
         metrics: Metrics,
         deadlock: Deadlock,
+        failures: Failures,
         phase: Phase,
         loads: Loads,
         asked: Callable[[], bool],
@@ -57,8 +60,9 @@ class StatusView:
         self._instances = instances
         self._metrics = metrics
         self._phase = phase
-        self._why = Why(config, interpreter, registry, instances, deadlock, phase, loads, asked)
+        self._why = Why(config, interpreter, registry, instances, deadlock, failures, phase, loads, asked)
         self._loads = loads
+        self._failures = failures
         self._stages = graph(config)
         self._started_ms = interpreter.clock.now_ms()
         self._run_dir = run_dir
@@ -160,6 +164,7 @@ class StatusView:
 
     def _instance_rows(self, now: int, present: set[str]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
+        holds = {hold.worker: hold for hold in self._failures.holds()}
         for instance in self._instances:
             process = self._registry.get(instance.worker)
             stats = instance.stats
@@ -175,6 +180,7 @@ class StatusView:
                     "slots": stats.slots or self._config.rollout.max_inflight,
                     "tokens_per_s": stats.tokens_per_s,
                     "held": len(instance.leases),
+                    "failed": _failed(holds.get("" if process is None else process.name)),
                     "loading": None if loading is None else loading[1],
                     "last_command": _command(instance, instance.commands.last),
                     "last_seen_s": 0.0 if process is None else _seen_s(process, now, present),
@@ -223,6 +229,11 @@ class StatusView:
             "pid": process.attach.pid,
             "last_seen_s": _seen_s(process, now, present),
         }
+
+
+def _failed(hold: Hold | None) -> dict[str, Any] | None:
+    """Why an instance is held back, and for how long; None where it is not."""
+    return None if hold is None else {"groups": hold.failed, "held_s": hold.left_s, "detail": hold.detail}
 
 
 def _command(instance: Instance, command: Command | None) -> str:

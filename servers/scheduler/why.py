@@ -14,11 +14,12 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.runtime.disk import trouble
 from staleflow.servers.scheduler.deadlock import Deadlock
 from staleflow.servers.scheduler.durations import Durations
+from staleflow.servers.scheduler.failures import Failures
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.phase import Phase
-from staleflow.servers.scheduler.registry import Registry
-from staleflow.servers.scheduler.sentences import Pin, pinned, starved
+from staleflow.servers.scheduler.registry import RESTARTS_MS, Registry
+from staleflow.servers.scheduler.sentences import Pin, held, pinned, restarted, silent, starved
 from staleflow.servers.scheduler.stage_loads import Loads, calls_limit
 
 MOST_PINS = 16
@@ -35,6 +36,7 @@ class Why:
         registry: Registry,
         instances: Instances,
         deadlock: Deadlock,
+        failures: Failures,
         phase: Phase,
         loads: Loads,
         asked: Callable[[], bool],
@@ -45,6 +47,7 @@ class Why:
         self._registry = registry
         self._instances = instances
         self._deadlock = deadlock
+        self._failures = failures
         self._phase = phase
         self._loads = loads
         self._asked = asked
@@ -59,13 +62,18 @@ class Why:
 
     def sentence(self) -> str:
         """What anything waits for now."""
-        return self._over() or self._missing() or self._step() or "nothing waits"
+        return self._over() or f"{self._now()}{self._holds()}"
+
+    def _now(self) -> str:
+        return self._silent() or self._missing() or f"{self._crashes()}{self._step()}" or "nothing waits"
 
     def trainer_waits(self) -> str:
-        """What the trainer waits for now: workers, older groups, stages or engines; empty while it does not wait."""
+        """What the trainer waits for: servers, workers, older groups, stages or engines; empty if it does not wait."""
         machine = self._interpreter.machine
         if self._over() or machine.next_step > machine.version or not self._asked():
             return ""
+        if self._silent():
+            return "servers"
         if self._missing():
             return "workers"
         if not machine.starved():
@@ -106,6 +114,35 @@ class Why:
             left = "the trainer saves"
         return f"the run drains ({why}): {left}; nothing new is leased"
 
+    def _silent(self) -> str:
+        """Name the first server that is silent or has left: whatever else waits, waits for it first."""
+        servers = [("trajectories", shard) for shard in range(len(self._registry.endpoints()))]
+        for role, shard in (*servers, ("parameters", 0)):
+            server, payload = self._registry.server(role, shard), role == "trajectories"
+            attached = self._registry.endpoints()[shard] if payload else self._registry.parameters()
+            if server is None:
+                if attached:
+                    return f"trajectory server {shard} has left" if payload else "the parameter server has left"
+            elif silent_s := self._registry.silent_s(server):
+                waits = (
+                    "its groups cannot be pushed, rewarded or trained"
+                    if payload
+                    else "no version is published or loaded"
+                )
+                return silent(server.name, silent_s, waits)
+        return ""
+
+    def _crashes(self) -> str:
+        """Name a trainer that is started again and again; one restart is none of these."""
+        trainer = self._registry.get(self._interpreter.machine.trainer)
+        restarts = 0 if trainer is None else self._registry.restarts(trainer.name)
+        return "" if trainer is None or restarts < 2 else restarted(trainer.name, restarts, RESTARTS_MS / 1000) + "; "
+
+    def _holds(self) -> str:
+        """Name the instances that are held back, whatever the run waits for: they burn prompts."""
+        holds = list(self._failures.holds())
+        return f"; {held(holds)}" if holds else ""
+
     def _missing(self) -> str:
         machine = self._interpreter.machine
         for shard, endpoint in enumerate(self._registry.endpoints()):
@@ -118,9 +155,10 @@ class Why:
         trainer = self._registry.get(machine.trainer)
         if machine.version < 0:
             return f"version 0 is still to be published by {machine.trainer if trainer is None else trainer.name}"
-        if trainer is not None and not trainer.alive:
+        if trainer is not None and (silent_s := self._registry.silent_s(trainer)):
             name = trainer.name if trainer.name.startswith("trainer") else f"the trainer {trainer.name}"
-            return f"{name} is silent; step {machine.version} waits for it or its successor"
+            waits = f"step {machine.version} waits for it or its successor"
+            return f"{self._crashes()}{silent(name, silent_s, waits)}"
         if not any(True for _ in self._instances):
             return "no rollout worker is attached"
         return ""

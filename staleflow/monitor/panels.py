@@ -23,6 +23,7 @@ TIME = {
     "engines": ("▒", "yellow"),
     "stages": ("▒", "cyan"),
     "workers": ("░", "magenta"),
+    "servers": ("░", "red"),
     "its batch": ("▒", "yellow"),
 }
 """What the trainer's time goes to."""

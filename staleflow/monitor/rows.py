@@ -209,11 +209,20 @@ def instances(status: Status, history: History) -> tuple[InstanceRow, ...]:
                 tokens_per_s=float(it.get("tokens_per_s") or 0.0),
                 spark=tuple(history.sparks.get(worker, ())),
                 held=int(it.get("held") or 0),
-                command=str(it.get("last_command") or ""),
+                command=_held(it) or str(it.get("last_command") or ""),
                 seen_s=float(it.get("last_seen_s") or 0.0),
             )
         )
     return tuple(found)
+
+
+def _held(instance: Mapping[str, Any]) -> str:
+    """That an instance is held back because its groups fail; empty where it is not."""
+    failed = instance.get("failed")
+    if not failed:
+        return ""
+    held_s = float(failed["held_s"])
+    return f"held {held_s:.0f} s: {failed['groups']} failed" if held_s else f"on trial: {failed['groups']} failed"
 
 
 def stages(status: Status) -> tuple[StageRow, ...]:

@@ -313,13 +313,18 @@ class Endpoint:
         loop.call_at(due_s, self._sweep, due_s)
 
     def _sweep(self, due_s: float) -> None:
-        """Find the peers that are gone. A sweep that is late itself proves nothing: their messages may lie unread."""
+        """Find the peers that are gone. A sweep that is late itself proves nothing: their messages may lie unread, and
+        a peer that gave this server up during its pause needs the rest of its time to connect again."""
         if self._closed.is_set():
             return
         self._sweep_later()
         self._restore_socket()
-        if self._now_s() < due_s + self._limits.heartbeat_s / 2:
-            self._forget_silent(self._now_s() - self._limits.silence_s)
+        now_s = self._now_s()
+        if now_s < due_s + self._limits.heartbeat_s / 2:
+            self._forget_silent(now_s - self._limits.silence_s)
+            return
+        for peer in self._peers.values():
+            peer.seen_s = min(peer.seen_s + now_s - due_s, now_s)
 
     def _restore_socket(self) -> None:
         """Bind a Unix socket again whose file was deleted: no other process could connect any more."""

@@ -1,6 +1,7 @@
 """The server side against real clients and raw sockets."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import Network
 
 STATUS = encode_request(1, GetStatus())
+
+
+def stand_still(seconds: float) -> None:
+    """Keep the loop from running, as a stopped process does."""
+    time.sleep(seconds)
 
 
 def echo(call: Call) -> None:
@@ -158,6 +164,17 @@ async def test_a_silent_peer_is_gone_and_its_calls_are_done(network: "Network", 
         call.reply(Done())  # no effect on the silent one
     assert (await alive)[0] == Done()
     assert endpoint.counts.replies == 1
+
+
+async def test_a_pause_of_the_server_counts_against_no_peer(network: "Network", ipc: str) -> None:
+    gone: list[str] = []
+    endpoint = network.endpoint(ipc, echo, on_gone=gone.append)
+    network.dealer(ipc, b"patient.1/0").zmq.send(STATUS)
+    await network.until(lambda: endpoint.peers)
+    stand_still(2 * network.limits.silence_s)
+    await asyncio.sleep(1.5 * network.limits.heartbeat_s)  # two sweeps later it has not had its whole silence yet
+    assert gone == []
+    await network.until(lambda: gone)
 
 
 async def test_a_worker_with_two_connections_is_gone_with_the_last(network: "Network", ipc: str) -> None:

@@ -126,7 +126,8 @@ class Table:
         return reply
 
     def attach(self, worker: str, role: str, **more: Any) -> None:
-        reply = self.ask(worker, Attach(worker=WorkerId(worker), name=worker, role=role, **more))
+        attach = Attach(worker=WorkerId(worker), name=more.pop("name", worker), role=role, **more)
+        reply = self.ask(worker, attach)
         assert isinstance(reply, messages.Attached), reply
 
     def after(self, ms: int) -> None:
@@ -142,11 +143,14 @@ class Table:
         self.service.on_gone(worker)
         self.flush()
 
-    @property
-    def why(self) -> str:
+    def status(self) -> dict[str, Any]:
         reply = self.ask("monitor", messages.GetStatus())
         assert isinstance(reply, messages.Status)
-        return str(reply.values["why"])
+        return reply.values
+
+    @property
+    def why(self) -> str:
+        return str(self.status()["why"])
 
     # --- the trainer -------------------------------------------------------------------------------------------
 

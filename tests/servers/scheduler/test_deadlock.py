@@ -10,6 +10,7 @@ from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import Step, WorkerId
 from staleflow.protocols.wire.messages import NextBatch, Refusal, Reply, StageFailing, StageLoad, StageLoads
 from staleflow.servers.scheduler.deadlock import FAILED_BATCHES, FAILING_MS, MANY_TIMES
+from staleflow.servers.scheduler.failures import HOLD_AFTER, MAX_TRIES
 from tests.servers.scheduler.table import TICK_MS, Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -38,6 +39,13 @@ def train(seat: Seat, steps: int) -> None:
         while seat.held and machine.sealed_batch(Step(machine.version)) is None:
             seat.finish(seat.holds()[0])
         seat.table.train()
+
+
+def passes(seat: Seat, ms: int) -> None:
+    """Let time pass while a worker reports."""
+    for _ in range(0, ms, min(ms, 5_000)):
+        seat.table.after(min(ms, 5_000))
+        seat.report()
 
 
 def told(table: Table) -> str:
@@ -126,25 +134,32 @@ def test_an_instance_that_refuses_everything_ends_the_run(tmp_path: Path) -> Non
     said = [refuse(seat, seat.holds()[0]) for _ in range(5)]
     assert told(table) == ""
     assert table.why.startswith(f"workers gave up each of the last 5 groups, the newest: {said[-1]}; step 0 waits for ")
-    last = refuse(seat, seat.holds()[0])
+    refuse(seat, seat.holds()[0])
+    table.after(TICK_MS)
+    assert table.refused == [], "two are under way, and may be pushed after all"
+    begun = table.interpreter.totals.counts.reserves
+    last = [refuse(seat, group) for group in seat.holds()][-1]
+    assert table.interpreter.totals.counts.reserves == begun, "nothing begins meanwhile"
     table.after(TICK_MS)
     assert [refusal.detail for refusal in table.refused] == [
         "step 0 can never be trained: 0 of 2 groups are ready and every instance refuses every prompt, 6 in a row. "
-        f"The newest: {last}. Shorten or leave out such prompts, or give the engine a longer context"
+        f"The newest: {last}. Correct or leave out such prompts, or give the engine a longer context"
     ]
-    begun = table.interpreter.totals.counts.reserves
-    for group in seat.holds():
-        refuse(seat, group)
-    assert table.interpreter.totals.counts.reserves == begun, "nothing begins any more"
 
 
 def test_an_instance_that_has_refused_nothing_may_serve_what_the_others_refuse(tmp_path: Path) -> None:
     table = Table(tmp_path / "run", config(), rows=6)
     seat = Seat(table, "a", capacity=2)
     Seat(table, "b", capacity=1).report()
-    for _ in range(20):
-        refuse(seat, seat.holds()[0])
     assert told(table) == ""
+    for _ in range(20):
+        for group in seat.holds():
+            refuse(seat, group)
+        table.after(2_000)
+        seat.report()
+    assert table.interpreter.totals.counts.releases["aborted"] > HOLD_AFTER
+    assert table.refused == []
+    assert table.service.phase.suspected == ""
 
 
 def test_one_push_shows_that_not_everything_is_refused(tmp_path: Path) -> None:
@@ -161,8 +176,8 @@ def test_one_push_shows_that_not_everything_is_refused(tmp_path: Path) -> None:
     assert told(table) == ""
 
 
-def test_when_only_prompts_are_left_that_nobody_can_serve_the_run_ends(tmp_path: Path) -> None:
-    """One epoch, one prompt too long: it comes again and again once all others are trained."""
+def test_when_the_only_prompt_left_fails_again_and_again_it_is_given_up_and_the_run_ends(tmp_path: Path) -> None:
+    """One epoch, one prompt too long: it comes again once all others are trained."""
     table = Table(tmp_path / "run", finite(), rows=5)
     seat = Seat(table, "a")
     bad = seat.holds()[0]
@@ -173,14 +188,36 @@ def test_when_only_prompts_are_left_that_nobody_can_serve_the_run_ends(tmp_path:
     table.train()
     table.train()
     seat.report()
-    for count in range(1, MANY_TIMES):
+    for count in range(1, MAX_TRIES):
         assert told(table) == "", count
+        passes(seat, 3 * TICK_MS)
         refuse(seat, bad)
     table.after(TICK_MS)
-    assert table.refused[0].detail == (
-        "step 2 can never be trained: 0 of 2 groups are ready and no engine serves the prompts that are left, 1. "
-        f"The newest: {LONG.format(bad)}. Shorten or leave out such prompts, or give the engine a longer context"
+    assert table.refused[0].detail.startswith(
+        "step 2 can never be trained: 0 of 2 groups are ready and the prompts are used up: 1 x 5, 1 given up after they"
+        f" failed (the newest: {LONG.format(bad)}). What helps: "
     )
+
+
+def test_when_every_prompt_that_is_left_fails_the_run_ends_though_none_is_given_up(tmp_path: Path) -> None:
+    """So many fail that the instance is at fault as likely as they are: none of them counts a try."""
+    rows = HOLD_AFTER + 4
+    table = Table(tmp_path / "run", finite(), rows=rows)
+    seat = Seat(table, "a", capacity=2)
+    train(seat, 2)
+    seat.report()
+    table.wait_for_batch()
+    failures = 0
+    while not table.refused and failures < 500:
+        for group in seat.holds():
+            refuse(seat, group)
+            failures += 1
+        table.after(TICK_MS)
+        seat.report()
+    assert table.refused[0].detail.startswith(
+        "step 2 can never be trained: 0 of 2 groups are ready and each prompt that is left, 8, failed 5 times. The "
+    )
+    assert failures >= 8 * MANY_TIMES
 
 
 def test_a_filter_that_keeps_nothing_is_named_and_does_not_end_the_run(tmp_path: Path) -> None:
@@ -228,11 +265,32 @@ def test_rewards_that_fail_from_the_beginning_on_end_the_run_with_the_newest_rea
     seat = Seat(table, "a")
     through_the_shard(seat, MANY_FAILED, ReleaseWhy.ABORTED, BAD)
     assert told(table) == "", "what the reward needs may still be starting"
-    table.after(FAILING_MS)
+    passes(seat, FAILING_MS)
+    table.refused.clear()
+    assert told(table) == "", "four groups are under way, and one of them may have a reward"
+    begun = table.interpreter.totals.counts.reserves
+    through_the_shard(seat, 4, ReleaseWhy.ABORTED, BAD)
+    assert table.interpreter.totals.counts.reserves == begun, "nothing begins meanwhile"
+    table.after(TICK_MS)
     assert table.refused[0].detail == (
-        f"step 0 can never be trained: every group fails in a stage, {MANY_FAILED} so far and none succeeded. The "
+        f"step 0 can never be trained: every group fails in a stage, {MANY_FAILED + 4} so far and none succeeded. The "
         f"newest: {BAD}. More in logs/ of the run directory"
     )
+
+
+def test_a_group_under_way_that_has_its_reward_clears_the_suspicion(tmp_path: Path) -> None:
+    table = Table(tmp_path / "run", config())
+    seat = Seat(table, "a")
+    through_the_shard(seat, MANY_FAILED, ReleaseWhy.ABORTED, BAD)
+    passes(seat, FAILING_MS)
+    assert told(table) == ""
+    seat.finish(seat.holds()[0])
+    for _ in range(3):
+        through_the_shard(seat, 1, ReleaseWhy.ABORTED, BAD)
+        table.after(TICK_MS)
+    assert table.refused == []
+    seat.report()
+    assert len(seat.held) == 3, "new groups begin again, as many as the window admits"
 
 
 def test_few_failures_however_old_end_nothing(tmp_path: Path) -> None:
@@ -293,12 +351,15 @@ def test_an_environment_that_fails_from_the_beginning_on_ends_the_run_too(tmp_pa
     table = Table(tmp_path / "run", config())
     seat = Seat(table, "a")
     through_the_shard(seat, pushed, ReleaseWhy.FILTERED)
-    for _ in range(MANY_FAILED):
+    for _ in range(FAILING_MS // 1_000 + 1):
+        for assign in list(seat.held.values()):
+            del seat.held[assign.lease]
+            table.release(assign, ReleaseWhy.ABORTED, "a", detail=f"group {assign.group}: the environment raised")
+        table.after(1_000)
         seat.report()
-        assign = seat.assign(seat.holds()[0])
+    for assign in list(seat.held.values()):
         del seat.held[assign.lease]
         table.release(assign, ReleaseWhy.ABORTED, "a", detail=f"group {assign.group}: the environment raised")
-    table.after(FAILING_MS)
     assert ("rollout workers give up every group" in told(table)) == (not pushed)
 
 

@@ -1,9 +1,11 @@
 """What is counted over a whole run is counted once, whoever is restarted or silent in between."""
 
+from collections import Counter
 from pathlib import Path
 
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId, Step
+from staleflow.servers.scheduler.failures import MAX_TRIES
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -36,7 +38,7 @@ def test_a_step_that_was_sealed_before_a_restart_is_counted_when_it_is_consumed(
     table.close()
 
 
-def test_a_prompt_that_always_fails_is_dealt_once_an_epoch_and_nothing_of_it_piles_up(tmp_path: Path) -> None:
+def test_a_prompt_that_always_fails_is_tried_a_few_times_an_epoch_and_nothing_of_it_piles_up(tmp_path: Path) -> None:
     rows, epochs = 4, 12
     table = Table(tmp_path / "run", config(batch_size=1), rows=rows)
     seat = Seat(table, "a", capacity=2)
@@ -54,7 +56,10 @@ def test_a_prompt_that_always_fails_is_dealt_once_an_epoch_and_nothing_of_it_pil
         while table.interpreter.machine.sealed_batch(Step(table.interpreter.machine.version)) is not None:
             table.train()
         seat.report()
-    assert dealt[: epochs - 1] == list(range(epochs - 1))
-    assert table.interpreter.deck.waiting == 0
-    assert all(table.interpreter.machine.retired(GroupId(epoch * rows + 1)) for epoch in dealt)
+    tries = Counter(dealt)
+    given_up = [epoch for epoch in tries if table.interpreter.machine.retired(GroupId(epoch * rows + 1))]
+    assert len(given_up) >= epochs // 2
+    assert {tries[epoch] for epoch in given_up} == {MAX_TRIES}
+    assert max(tries.values()) == MAX_TRIES
+    assert table.interpreter.deck.waiting <= len(tries) - len(given_up) <= 4
     table.close()

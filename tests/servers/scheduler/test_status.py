@@ -218,7 +218,7 @@ def test_a_silent_trainer_is_named_once(tmp_path: Path) -> None:
     table = Table(tmp_path / "run", config())
     trained(table, Seat(table, "a"), 1)
     table.silent("trainer")
-    assert asked(table)["why"] == "trainer is silent; step 1 waits for it or its successor"
+    assert asked(table)["why"] == "trainer has been silent for 1 s: step 1 waits for it or its successor"
 
 
 class Unpublished(Table):

@@ -108,6 +108,13 @@ class World:
         self._process.wait(10)
         self._drop()
 
+    def pause(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after so long; no peer runs meanwhile either."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         assert self._process is not None

@@ -1,0 +1,33 @@
+"""The scheduler stands still for longer than a lease: its workers are alive, and it takes nothing from them."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from tests.servers.scheduler.world import Cast, World, config
+
+LEASE_S = 3.0
+PAUSE_S = 4.5
+"""Longer than a lease and than the silence after which a peer is gone."""
+
+
+async def test_a_pause_of_the_scheduler_expires_no_lease_and_loses_no_peer(short_dir: Path) -> None:
+    world = World(short_dir / "run", config(lease_s=LEASE_S))
+    world.start()
+    try:
+        cast = await Cast(world).enter()
+        await cast.instance.until_held(4)
+        world.pause(PAUSE_S)
+        # Ticks pass before the worker reports: a scheduler that believed the clock would expire all four leases.
+        await world.status()
+        await asyncio.sleep(0.5)
+        assert (await world.status())["ledger"]["leased"] == 4
+        await cast.instance.report()
+        assert cast.instance.aborted == []
+        await cast.finish(4)
+        world.stop()
+        lines = [json.loads(line) for line in (world.run_dir / "trace.jsonl").read_bytes().splitlines()]
+        assert [line for line in lines if line["ev"] in ("release", "detach")] == []
+        world.audit()
+    finally:
+        world.close()
