@@ -195,7 +195,8 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
         *("FindSources", *pulling),
     }
     assert may[Role.TRAINER] == common | {
-        *("Join", "NextBatch", "CheckBatch", "NextGroups", "RegisterCheckpoint", "Metrics"),
+        *("Join", "NextBatch", "CheckBatch", "NextGroups", "QuarantineGroups"),
+        *("RegisterCheckpoint", "Metrics"),
         *("Finished", "FetchGroups", "GetStatus"),
         *("BeginPublish", "PublishChunk", "CommitPublish", "FindSources", *pulling),
     }
@@ -205,6 +206,7 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
         "Retention",
         "Inventory",
         "StageLoads",
+        "GetModelLimits",
         "Described",
         "RegisterVersion",
         "VersionsInUse",

@@ -40,6 +40,7 @@ from staleflow.protocols.wire.messages.operations import (
     RegisterOccupy,
     RegisterPush,
     RegisterQuarantine,
+    RegisterReject,
     RegisterRelease,
     RegisterYield,
     Result,
@@ -71,13 +72,16 @@ from staleflow.protocols.wire.messages.training import (
     CheckBatch,
     Claims,
     Finished,
+    GetModelLimits,
     Join,
     Joined,
     KeepVersions,
     MemberRef,
     Metrics,
+    ModelLimits,
     NextBatch,
     NextGroups,
+    QuarantineGroups,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -116,11 +120,13 @@ Request = (
     | Retention
     | Inventory
     | StageLoads
+    | GetModelLimits
     | Described
     | Join
     | NextBatch
     | CheckBatch
     | NextGroups
+    | QuarantineGroups
     | RegisterVersion
     | RegisterCheckpoint
     | VersionsInUse
@@ -156,6 +162,7 @@ Reply = (
     | Expected
     | Describe
     | Joined
+    | ModelLimits
     | Batch
     | Claims
     | Registered
@@ -199,6 +206,7 @@ __all__ = [
     "GetChunk",
     "GetDelta",
     "GetManifest",
+    "GetModelLimits",
     "GetRows",
     "GetSlab",
     "GetStatus",
@@ -217,6 +225,7 @@ __all__ = [
     "MemberRef",
     "Message",
     "Metrics",
+    "ModelLimits",
     "NextBatch",
     "NextGroups",
     "Op",
@@ -233,12 +242,14 @@ __all__ = [
     "PushGroups",
     "PushItem",
     "PutPartial",
+    "QuarantineGroups",
     "Refusal",
     "RegisterCheckpoint",
     "RegisterMissing",
     "RegisterOccupy",
     "RegisterPush",
     "RegisterQuarantine",
+    "RegisterReject",
     "RegisterRelease",
     "RegisterVersion",
     "RegisterYield",

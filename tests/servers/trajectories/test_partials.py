@@ -103,6 +103,7 @@ def test_what_many_small_ones_take_is_bounded_too() -> None:
 
 async def left(run: Run) -> tuple[Client, GetRows]:
     """Groups 3, 4 and 5 were left by lease 5, group 3 with many samples; and the question for all."""
+    await run.trainer()
     shard, groups = run.shard(worker_id("rollout-9")), [GroupId(group) for group in (3, 4, 5)]
     for group in groups:
         header, frames = samples(5_000 if group == 3 else 5)
