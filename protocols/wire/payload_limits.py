@@ -1,8 +1,8 @@
 """What one group may hold in a run: token ids that its model has, lengths that its configuration allows, no column but
 those that a rollout worker makes. Pure.
 
-``GroupPayload.check`` knows what any group is; this knows the run. A trajectory server checks each push, and the trainer
-each group that it fetches: a token id beyond the vocabulary raises inside the model, and on a GPU ends the process.
+``GroupPayload.check`` knows what any group is; this knows the run. A trajectory server checks each push, a trainer
+each group that it fetches: a token id beyond the vocabulary raises inside the model; on a GPU that ends the process.
 """
 
 from dataclasses import dataclass, field
