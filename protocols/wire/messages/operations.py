@@ -82,6 +82,8 @@ class RegisterYield(Message, frozen=True, kw_only=True):
     """Of ``version``."""
     version: Version
     """Newest that wrote any of it; the lease's own when nothing is written."""
+    sha: Sha
+    """Of the samples and their header, which the shard has (``partial_samples.partial_sha``)."""
 
 
 Op = (
