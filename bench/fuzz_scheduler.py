@@ -158,7 +158,7 @@ class SchedulerTarget:
         release = messages.RegisterRelease(group=view.group, lease=view.lease, why=ReleaseWhy.ABORTED)
         quarantine = messages.RegisterQuarantine(group=view.group)
         if view.state is State.LEASED:
-            yields = messages.RegisterYield(**ids, lineage=view.lineage, version=view.version)  # type: ignore[arg-type]
+            yields = messages.RegisterYield(**ids, lineage=view.lineage, version=view.version, sha="0" * 64)  # type: ignore[arg-type]
             return [push, push, push, yields, release]
         return [push, occupy, occupy, occupy, release, quarantine]
 

@@ -20,6 +20,7 @@ from staleflow.protocols.wire.messages import Operations, Request, Result, Resul
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
 from staleflow.runtime.host import boot_id
 from staleflow.runtime.lmdb_store import Store
 from staleflow.runtime.prompts import PromptRows
@@ -53,6 +54,10 @@ class Agreeable:
             case messages.Inventory():
                 groups = [GroupId(body.after + 1)] if body.after < 9 else []
                 return messages.Expected(groups=groups, shas=["0" * 64] * len(groups))
+            case messages.GetModelLimits(known=None):
+                return messages.ModelLimits()
+            case messages.GetModelLimits():
+                raise Refused(Code.DENIED, "there is no other model")
             case messages.StageLoads():
                 return messages.Done()
             case _:
@@ -90,6 +95,7 @@ class ShardTarget:
         self._ears = Ears(self._service.on_call)
         self._working = self._group.create_task(self._service.work())
         self._pushed.clear()
+        await self._turns()  # it learns the limits of the model
         self._say(self._push(*(self._fresh() for _ in range(6))))
         await self._turns()
         self._say(self._take())

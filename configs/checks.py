@@ -5,7 +5,7 @@ import re
 from urllib.parse import urlsplit
 
 from staleflow.configs import algorithm
-from staleflow.configs.coordination import check_coordination, check_spares
+from staleflow.configs.coordination import check_coordination, check_spares, samples_started
 from staleflow.configs.errors import MISSING, ConfigError, shown
 from staleflow.configs.imports import split
 from staleflow.configs.metrics import check_metrics
@@ -137,7 +137,7 @@ def _bound(config: Config) -> None:
 
 def _groups(config: Config) -> None:
     rollout = config.rollout
-    samples = math.ceil(rollout.group_size * rollout.redundancy.samples)
+    samples = samples_started(rollout)
     if samples > rollout.max_inflight:
         allowed = f"a group of {samples} samples must fit: at least {samples}"
         raise ConfigError("rollout.max_inflight", rollout.max_inflight, allowed)

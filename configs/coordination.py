@@ -1,9 +1,10 @@
 """Keys of ``coordination`` that must agree: a key that means nothing with the rest is left at its default."""
 
+import math
 from collections.abc import Iterator
 
 from staleflow.configs.errors import ConfigError, shown
-from staleflow.configs.schema import Config, Coordination
+from staleflow.configs.schema import Config, Coordination, Rollout
 from staleflow.configs.section import MOST_GROUPS
 
 
@@ -38,6 +39,11 @@ def _conditions(chosen: Coordination) -> Iterator[tuple[bool, str, str]]:
     yield chosen.migration == "throughput", "migration_gap", 'it is the gap of coordination.migration "throughput"'
     clusters = chosen.composition == "length_clustered"
     yield clusters, "lookahead", 'it is that of coordination.composition "length_clustered"'
+
+
+def samples_started(rollout: Rollout) -> int:
+    """Samples begun a group, redundant ones included."""
+    return math.ceil(rollout.group_size * rollout.redundancy.samples)
 
 
 def check_spares(config: Config, started: int) -> None:

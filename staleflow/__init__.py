@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
     from staleflow.configs.errors import ConfigError
     from staleflow.configs.load import load
+    from staleflow.protocols.wire.messages import ModelLimits
     from staleflow.runtime.errors import Refused, Unavailable
 
 __all__ = [
     "BadVersion",
     "ConfigError",
     "Fenced",
+    "ModelLimits",
     "NoBatch",
     "Refused",
     "Result",
@@ -36,6 +38,7 @@ _TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.runtime.error
 _ELSEWHERE = {
     "BadVersion": _TRAINER,
     "Fenced": _TRAINER,
+    "ModelLimits": "staleflow.protocols.wire.messages",
     "NoBatch": "staleflow.clients.trainer.backend",
     "TrainerClient": _TRAINER,
     "Refused": _ERRORS,

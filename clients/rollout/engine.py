@@ -221,5 +221,9 @@ def check_request(request: Request, context: int, vocabulary: int) -> None:
         raise RequestError(f"the prompt has {len(prompt) + written} tokens; the model's context is {context}")
     if written >= request.sampling.max_new_tokens:
         raise RequestError(f"{written} tokens are written; max_new_tokens is {request.sampling.max_new_tokens}")
-    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-        raise RequestError(f"the prompt has token {prompt.max()}; the vocabulary has {vocabulary}")
+    for what, ids in (("prompt", prompt), ("prefix", prefix_tokens(request.prefix)[0])):
+        least, highest = int(ids.min(initial=0)), int(ids.max(initial=0))
+        if least < 0 or highest >= vocabulary:
+            raise RequestError(
+                f"the {what} has token {least if least < 0 else highest}; the vocabulary has {vocabulary}"
+            )

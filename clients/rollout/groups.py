@@ -5,7 +5,6 @@ A group may leave before it is done, as the samples so far, and go on from them 
 
 import asyncio
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.rollout.engine import AsyncEngine, Request, Sampling, TokenSegment, Trajectory
-from staleflow.configs.coordination import groups_held
+from staleflow.configs.coordination import groups_held, samples_started
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import Assign
@@ -40,7 +39,7 @@ class Recipe:
         rollout = config.rollout
         return cls(
             group_size=rollout.group_size,
-            started=math.ceil(rollout.group_size * rollout.redundancy.samples),
+            started=samples_started(rollout),
             sampling=Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature),
             seed=config.seed,
         )

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from staleflow.clients.rollout.groups import Begun
+from staleflow.clients.rollout.groups import Begun, Recipe
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import LeaseId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -24,8 +24,9 @@ from staleflow.protocols.wire.messages import (
     Results,
     Rows,
 )
-from staleflow.protocols.wire.tensors import arrays, specs_and_frames
-from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.protocols.wire.partial_samples import check_partial, partial_sha
+from staleflow.protocols.wire.payload_limits import PayloadLimits
+from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.portions import Portion, Stuck
@@ -44,7 +45,9 @@ async def hand_over(assign: Assign, begun: Begun, shard: Client, scheduler: Clie
     partial = PartialFrames(origin=begun.origin, frames=specs)
     put = PutPartial(group=assign.group, lease=assign.lease, partial=partial)
     lineage, version = begun.newest() or (assign.lineage, assign.version)
-    op = RegisterYield(group=assign.group, lease=assign.lease, lineage=lineage, version=version)
+    op = RegisterYield(
+        group=assign.group, lease=assign.lease, lineage=lineage, version=version, sha=partial_sha(partial, frames)
+    )
     try:
         await shard.ask(put, Done, frames, timeout_s=PUT_S)
         # Whether it has left is for the scheduler to say, however long that takes: two must not write under one lease.
@@ -59,7 +62,7 @@ async def hand_over(assign: Assign, begun: Begun, shard: Client, scheduler: Clie
 
 
 async def arrived(
-    shard: Client, portion: Portion, assigns: Sequence[Assign]
+    shard: Client, portion: Portion, assigns: Sequence[Assign], recipe: Recipe
 ) -> tuple[list[dict[str, Any]], dict[LeaseId, Begun]]:
     """The prompt row of each, and by lease what other instances wrote of them; as many at once as the connection
     carries in a moment. ``Refused``."""
@@ -70,7 +73,7 @@ async def arrived(
             answer, frames = await _asked(shard, portion, rest)
         except Stuck:
             continue
-        begun |= _begun(rest, answer, frames)
+        begun |= _begun(rest, answer, frames, recipe)
         rows += answer.rows
     return rows, begun
 
@@ -89,15 +92,21 @@ async def _asked(shard: Client, portion: Portion, assigns: Sequence[Assign]) -> 
     return answer, frames
 
 
-def _begun(assigns: Sequence[Assign], answer: Rows, frames: Sequence[memoryview]) -> dict[LeaseId, Begun]:
-    """By lease, what other instances wrote of the first of these."""
+def _begun(
+    assigns: Sequence[Assign], answer: Rows, frames: Sequence[memoryview], recipe: Recipe
+) -> dict[LeaseId, Begun]:
+    """By lease, what other instances wrote of the first of these: exactly what they told the scheduler."""
     begun: dict[LeaseId, Begun] = {}
+    limits = PayloadLimits(sampled_tokens=recipe.sampling.max_new_tokens)
     start = 0
     for assign, partial in zip(assigns, answer.partials, strict=False):
         if partial is not None:
             end = start + len(partial.frames)
             try:
-                payload = GroupPayload.from_arrays(arrays(partial.frames, frames[start:end]))
+                mine = frames[start:end]
+                if partial_sha(partial, mine) != assign.partial_sha:
+                    raise ProtocolError(Code.CONFLICT, f"lease {assign.partial} wrote something else than what came")
+                payload = check_partial(partial, mine, lease=assign.partial, limits=limits, samples=recipe.started)
                 begun[assign.lease] = Begun(origin=partial.origin, payload=payload)
             except ProtocolError as error:
                 log.warning("group %d begins anew: %s", assign.group, error)

@@ -225,7 +225,7 @@ class Worker:
         """Fetch the rows and let each group's task begin."""
         try:
             assigns = [held.assign for held in assigned]
-            rows, begun = await arrived(self._shards[shard], self._portions[shard], assigns)
+            rows, begun = await arrived(self._shards[shard], self._portions[shard], assigns, self._recipe)
         except Refused as no:
             for held in assigned:
                 self._give_up(held, f"its prompt row is refused: {no}")
@@ -264,6 +264,15 @@ class Worker:
         """
         if begun is not None and (newest := begun.newest()) and not await self._pulls.reached(*newest):
             begun = None
+        try:
+            return await self._through(held, prompt_ids, begun)
+        except RequestError as error:
+            if begun is None:
+                raise
+            log.warning("group %d begins again without what another worker wrote: %s", held.assign.group, error)
+            return await self._through(held, prompt_ids, None)
+
+    async def _through(self, held: Held, prompt_ids: NDArray[np.int32], begun: Begun | None) -> GroupPayload | None:
         samples = Samples(self._engine, held, prompt_ids, self._recipe, begun)
         while not await samples.go_on():
             if await hand_over(held.assign, samples.begun(), self._shards[held.assign.shard], self._scheduler):

@@ -1,6 +1,6 @@
 """What the training loop asks of a backend, and what a step gives back. No torch here."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from staleflow.clients.parameters import NamedTensors
 from staleflow.clients.trainer.batches import TrainBatch
-from staleflow.protocols.consistency.ids import Step, Version
+from staleflow.protocols.consistency.ids import GroupId, Step, Version
 
 Array = NDArray[Any]
 
@@ -23,6 +23,9 @@ Published = NamedTensors
 Stopping = Callable[[], bool]
 """True once the process was asked to end."""
 
+MAX_NAMED = 8
+"""Groups that an error names."""
+
 
 class Stopped(Exception):
     """The process was asked to end, and what was under way is undone: weights and optimizer are as before it."""
@@ -34,6 +37,18 @@ class Drained(Exception):
 
 class NoBatch(Exception):
     """The scheduler says that the batch of a step can never come; the text says why."""
+
+
+class Untrainable(Exception):
+    """Some groups of a batch make the step raise; weights and optimizer are as before, on every rank."""
+
+    def __init__(self, groups: Sequence[GroupId], why: str, *, every: bool = False) -> None:
+        named = ", ".join(map(str, groups[:MAX_NAMED])) + (", ..." if len(groups) > MAX_NAMED else "")
+        whole = "no group of the batch can be trained, so the model or the algorithm is at fault: " if every else ""
+        super().__init__(f"{whole}groups {named}: {why}")
+        self.groups = groups
+        self.every = every
+        """No group of a batch of several can be trained: to quarantine them would not help."""
 
 
 class OutOfMemory(Exception):
@@ -76,7 +91,7 @@ class Backend(Protocol):
         ...
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        """One optimizer step. ``Stopped`` when asked to end before it was taken."""
+        """One optimizer step. ``Stopped`` when asked to end before it was taken; ``Untrainable``."""
         ...
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
@@ -95,7 +110,8 @@ class StreamingBackend(Backend, Protocol):
         ...
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
-        """Take in some whole groups; ``last``: they complete the batch. ``Stopped`` when asked to end meanwhile."""
+        """Take in some whole groups; ``last``: they complete the batch. ``Stopped`` when asked to end meanwhile;
+        ``Untrainable``: then the step begins again."""
         ...
 
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:

@@ -5,7 +5,7 @@ the same batch gives the same arrays whenever and wherever it is fetched.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -192,6 +192,16 @@ class _Columns:
         if short not in self.sample_stages:
             self.sample_stages[short] = np.full(len(self.rewards), np.nan, np.float32)
         return self.sample_stages[short]
+
+
+def rows_of(batch: TrainBatch, which: NDArray[np.int64]) -> TrainBatch:
+    """Some rows of a batch, as a batch of their own."""
+    chosen: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    chosen |= {name: value[which] for name, value in chosen.items() if isinstance(value, np.ndarray)}
+    chosen["rows"] = tuple(batch.rows[row] for row in which)
+    for stages in ("token_stages", "sample_stages"):
+        chosen[stages] = {name: column[which] for name, column in chosen[stages].items()}
+    return TrainBatch(**chosen)
 
 
 def micro_batches(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar, cast
 
@@ -31,7 +31,7 @@ from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.pieces import Piece, PieceStream
 from staleflow.clients.trainer.stream import BatchStream
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import BatchId, Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import (
     Attach,
     Attached,
@@ -44,6 +44,7 @@ from staleflow.protocols.wire.messages import (
     Join,
     Joined,
     Metrics,
+    ModelLimits,
     RegisterCheckpoint,
     Status,
 )
@@ -98,6 +99,9 @@ class TrainerClient:
         """Whether the other ranks have the same batch; if not, it is fetched again."""
         self.share: Callable[[Piece], bool] = _always
         """Whether the other ranks have their shares of the piece; if not, its step begins again."""
+        self.model = ModelLimits()
+        """What the model can read, for a trainer that knows: set before ``join``. Trajectory servers refuse groups that
+        exceed it, and one that is fetched all the same is quarantined."""
         self.on_wait: Callable[[], None] = lambda: None
         """Called each time a batch, or the next of its groups, has been waited for so long that it is worth a look."""
         self._name = name
@@ -116,6 +120,8 @@ class TrainerClient:
         self._held: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
         """Its weights as they were published, and the batch that made them."""
         self._current: TrainBatch | Batch | None = None
+        self._void = False
+        """The batch or piece that was given out last holds groups that are quarantined."""
         self.waited_s = 0.0
         """Seconds for which the last batch let the trainer wait."""
         self.run = ""
@@ -150,7 +156,7 @@ class TrainerClient:
         """
         if self._publisher is None:
             self.attach()
-        request = Join(trainer=self.worker, lineage=lineage, version=version)
+        request = Join(trainer=self.worker, lineage=lineage, version=version, model=self.model)
         try:
             self._joined = self._wait(self._scheduler.ask(request, Joined, timeout_s=None))
         except Refused as refused:
@@ -196,6 +202,9 @@ class TrainerClient:
                 self.waited_s = time.monotonic() - started
                 self._current = batch
                 yield batch
+                if self._taken_back():
+                    end()
+                    stream, end = self.follow(self._term, self.version, steps)
                 self._check_committed(batch)
                 started = time.monotonic()
         finally:
@@ -228,7 +237,10 @@ class TrainerClient:
                 self.waited_s = time.monotonic() - started
                 self._current = piece.batch
                 yield piece
-                if piece.batch is not None:
+                if self._taken_back():
+                    feeding.cancel()
+                    stream, feeding = self._feeding(self.version, steps, size)
+                elif piece.batch is not None:
                     self._check_committed(piece.batch)
         finally:
             feeding.cancel()
@@ -236,6 +248,20 @@ class TrainerClient:
     def _end_drained(self, drained: Drained) -> None:
         self.drained = str(drained)
         log.info("no further batch comes after version %d: the run was drained (%s)", self.version, drained)
+
+    def quarantine(self, groups: Sequence[GroupId], why: str) -> None:
+        """Give up groups of the batch or piece that was given out last: they cannot be trained.
+
+        They are dropped for good, and the batch is sealed again without them: ``batches`` gives it out next, ``stream``
+        its first piece. What was made of the step so far is void. ``NoBatch`` if too many fail one after another.
+        """
+        log.error("quarantined: %s", why)
+        self._wait(self._stream(self._term).quarantine(groups, why))
+        self._current, self._void = None, True
+
+    def _taken_back(self) -> bool:
+        void, self._void = self._void, False
+        return void
 
     def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Future[None]]:
         """Pieces from the step of that version on, and what ends their coming."""
@@ -245,7 +271,7 @@ class TrainerClient:
     def pieces(self, term: TrainerTerm, size: int = 1) -> PieceStream:
         """Pieces of a term that has joined: rank 0 asks for them, the others for their shares of each."""
         rank, world = self._place
-        return PieceStream(self._scheduler, self._shards, term, size=size, rank=rank, world=world)
+        return PieceStream(self._scheduler, self._shards, term, size=size, rank=rank, world=world, model=self.model)
 
     def _stands(self, stream: BatchStream, batch: TrainBatch | Batch) -> bool:
         stands = self._wait(stream.stands(batch))
@@ -280,7 +306,7 @@ class TrainerClient:
 
     def _stream(self, term: TrainerTerm) -> BatchStream:
         rank, world = self._place
-        return BatchStream(self._scheduler, self._shards, term, rank=rank, world=world)
+        return BatchStream(self._scheduler, self._shards, term, rank=rank, world=world, model=self.model)
 
     def follow(self, term: TrainerTerm, version: Version, steps: int) -> tuple[BatchStream, Callable[[], object]]:
         """Batches of a term that rank 0 has joined, from the step of that version on, and what ends their coming."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from staleflow.clients.trainer.backend import Drained, Stopped
+from staleflow.clients.trainer.backend import Drained, NoBatch, Stopped
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.pieces import PieceStream
@@ -35,8 +35,8 @@ class Followed:
         self._step = -1
 
     def batch(self, step: Step) -> TrainBatch | None:
-        """That of the next step, or anew that of the same one; None once this process was asked to end, and where the
-        run drains and rank 0's batch was taken back meanwhile."""
+        """That of the next step, or anew that of the same one; None once this process was asked to end, where the run
+        drains and rank 0's batch was taken back meanwhile, and after the run was told that there can be none."""
         assert self._stream is not None
         coming = self._stream.get() if step != self._step else self._stream.fetch(step)
         self._step = int(step)
@@ -44,11 +44,19 @@ class Followed:
             return self._client.wait(coming)
         except (Stopped, Drained):
             return None
+        except NoBatch as error:
+            self.give_up(str(error))
+            return None
 
     def piece(self, header: Batch) -> TrainBatch | None:
-        """The share of these groups; None when it cannot be fetched. ``Stopped`` once this process was asked to end."""
+        """The share of these groups; None when it cannot be fetched. ``Stopped`` once this process was asked to end,
+        or after the run was told that there can be none."""
         assert self._pieces is not None
-        return self._client.wait(self._pieces.data(header))
+        try:
+            return self._client.wait(self._pieces.data(header))
+        except NoBatch as error:
+            self.give_up(str(error))
+            raise Stopped from error
 
     def give_up(self, why: str) -> None:
         """Tell the run that this rank cannot go on: it drains."""

@@ -23,6 +23,7 @@ from staleflow.clients.trainer.backend import (
     Stopped,
     Stopping,
     StreamingBackend,
+    Untrainable,
 )
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.pieces import Piece, joined
@@ -121,8 +122,8 @@ class Leader:
         self._tell(Order.TRAIN, step)
         try:
             result = self._backend.train(batch, step, stopping)
-        except Stopped:
-            self._settled = True  # all of them stopped
+        except (Stopped, Untrainable):
+            self._settled = True  # all of them raised it
             raise
         self._settled = True
         return result
@@ -147,8 +148,8 @@ class Leader:
         self._first = False
         try:
             self._backend.add(part, stopping, last=last)
-        except Stopped:
-            self._settled = True  # all of them stopped
+        except (Stopped, Untrainable):
+            self._settled = True  # all of them raised it
             raise
         self._settled = True
 
@@ -319,6 +320,8 @@ def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) 
                     return
         except Stopped:
             log.info("asked to end; rank 0 says when")
+        except Untrainable as error:
+            log.info("the step begins again, rank 0 reports it: %s", error)
         except OutOfMemory as error:
             batches.give_up(str(error))
             raise

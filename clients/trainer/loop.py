@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from staleflow.clients.out_of_memory import out_of_memory
-from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, batch_values
+from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, Untrainable, batch_values
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, TrainerState
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
@@ -110,7 +110,7 @@ class TrainingLoop:
                 self._save_in_little_memory()
             self._client.finished(str(error))
             raise GaveUp(str(error)) from error
-        except (GaveUp, NoBatch) as error:
+        except (GaveUp, NoBatch, Untrainable) as error:
             self._save()
             self._client.finished(str(error))
             raise GaveUp(str(error)) from error

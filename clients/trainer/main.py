@@ -130,6 +130,7 @@ def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
 
     ranks = open_ranks(config.trainer.backend)
     backend = _torch_backend(config, run_dir, ranks)
+    client.model = backend.limits
     if isinstance(ranks, OneRank):
         return backend
     leader = Leader(backend, ranks, lambda: client.joined)
@@ -144,6 +145,7 @@ def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: thre
     ranks = open_ranks(config.trainer.backend)
     assert isinstance(ranks, ManyRanks)
     backend = _torch_backend(config, run_dir, ranks)
+    client.model = backend.limits
     client.attach()
     followed = Followed(client, config.trainer.steps, streaming=config.trainer.streaming)
     follow(backend, ranks, followed, stopping.is_set)

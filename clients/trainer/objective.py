@@ -112,6 +112,11 @@ class Objective:
         """True when every micro-batch must be given to ``survey`` before the first ``loss``: a second forward pass."""
         return self._algorithm.loss == "m2po"
 
+    @property
+    def by_group(self) -> bool:
+        """True when the advantages of a group need no other group, and no other rank."""
+        return self._group_advantage is not None
+
     def begin(self) -> None:
         """Forget the step before."""
         self._counts = torch.zeros(3, dtype=torch.float64, device=self._device)

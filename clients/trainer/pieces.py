@@ -21,7 +21,7 @@ from staleflow.clients.trainer.stream import BatchStream
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import Batch, Claims, MemberRef, NextGroups
+from staleflow.protocols.wire.messages import Batch, Claims, MemberRef, ModelLimits, NextGroups
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.retry import Backoff
@@ -55,8 +55,9 @@ class PieceStream(BatchStream):
         size: int,
         rank: int = 0,
         world: int = 1,
+        model: ModelLimits | None = None,
     ) -> None:
-        super().__init__(scheduler, shards, trainer_term, rank=rank, world=world)
+        super().__init__(scheduler, shards, trainer_term, rank=rank, world=world, model=model)
         self._size = size
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue(maxsize=1)
 
@@ -122,7 +123,7 @@ class PieceStream(BatchStream):
     async def data(self, header: Batch) -> TrainBatch | None:
         """This rank's share of a piece's rows; None when a group cannot be fetched, and the batch will change."""
         try:
-            groups = await self._members(self._mine(header.members))
+            groups = await self._trainable(header.members)
         except Refused as refused:
             if refused.code is Code.FENCED:
                 raise

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from staleflow.clients.trainer.backend import Backend, StepResult, Stopping, StreamingBackend
+from staleflow.clients.trainer.backend import Backend, StepResult, Stopping, StreamingBackend, Untrainable
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.client import TrainerClient
 from staleflow.clients.trainer.pieces import joined
@@ -23,7 +23,11 @@ class Computed:
 
 
 class Steps(Protocol):
-    """Every step up to ``steps``, one after the other; ends early when the process was asked to end."""
+    """Every step up to ``steps``, one after the other; ends early when the process was asked to end.
+
+    Groups that the backend cannot train are quarantined, and the step is taken with the batch that is sealed instead.
+    ``Untrainable`` where that would not help.
+    """
 
     def __call__(self, client: TrainerClient, steps: int, stopping: Stopping) -> Iterator[Computed]: ...
 
@@ -37,7 +41,13 @@ class WholeSteps:
     def __call__(self, client: TrainerClient, steps: int, stopping: Stopping) -> Iterator[Computed]:
         for batch in client.batches(steps):
             waited_s, began = client.waited_s, time.monotonic()
-            result = self._backend.train(batch, batch.step, stopping)
+            try:
+                result = self._backend.train(batch, batch.step, stopping)
+            except Untrainable as error:
+                if error.every:
+                    raise
+                client.quarantine(error.groups, str(error))
+                continue
             yield Computed(batch=batch, result=result, waited_s=waited_s, trained_s=time.monotonic() - began)
 
 
@@ -58,7 +68,12 @@ class StreamedSteps:
                 self._backend.begin()
                 parts.clear()
             parts.append(piece.data)
-            self._backend.add(piece.data, stopping, last=piece.batch is not None)
+            try:
+                self._backend.add(piece.data, stopping, last=piece.batch is not None)
+            except Untrainable as error:
+                client.quarantine(error.groups, str(error))
+                trained_s += time.monotonic() - began
+                continue
             if piece.batch is None:
                 trained_s += time.monotonic() - began
                 continue

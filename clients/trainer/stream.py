@@ -14,18 +14,21 @@ from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.fetching import Fetcher
 from staleflow.clients.trainer.shares import shares
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import Step, TrainerTerm
+from staleflow.protocols.consistency.ids import GroupId, Step, TrainerTerm
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import (
     Batch,
     CheckBatch,
     Done,
     MemberRef,
+    ModelLimits,
     NextBatch,
     NextGroups,
     NoMoreBatches,
+    QuarantineGroups,
     Reply,
 )
+from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.retry import Backoff
@@ -45,13 +48,15 @@ class BatchStream:
         rank: int = 0,
         world: int = 1,
         mapped: bool = True,
+        model: ModelLimits | None = None,
     ) -> None:
-        """``mapped``: payload on this host is mapped rather than sent."""
+        """``mapped``: payload on this host is mapped rather than sent. ``model``: its limits; None: none."""
         self._scheduler = scheduler
         self._fetcher = Fetcher(shards, mapped=mapped)
         self._trainer_term = trainer_term
         self._rank = rank
         self._world = world
+        self._limits = PayloadLimits(model=model or ModelLimits())
         self._ready: asyncio.Queue[TrainBatch | Exception] = asyncio.Queue(maxsize=1)
 
     async def feed(self, first: Step, end: int) -> None:
@@ -81,7 +86,7 @@ class BatchStream:
         while True:
             batch = await self.sealed(step)
             try:
-                return batch, await self._members(self._mine(batch.members))
+                return batch, await self._trainable(batch.members)
             except Refused as refused:
                 if refused.code is Code.FENCED:
                     raise
@@ -125,6 +130,37 @@ class BatchStream:
             raise ProtocolError(Code.MALFORMED, f"{len(members)} groups are too few for {self._world} ranks")
         places = shares([member.sequence_tokens for member in members], self._world)[self._rank]
         return [members[place] for place in places]
+
+    async def _trainable(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
+        """This rank's groups of these. ``Refused`` where one was quarantined: it exceeds what the model can read.
+
+        A trajectory server checks the same when the group is pushed; this finds what it took before it knew the model.
+        """
+        groups = await self._members(self._mine(members))
+        bad: list[GroupId] = []
+        why = ""
+        for item in groups:
+            try:
+                self._limits.check_tokens(item.payload)
+            except ProtocolError as error:
+                bad.append(item.group)
+                why = error.detail
+        if bad:
+            await self.quarantine(bad, why)
+            raise Refused(
+                Code.STALE, f"groups {', '.join(map(str, bad))} cannot be trained: {why}; they are quarantined"
+            )
+        return groups
+
+    async def quarantine(self, groups: Sequence[GroupId], why: str) -> None:
+        """Report groups that cannot be trained: the batch is sealed again without them. ``NoBatch`` if too many are."""
+        ask = QuarantineGroups(trainer_term=self._trainer_term, groups=list(groups), why=why)
+        try:
+            await self._scheduler.ask(ask, Done, timeout_s=None)
+        except Refused as refused:
+            if refused.code is Code.DENIED:
+                raise NoBatch(refused.detail) from refused
+            raise
 
     async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
         """Every one of them, in that order; all shards at once."""

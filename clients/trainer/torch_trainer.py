@@ -23,8 +23,17 @@ from torch import Tensor
 
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.trainer.accompanied import accompany, lead
-from staleflow.clients.trainer.backend import OutOfMemory, Published, StepResult, Stopped, Stopping, batch_values
-from staleflow.clients.trainer.batches import TrainBatch, micro_batches
+from staleflow.clients.trainer.backend import (
+    OutOfMemory,
+    Published,
+    StepResult,
+    Stopped,
+    Stopping,
+    Untrainable,
+    batch_values,
+)
+from staleflow.clients.trainer.batches import TrainBatch, micro_batches, rows_of
+from staleflow.clients.trainer.blame import Blame
 from staleflow.clients.trainer.evaluation import Evaluation
 from staleflow.clients.trainer.learner import Learner, make_learner
 from staleflow.clients.trainer.objective import Objective, tokens_of
@@ -39,6 +48,7 @@ from staleflow.clients.trainer.weight_files import WeightFiles, open_model
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version
+from staleflow.protocols.wire.messages import ModelLimits
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +72,10 @@ class TorchTrainer:
         self._evaluation = evaluation
         self._ranks = ranks or OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         self._objective = Objective(config, self._ranks.device, self._ranks)
+        self._blame = Blame(self._ranks)
         self._initial = False
+        self._has_advantages = False
+        """For every row of the part that is trained; without them its passes teach nothing."""
         self._seconds = 0.0
         """That the step under way has computed for."""
         self.load(None)
@@ -73,6 +86,13 @@ class TorchTrainer:
     def model(self) -> Any:
         """Without what a backend wraps round it."""
         return self.learner.model
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model can read."""
+        config = self.model.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None) or 0
+        return ModelLimits(vocabulary=config.vocab_size, context=context)
 
     def check(self, directory: Path) -> None:
         """``ConfigError`` when another backend wrote this checkpoint, or another number of ranks."""
@@ -123,7 +143,8 @@ class TorchTrainer:
         """One optimizer step over all passes of all ranks; a loss or gradient that is not finite leaves all as it was,
         and so does a batch without a trained token.
 
-        The values are those of the whole batch. ``OutOfMemory`` when a pass or the optimizer does not fit.
+        The values are those of the whole batch. ``OutOfMemory`` when a pass or the optimizer does not fit;
+        ``Untrainable`` when groups make it raise, on every rank.
         """
         self._objective.begin()
         self._seconds = 0.0
@@ -137,12 +158,17 @@ class TorchTrainer:
         self.learner.clear()
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
-        """Add the gradient of whole groups of the batch; ``last``: they complete it. ``OutOfMemory`` as ``train``."""
+        """Add the gradient of whole groups of the batch; ``last``: they complete it. Raises as ``train``."""
         self._initial, began = False, time.monotonic()
+        self._blame.clear()
         if self._config.trainer.mask_truncated:
             part.mask_cut()
         try:
             self._add(part, stopping, last=last)
+            self._blame.settle(part)
+        except Untrainable:
+            self.learner.clear()
+            raise
         except (MemoryError, RuntimeError) as error:
             if out_of_memory(error):
                 raise self._too_large(part, error) from error
@@ -222,18 +248,58 @@ class TorchTrainer:
 
     def _add(self, batch: TrainBatch, stopping: Stopping, *, last: bool) -> None:
         objective, cuts = self._objective, self._passes(batch)
-        objective.take(batch)
+        self._take(batch)
         if objective.surveys:
             self._survey(batch, cuts, stopping)
         for number, which in enumerate(cuts):
             self._go_on(stopping)
             closes = last and number == len(cuts) - 1
             if which is not None:
-                logprobs = self._logprobs(batch, which, last=closes)
-                loss = objective.loss(logprobs, tokens_of(batch, which, self._ranks.device))
-                self.learner.backward(loss, last=closes)
+                logprobs = self._logprobs_or_blame(batch, which, last=closes)
+                if logprobs is not None:
+                    self.learner.backward(self._loss(batch, which, logprobs), last=closes)
             elif self.learner.even:
                 self.learner.backward(self._idle(batch), last=closes)
+
+    def _take(self, batch: TrainBatch) -> None:
+        """Advantages of the rows. A group whose own raise is noted: the step is void then."""
+        objective, self._has_advantages = self._objective, False
+        try:
+            objective.take(batch)
+            self._has_advantages = True
+        except Exception as error:
+            if not objective.by_group:
+                raise
+            everything = np.arange(len(batch.rewards))
+            self._blame.find(batch, everything, error, lambda rows: objective.take(rows_of(batch, rows)))
+
+    def _logprobs_or_blame(self, batch: TrainBatch, which: NDArray[np.int64], *, last: bool) -> Tensor | None:
+        """As ``_logprobs``; None where a group makes the pass raise. Ranks that compute together cannot try a group
+        alone, so there the error ends the process."""
+        try:
+            return self._logprobs(batch, which, last=last)
+        except Exception as error:
+            if not isinstance(self._ranks, OneRank):
+                raise
+            self._blame.find(batch, which, error, lambda rows: self._logprobs(batch, rows, last=False))
+            return None
+
+    def _loss(self, batch: TrainBatch, which: NDArray[np.int64], logprobs: Tensor) -> Tensor:
+        """Loss of one pass; 0 where a group makes it raise, so that every rank comes to the end of its passes."""
+        objective, device = self._objective, self._ranks.device
+        nothing = logprobs.sum() * 0.0
+        if not self._has_advantages:
+            return nothing
+
+        def alone(rows: NDArray[np.int64]) -> None:
+            of_rows = np.isin(np.repeat(which, batch.completion_lengths[which]), rows)
+            objective.loss(logprobs.detach()[torch.from_numpy(of_rows).to(device)], tokens_of(batch, rows, device))
+
+        try:
+            return objective.loss(logprobs, tokens_of(batch, which, device))
+        except Exception as error:
+            self._blame.find(batch, which, error, alone)
+            return nothing
 
     def _passes(self, batch: TrainBatch) -> list[NDArray[np.int64] | None]:
         """Rows of each pass; None, at the beginning, where another rank has more."""
@@ -268,8 +334,9 @@ class TorchTrainer:
             for which in cuts:
                 self._go_on(stopping)
                 if which is not None:
-                    logprobs = self._logprobs(batch, which, last=False)
-                    self._objective.survey(logprobs, tokens_of(batch, which, self._ranks.device))
+                    logprobs = self._logprobs_or_blame(batch, which, last=False)
+                    if logprobs is not None and self._has_advantages:
+                        self._objective.survey(logprobs, tokens_of(batch, which, self._ranks.device))
                 elif self.learner.even:
                     self._idle(batch)
         self._objective.surveyed()

@@ -249,6 +249,13 @@ class Instances:
         if not instance.will_have(lineage, version):
             self.order_pull(instance, lineage, version, self._clock.now_ms())
         shard = shard_of(group, self._shards) if self._shards > 1 else 0
-        partial = self.moves.partial(group)
-        command = Assign(group=group, lease=lease, lineage=lineage, version=version, shard=shard, partial=partial)
+        command = Assign(
+            group=group,
+            lease=lease,
+            lineage=lineage,
+            version=version,
+            shard=shard,
+            partial=self.moves.partial(group),
+            partial_sha=self.moves.partial_sha(group),
+        )
         instance.leases[lease] = (group, self._order(instance, command))

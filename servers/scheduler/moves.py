@@ -30,7 +30,9 @@ class Moves:
         self.pending: dict[LeaseId, Moving] = {}
         self._brought: dict[GroupId, Move] = {}
         """What the current lease of a group goes on from."""
-        self._left: Move | None = None
+        self._brought_sha: dict[GroupId, str] = {}
+        """Of what is found there."""
+        self._left: tuple[Move, str] | None = None
 
     def order(self, order: Move, now_ms: int) -> None:
         """A group has been told to move."""
@@ -62,9 +64,9 @@ class Moves:
     # --- what was written --------------------------------------------------------------------------------------
 
     @contextmanager
-    def leaving(self, order: Move) -> Generator[None]:
-        """Meanwhile the group is leased anew: the new lease goes on from what this one left at the shard."""
-        self._left = order
+    def leaving(self, order: Move, sha: str) -> Generator[None]:
+        """Meanwhile the group is leased anew: the new lease continues from what this one left (``sha``)."""
+        self._left = order, sha
         try:
             yield
         finally:
@@ -72,17 +74,21 @@ class Moves:
 
     def is_leaving(self, lease: LeaseId) -> bool:
         """Whether the end of this lease is half of a move."""
-        return self._left is not None and self._left.lease == lease
+        return self._left is not None and self._left[0].lease == lease
 
     def arrives(self, group: GroupId) -> None:
         """A lease of the group was granted; only the first one after ``leaving`` goes on from anything."""
-        if self._left is not None and self._left.group == group:
-            self._brought[group], self._left = self._left, None
+        if self._left is not None and self._left[0].group == group:
+            (self._brought[group], self._brought_sha[group]), self._left = self._left, None
 
     def partial(self, group: GroupId) -> LeaseId:
         """The lease under which the shard has what the current one goes on from; 0: it began the group."""
         brought = self._brought.get(group)
         return LeaseId(0) if brought is None else brought.lease
+
+    def partial_sha(self, group: GroupId) -> str:
+        """The sha256 of what the shard has under ``partial``; empty: nothing."""
+        return self._brought_sha.get(group, "")
 
     def written(self, group: GroupId) -> float:
         """Expected tokens of one sample that the current lease goes on from; 0.0: it began the group."""
@@ -92,8 +98,10 @@ class Moves:
     def forget(self, group: GroupId) -> None:
         """The current lease of a group is over."""
         self._brought.pop(group, None)
+        self._brought_sha.pop(group, None)
 
     def clear(self) -> None:
         """A restart, or a rollback: nobody moves, and what was written may be of abandoned versions."""
         self.pending.clear()
         self._brought.clear()
+        self._brought_sha.clear()

@@ -17,6 +17,7 @@ from staleflow.protocols.wire.messages import (
     RegisterOccupy,
     RegisterPush,
     RegisterQuarantine,
+    RegisterReject,
     RegisterRelease,
     RegisterYield,
     Result,
@@ -76,6 +77,9 @@ class GroupOperations:
             return self._no(peer, op, Code.STALE_LEASE, detail)
         if isinstance(op, RegisterYield):
             return self._yields.one(op)
+        if isinstance(op, RegisterReject):
+            self._rejects.push_refused(peer, op, op.code.value, self._interpreter.clock.now_ms(), count=op.count)
+            return _DONE
         if isinstance(op, RegisterPush) and self._interpreter.full:
             self._rejects.push_refused(peer, op, Code.BUSY.value, self._interpreter.clock.now_ms())
             return Result(code=Code.BUSY, detail=f"the scheduler's {trouble(self._interpreter.full)}")

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET
 
 from staleflow.protocols.consistency.effects import Refused
-from staleflow.protocols.wire.messages import RegisterPush
+from staleflow.protocols.wire.messages import RegisterPush, RegisterReject
 from staleflow.runtime.trace import Trace
 from staleflow.runtime.trace_events import Auth, Reject, TraceEvent
 
@@ -18,7 +18,7 @@ MAX_PEERS = 4_096
 class Rejects:
     """Notes every no; ``flush`` writes the lines that are due."""
 
-    def __init__(self, trace: Trace, rejected: Callable[[str], None]) -> None:
+    def __init__(self, trace: Trace, rejected: Callable[[str, int], None]) -> None:
         self._trace = trace
         self._rejected = rejected
         self._next_ms: dict[tuple[str, str], int] = {}
@@ -35,18 +35,21 @@ class Rejects:
             (peer, effect.code.value),
             now_ms,
         )
-        self._rejected(effect.code.value)
+        self._rejected(effect.code.value, 1)
 
-    def push_refused(self, peer: str, op: RegisterPush, code: str, now_ms: int) -> None:
-        """The shell said no to a push before the ledger saw it."""
-        line = Reject(op="push", worker=op.worker, group=op.group, lease=op.lease, count=1, code=code)
-        self._note(line, (peer, code), now_ms)
-        self._rejected(code)
+    def push_refused(
+        self, peer: str, op: RegisterPush | RegisterReject, code: str, now_ms: int, *, count: int = 1
+    ) -> None:
+        """A push was refused before the ledger saw it, by the scheduler or by the shard ``peer``."""
+        line = Reject(op="push", worker=op.worker, group=op.group, lease=op.lease, count=count, code=code)
+        key = op.worker if isinstance(op, RegisterReject) else peer
+        self._note(line, (key, code), now_ms)
+        self._rejected(code, count)
 
     def plain(self, peer: str, op: str, code: str, now_ms: int) -> None:
         """The transport or the shell said no to ``peer``."""
         self._note(Reject(op=op, worker=peer, count=1, code=code), (peer, code), now_ms)
-        self._rejected(code)
+        self._rejected(code, 1)
 
     def auth(self, peer: str, role: str, why: str, *, ok: bool, now_ms: int) -> None:
         """Who ``peer`` said it was, and whether it was taken in."""
@@ -68,7 +71,7 @@ class Rejects:
         key = self._key(*key)
         waiting = self._waiting.get(key)
         if waiting is not None:
-            self._waiting[key] = msgspec.structs.replace(waiting, count=waiting.count + 1)
+            self._waiting[key] = msgspec.structs.replace(waiting, count=waiting.count + line.count)
         elif now_ms >= self._next_ms.get(key, 0):
             self._write(key, line, now_ms)
         else:

@@ -39,6 +39,7 @@ from staleflow.servers.scheduler.identity import Identity
 from staleflow.servers.scheduler.instances import Instances
 from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.metrics import Metrics
+from staleflow.servers.scheduler.model_limits import KnownLimits
 from staleflow.servers.scheduler.operations import GroupOperations
 from staleflow.servers.scheduler.pulls import PullReports
 from staleflow.servers.scheduler.registry import Registry
@@ -136,7 +137,8 @@ class Service:
         joined = (self._registry, self._instances, self.phase)
         self._attachments = Attachments(config, identity, str(run_dir), *known, *joined)
         self._pulls = PullReports(*known, self._registry, self._instances)
-        self._training = Training(*known, self._status.why, config.trainer.steps)
+        self._known_limits = KnownLimits(interpreter, self._answers)
+        self._training = Training(*known, self._status.why, config.trainer.steps, self._known_limits)
         self.exposition = Exposition(*seen, self._loads, self.phase, self._training.asked)
         self._describing = Describing(deck, self._registry)
         yields = Yields(interpreter, self._instances)
@@ -173,6 +175,8 @@ class Service:
             messages.NextBatch: self._training.next_batch,
             messages.CheckBatch: self._training.check_batch,
             messages.NextGroups: self._training.next_batch,
+            messages.QuarantineGroups: self._training.quarantine,
+            messages.GetModelLimits: self._known_limits.get,
             messages.RegisterVersion: self._training.register_version,
             messages.RegisterCheckpoint: self._training.register_checkpoint,
             messages.VersionsInUse: self._versions_in_use,
@@ -340,6 +344,7 @@ class Service:
         self._describing.answer_due(now)
         self._look_for_deadlock()
         self._training.answer_due(now)
+        self._known_limits.answer_due(now)
         self._instances.answer_due(now)
 
     def _look_for_deadlock(self) -> None:

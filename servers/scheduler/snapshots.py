@@ -1,8 +1,8 @@
 """The snapshot of a cycle. What did not change since the last one is not looked at again."""
 
-import math
 from collections.abc import Callable
 
+from staleflow.configs.coordination import samples_started
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, WorkerId
@@ -43,7 +43,7 @@ class Snapshots:
         self._failures = failures
         self._end = end
         self._pacing = pacing
-        self._started = math.ceil(config.rollout.group_size * config.rollout.redundancy.samples)
+        self._started = samples_started(config.rollout)
         self._by_cost = chosen.routing == "cost_model"
         self._moves = chosen.migration != "none"
         self._counts_orders = self._by_cost or chosen.sync != "greedy"

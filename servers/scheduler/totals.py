@@ -91,9 +91,9 @@ class Totals:
         counts.tokens_masked += sealed.masked_tokens
         counts.samples_trained += samples
 
-    def rejected(self, code: str) -> None:
-        _add(self.counts.rejects, code)
+    def rejected(self, code: str, count: int) -> None:
+        _add(self.counts.rejects, code, count)
 
 
-def _add(counts: dict[str, int], key: str) -> None:
-    counts[key] = counts.get(key, 0) + 1
+def _add(counts: dict[str, int], key: str, count: int = 1) -> None:
+    counts[key] = counts.get(key, 0) + count

@@ -5,12 +5,14 @@ told, in one sentence, what the step waits for. A ``NextGroups`` waits for less:
 which fixes them as the beginning of the batch, until there are as many as it asked for.
 """
 
+import logging
 from collections.abc import Callable
 
 import msgspec
 
 from staleflow.protocols.consistency import effects, events
-from staleflow.protocols.consistency.effects import Code, Delivered, Effect, Member, Refused, Sealed
+from staleflow.protocols.consistency.effects import Code, Consumed, Delivered, Effect, Member, Refused, Sealed
+from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
 from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.wire.messages import (
@@ -25,6 +27,7 @@ from staleflow.protocols.wire.messages import (
     NextBatch,
     NextGroups,
     NoMoreBatches,
+    QuarantineGroups,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -32,9 +35,16 @@ from staleflow.protocols.wire.messages import (
 from staleflow.runtime.endpoint import Call
 from staleflow.servers.scheduler.answers import Answers
 from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.model_limits import KnownLimits
 from staleflow.servers.scheduler.rejects import Rejects
 
+log = logging.getLogger(__name__)
+
 REMEMBERED_JOINS = 64
+MIN_UNTRAINABLE = 8
+"""Groups that the trainer may fail to train one after another in any run, however small its batches."""
+MAX_WHY_CHARS = 500
+"""Of what a trainer says of groups that it cannot train: it is logged and shown."""
 _JOINS = b"joins"
 
 
@@ -60,7 +70,13 @@ class Training:
     """Answers the trainer's requests."""
 
     def __init__(
-        self, interpreter: Interpreter, answers: Answers, rejects: Rejects, why: Callable[[], str], steps: int
+        self,
+        interpreter: Interpreter,
+        answers: Answers,
+        rejects: Rejects,
+        why: Callable[[], str],
+        steps: int,
+        known_limits: KnownLimits,
     ) -> None:
         self._interpreter = interpreter
         self._answers = answers
@@ -69,7 +85,11 @@ class Training:
         self._waiting: list[Waiting] = []
         self._sealed = False
         self._end = steps
+        self._known_limits = known_limits
+        self._untrainable = 0
+        """Groups that the trainer could not train since the last step that it did."""
         interpreter.listen(Sealed, self._on_sealed)
+        interpreter.listen(Consumed, self._on_consumed)
         with interpreter.store.read() as txn:
             raw = txn.get("meta", _JOINS)
         self._joins = {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, JoinedBy])
@@ -103,6 +123,7 @@ class Training:
             return
         machine = self._interpreter.machine
         self._remember(call, machine.trainer_term)
+        self._known_limits.joined(body.model)
         joined = Joined(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
         self._answers.hold(call, joined)
         self._sealed = True
@@ -138,6 +159,25 @@ class Training:
             self._answers.hold(call, Done())
         else:
             self._answers.refuse(call, Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
+
+    def quarantine(self, call: Call, body: QuarantineGroups) -> None:
+        """Drop groups of a batch, as those with damaged bytes are; ``denied`` when too many fail one after another."""
+        if not self.current(call, body.trainer_term):
+            return
+        machine = self._interpreter.machine
+        found = [group for group in dict.fromkeys(body.groups) if _in_batch(machine.group(group))]
+        limit, why = max(self._interpreter.limits.batch_size, MIN_UNTRAINABLE), body.why[:MAX_WHY_CHARS]
+        self._untrainable += len(found)
+        if self._untrainable > limit:
+            told = f"{self._untrainable} groups in a row cannot be trained, more than {limit}"
+            detail = f"{told}: the model, the algorithm or the engines are at fault, not single groups. Last: {why}"
+            self._answers.refuse(call, Code.DENIED, detail)
+            return
+        for group in found:
+            log.error("group %d is quarantined, the trainer cannot train it: %s", group, why)
+            self._interpreter.apply(events.Quarantine(group=group))
+        self._sealed = True
+        self._answers.hold(call, Done())
 
     def deliver(self) -> None:
         """Hand out the batches that are sealed by now and the groups that may be claimed; turn away who was fenced."""
@@ -319,8 +359,16 @@ class Training:
                     return True
         return False
 
+    def _on_consumed(self, _: Consumed) -> None:
+        self._untrainable = 0
+
     def _on_sealed(self, _: Sealed) -> None:
         self._sealed = True
+
+
+def _in_batch(group: GroupView | None) -> bool:
+    """Whether the trainer may have it: sealed, or claimed for a batch that is not."""
+    return group is not None and (group.state is State.SEALED or group.claimed)
 
 
 def _ref(member: Member) -> MemberRef:

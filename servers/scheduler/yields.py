@@ -29,7 +29,7 @@ class Yields:
         if not self._may_go_on(to, op):
             self._instances.end_move(op.lease)
             return Result(code=Code.DENIED, detail=f"{to} cannot go on with version {op.version} now")
-        with moves.leaving(moving.order):
+        with moves.leaving(moving.order, op.sha):
             told = self._interpreter.apply(Migrate(group=op.group, lease=op.lease, to=to))
         if isinstance(refused := told[0], Refused):
             self._instances.end_move(op.lease)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from staleflow.configs.algorithm import filter_of
+from staleflow.configs.coordination import samples_started
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import calls_a_group, check_row, graph, seconds_a_group
 from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.runtime import reached
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.crashes import note_crashes, open_store
@@ -127,6 +129,14 @@ def _open_store(config: Config, path: Path, opened: Callable[..., Store], *, sla
         raise ConfigError("trajectory server's store", str(path), str(error)) from error
 
 
+def payload_limits(config: Config) -> PayloadLimits:
+    """What the configuration lets a rollout worker push."""
+    environment, sampled = config.environment, config.rollout.max_new_tokens
+    if environment.run:  # each of an episode's calls may write so many
+        sampled *= environment.max_turns
+    return PayloadLimits(sampled_tokens=sampled, environment=bool(environment.run))
+
+
 def make_service(
     config: Config,
     shard: int,
@@ -155,5 +165,7 @@ def make_service(
         scheduler,
         tasks,
         group_size=config.rollout.group_size,
+        samples_started=samples_started(config.rollout),
+        limits=payload_limits(config),
         describes=config.coordination.ranker == "learned",
     )

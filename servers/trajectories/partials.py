@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.messages import PartialFrames
-from staleflow.protocols.wire.tensors import arrays
-from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.protocols.wire.partial_samples import check_partial
+from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits
 from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories.records import Key
 
@@ -47,16 +47,24 @@ class Partials:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, key: Key, header: PartialFrames, frames: Sequence[memoryview]) -> None:
-        """Keep samples. ``ProtocolError`` when they are none, ``Refused`` when they never fit, or it left others."""
-        GroupPayload.from_arrays(arrays(header.frames, frames))
+    def put(
+        self,
+        key: Key,
+        header: PartialFrames,
+        frames: Sequence[memoryview],
+        limits: PayloadLimits = PLAIN,
+        samples: int = 0,
+    ) -> None:
+        """Keep samples. ``ProtocolError`` when they are none, or exceed the run's ``limits``; ``Refused`` when they
+        never fit, or the lease left others. ``samples``: of a group that moves; 0: any number."""
+        check_partial(header, frames, lease=key.lease, limits=limits, samples=samples)
         partial = Partial(key, header, [bytes(frame) for frame in frames])
         if partial.nbytes > self._most_bytes:
             raise Refused(Code.OVERSIZE, f"{partial.nbytes} bytes of samples; at most {self._most_bytes} are kept")
         known = self._kept.get(key.group)
         if known is not None and known.key.lease > key.lease:
             raise Refused(Code.STALE_LEASE, f"lease {known.key.lease} of group {key.group} has left, too")
-        if known is not None and known.key == key and known.frames != partial.frames:
+        if known is not None and known.key == key and known != partial:
             raise Refused(Code.CONFLICT, f"lease {key.lease} of group {key.group} has left other samples")
         self._drop(key.group)
         self._kept[key.group] = partial

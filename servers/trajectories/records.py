@@ -12,7 +12,8 @@ from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import Place, PushItem, RegisterPush
-from staleflow.protocols.wire.stages import ENVIRONMENT, ENVIRONMENT_REWARD
+from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits
+from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
 from staleflow.protocols.wire.tensors import Array, arrays, pieces, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -75,10 +76,16 @@ Written = Callable[[WorkerId, Place], memoryview]
 """What a worker has written into one of its slabs."""
 
 
-def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: Written | None = None) -> Pushed:
+def pushed(
+    item: PushItem,
+    frames: Sequence[memoryview],
+    samples: int,
+    written: Written | None = None,
+    limits: PayloadLimits = PLAIN,
+) -> Pushed:
     """The payload of a push, checked. ``ProtocolError`` names the first thing that is wrong.
 
-    ``written``: where payload lies that does not come in frames; without it none may.
+    ``written``: where payload lies that does not come in frames; without it none may. ``limits``: those of the run.
     """
     place = item.place
     if not (0 <= item.group < MOST_ID and 0 <= item.lease < MOST_ID):
@@ -86,10 +93,9 @@ def pushed(item: PushItem, frames: Sequence[memoryview], samples: int, written: 
     data = None if place is None else _in_slab(item, place, written)
     named = arrays(item.frames, frames) if data is None else unpack(data)
     payload = GroupPayload.from_arrays(named)
-    if made := [name for name in payload.stages if not name.startswith(ENVIRONMENT)]:
-        raise ProtocolError(Code.MALFORMED, f"a push has no stage columns; it has {', '.join(made)}")
     if payload.num_samples != samples:
         raise ProtocolError(Code.MALFORMED, f"a group has {samples} samples; {payload.num_samples} came")
+    limits.check(payload)
     if len(segments := payload.segment_summary()) > MOST_VERSIONS:
         raise ProtocolError(Code.MALFORMED, f"{len(segments)} versions wrote it; at most {MOST_VERSIONS} can")
     parts: list[Data] = [*pieces(named)] if data is None else [data]

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.messages import Op, Operations, Result, Results
+from staleflow.protocols.wire.messages import Op, Operations, RegisterReject, Result, Results
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 
@@ -34,17 +34,20 @@ class Registrar:
         self._waiting: list[tuple[Op, Then]] = []
         self._there = asyncio.Event()
         self._open = 0
+        self._rejects = 0
+        """Of these, reports of refused pushes: nothing of the shard depends on them."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._answered = asyncio.Event()
 
     def __len__(self) -> int:
-        """Operations without a final answer."""
-        return self._open
+        """Operations without a final answer that the ledger is to apply."""
+        return self._open - self._rejects
 
     def add(self, op: Op, then: Then) -> None:
         """Tell this one with the next batch."""
         self._open += 1
+        self._rejects += isinstance(op, RegisterReject)
         self._idle.clear()
         self._again(op, then)
 
@@ -76,6 +79,7 @@ class Registrar:
                     loop.call_later(BUSY_S, self._again, op, then)
                     continue
                 self._open -= 1
+                self._rejects -= isinstance(op, RegisterReject)
                 then(result)
             self._answered.set()
             if not self._open:

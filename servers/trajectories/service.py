@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,13 @@ from staleflow.protocols.wire.messages import (
     Done,
     FetchGroups,
     FinishStage,
+    GetModelLimits,
     GetRows,
     GetSlab,
     GetStatus,
     GroupFrames,
     Groups,
+    ModelLimits,
     PartialFrames,
     PushGroups,
     PutPartial,
@@ -42,6 +45,7 @@ from staleflow.protocols.wire.messages import (
     Status,
     TakeStage,
 )
+from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import made_columns
 from staleflow.runtime.client import Client
@@ -54,7 +58,8 @@ from staleflow.servers.attached import Tasks
 from staleflow.servers.trajectories.describing import describe
 from staleflow.servers.trajectories.holdings import Held, Phase, place_of
 from staleflow.servers.trajectories.partials import Partials
-from staleflow.servers.trajectories.records import Key, pushed
+from staleflow.servers.trajectories.push_rejects import PushRejects
+from staleflow.servers.trajectories.records import Key, Pushed, pushed
 from staleflow.servers.trajectories.registrar import Registrar, Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_calls import StageCalls
@@ -80,6 +85,8 @@ RETAIN_SHARE = 1 / 64
 """Of the map: so much may be pushed before it is asked again what may go."""
 RETAIN_GROUPS = 4096
 """Groups of one question to the scheduler."""
+
+_NO_MODEL = "the limits of the model are not known yet: no trainer has joined"
 
 
 class Answers:
@@ -122,9 +129,12 @@ class TrajectoryService:
         tasks: Tasks,
         *,
         group_size: int,
+        samples_started: int,
+        limits: PayloadLimits,
         describes: bool,
     ) -> None:
-        """``describes``: the scheduler wants to know what prompts are like."""
+        """``samples_started``: of a group that moves. ``limits``: of the configuration; those of the model come from
+        the scheduler. ``describes``: the scheduler wants to know what prompts are like."""
         self._shard = shard
         self._stage_calls = stage_calls
         self._prompts = prompts
@@ -132,6 +142,11 @@ class TrajectoryService:
         self._scheduler = scheduler
         self._tasks = tasks
         self._group_size = group_size
+        self._samples_started = samples_started
+        self._limits = limits
+        self._model: ModelLimits | None = None
+        """None until a trainer has joined: no worker can have written anything before."""
+        self._rejects = PushRejects(registrar)
         self._describes = describes
         self._draining = False
         self._look = asyncio.Event()
@@ -185,7 +200,10 @@ class TrajectoryService:
             case GetRows() as body:
                 self._rows(call, body)
             case PutPartial() as body:
-                self._partials.put(Key(body.group, body.lease), body.partial, call.frames)
+                if self._model is None:
+                    raise Refused(Code.BUSY, _NO_MODEL)
+                limits, started = self._limits, self._samples_started
+                self._partials.put(Key(body.group, body.lease), body.partial, call.frames, limits, started)
                 call.reply(Done())
             case GetStatus():
                 call.reply(
@@ -242,17 +260,28 @@ class TrajectoryService:
         slabs = self._shard.slabs
         written = None if slabs is None else slabs.written
         size = self._group_size
-        taken = [pushed(item, frames, size, written) for item, frames in zip(body.items, parts, strict=True)]
-        self._pushed_bytes += sum(one.record.nbytes for one in taken)
+        taken: list[Pushed | Result] = []
+        for item, frames in zip(body.items, parts, strict=True):
+            try:
+                taken.append(pushed(item, frames, size, written, self._limits))
+            except ProtocolError as error:  # of this group alone: the others of the message may be fine
+                taken.append(Result(code=error.code, detail=error.detail))
+                self._rejects.note(item, error.code)
+        self._pushed_bytes += sum(one.record.nbytes for one in taken if isinstance(one, Pushed))
         if self._pushed_bytes > self._shard.map_bytes * RETAIN_SHARE:
             self._look.set()
         answers = Answers(call, len(taken), apart=True)
         for index, one in enumerate(taken):
+            if isinstance(one, Result):
+                answers.put(index, one)
+                continue
             self._shard.push(one, partial(answers.put, index))
             self._partials.forget(*one.key)
 
     def _no_room(self, *, asked: bool) -> str:
         """Why pushes are refused; empty when they are not. ``asked``: nobody has sent payload yet."""
+        if self._model is None:
+            return _NO_MODEL
         if not self._shard.room():
             self._full = True
             self._look.set()
@@ -372,6 +401,7 @@ class TrajectoryService:
         """Take up what was stored; then tell the scheduler, watch the stages, and forget what nobody needs."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._registrar.run())
+            group.create_task(self._follow_model())
             await self._shard.recover()
             group.create_task(self._stage_calls.watch())
             group.create_task(report_stages(self._scheduler, self._shard))
@@ -379,6 +409,16 @@ class TrajectoryService:
             group.create_task(self._take_stock())
             if self._describes:
                 group.create_task(describe(self._scheduler, self._prompts, self._shard.shard))
+
+    async def _follow_model(self) -> None:
+        """Learn the limits of the model from the scheduler, and each change of them."""
+        while True:
+            question = GetModelLimits(known=self._model)
+            try:
+                self._model = await self._scheduler.ask(question, ModelLimits, timeout_s=None)
+            except Refused:  # the run is over
+                return
+            self._limits = replace(self._limits, model=self._model)
 
     async def _take_stock(self) -> None:
         """Give up what is not here: of what the run counts on now, and again when a trainer has missed some of what a

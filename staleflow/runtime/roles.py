@@ -37,11 +37,13 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Retention: frozenset((_O,)),
     m.Inventory: frozenset((_O,)),
     m.StageLoads: frozenset((_O,)),
+    m.GetModelLimits: frozenset((_O,)),
     m.Described: frozenset((_O,)),
     m.Join: frozenset((_T,)),
     m.NextBatch: frozenset((_T,)),
     m.CheckBatch: frozenset((_T,)),
     m.NextGroups: frozenset((_T,)),
+    m.QuarantineGroups: frozenset((_T,)),
     m.RegisterVersion: frozenset((_O,)),
     m.RegisterCheckpoint: frozenset((_T,)),
     m.VersionsInUse: frozenset((_O,)),
@@ -72,6 +74,7 @@ OPS: Final[dict[type[Any], frozenset[Role]]] = {
     m.RegisterRelease: frozenset((_R, _O)),
     m.RegisterQuarantine: frozenset((_O,)),
     m.RegisterMissing: frozenset((_O,)),
+    m.RegisterReject: frozenset((_O,)),
     m.RegisterYield: frozenset((_R,)),
 }
 """What may be inside of ``Operations``."""

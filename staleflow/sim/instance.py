@@ -284,7 +284,7 @@ class SimInstance:
         self._shards[assign.shard].partials[assign.lease] = held.samples
         newest = max((sample.segments[-1][:2] for sample in held.samples if sample.segments), default=None)
         lineage, version = newest or (assign.lineage, assign.version)
-        op = RegisterYield(group=assign.group, lease=assign.lease, lineage=lineage, version=version)
+        op = RegisterYield(group=assign.group, lease=assign.lease, lineage=lineage, version=version, sha="")
         self._ask(Operations(ops=[op]), lambda reply: self._handed_over(held, reply))
 
     def _handed_over(self, held: Held, reply: Reply) -> None:

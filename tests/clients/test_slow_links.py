@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from staleflow.clients.parameters import Publisher, Puller, mapped, written
+from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.moving import ROWS_BYTES, arrived
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.stage import worker as stage_worker
@@ -17,6 +18,7 @@ from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.fetching import Fetcher
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Assign, Done, PartialFrames, PutPartial, Result
+from staleflow.protocols.wire.partial_samples import partial_sha
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.runtime.client import Client
 from staleflow.runtime.portions import Portion
@@ -147,9 +149,11 @@ async def test_groups_that_move_arrive_over_a_slow_link(make_run: Callable[..., 
         partial = PartialFrames(origin=assign.lease, frames=specs)
         put = PutPartial(group=assign.group, lease=assign.lease, partial=partial)
         assert await rollout.shards[0].ask(put, Done, frames) == Done()
-        moved.append(msgspec.structs.replace(assign, partial=assign.lease))
+        moved.append(msgspec.structs.replace(assign, partial=assign.lease, partial_sha=partial_sha(partial, frames)))
     async with slow_link(run.where.trajectories[0], SLOW) as link, asyncio.timeout(WITHIN_S):
-        rows, came = await arrived(run.client(link.address, rollout.worker), Portion(ROWS_BYTES), moved)
+        rows, came = await arrived(
+            run.client(link.address, rollout.worker), Portion(ROWS_BYTES), moved, Recipe.of(run.config)
+        )
     assert [row["prompt"] for row in rows] == [f"{assign.group} + 1" for assign in moved]
     for assign in moved:
         written = payload(assign.version, seed=assign.group, tokens=TOKENS)

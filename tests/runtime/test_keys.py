@@ -195,7 +195,8 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
         *("FindSources", *pulling),
     }
     assert may[Role.TRAINER] == common | {
-        *("Join", "NextBatch", "CheckBatch", "NextGroups", "RegisterCheckpoint", "Metrics"),
+        *("Join", "NextBatch", "CheckBatch", "NextGroups", "QuarantineGroups"),
+        *("RegisterCheckpoint", "Metrics"),
         *("Finished", "FetchGroups", "GetStatus"),
         *("BeginPublish", "PublishChunk", "CommitPublish", "FindSources", *pulling),
     }
@@ -205,6 +206,7 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
         "Retention",
         "Inventory",
         "StageLoads",
+        "GetModelLimits",
         "Described",
         "RegisterVersion",
         "VersionsInUse",
@@ -231,7 +233,7 @@ def test_a_batch_of_operations_is_judged_one_by_one() -> None:
     both = Operations(ops=[release, quarantine])
     assert objection(Role.ROLLOUT, ME, both) == "a key of role rollout may not send RegisterQuarantine"
     assert objection(Role.SERVER, ME, both) is None
-    moved = messages.RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0))
+    moved = messages.RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0), sha="")
     assert objection(Role.SERVER, ME, Operations(ops=[moved])) is not None
 
 

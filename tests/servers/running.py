@@ -32,6 +32,7 @@ from staleflow.protocols.wire.messages import (
     InstanceStats,
     Join,
     Joined,
+    ModelLimits,
     NextBatch,
     Pull,
     PushGroups,
@@ -56,6 +57,7 @@ from staleflow.servers.scheduler.main import open_service, open_store
 from staleflow.servers.trajectories import main as trajectories
 
 GROUP_SIZE = 2
+ANY_MODEL = ModelLimits()
 _PROCESS = """
 import sys
 from pathlib import Path
@@ -75,7 +77,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) 
         "prompts": {"path": str(prompts)},
         "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
         "staleness": {"max_staleness": 2},
-        "rollout": {"engine": "simulated", "group_size": GROUP_SIZE},
+        "rollout": {"engine": "simulated", "group_size": GROUP_SIZE, "max_new_tokens": 100_000},
         "trainer": {"backend": "simulated", "batch_size": 2, "steps": 10},
         "scheduler": {"map_mb": 16},
         "trajectories": {"map_mb": 16},
@@ -185,9 +187,9 @@ class Run:
         finally:
             client.close()
 
-    async def trainer(self, name: str = "trainer") -> "Trainer":
+    async def trainer(self, name: str = "trainer", model: ModelLimits = ANY_MODEL) -> "Trainer":
         """A trainer that has joined at the newest version."""
-        trainer = Trainer(self, worker_id(name))
+        trainer = Trainer(self, worker_id(name), model)
         await trainer.join()
         return trainer
 
@@ -201,8 +203,9 @@ class Run:
 class Trainer:
     """Publishes small weights and takes batches."""
 
-    def __init__(self, run: Run, worker: WorkerId) -> None:
+    def __init__(self, run: Run, worker: WorkerId, model: ModelLimits = ANY_MODEL) -> None:
         self.worker = worker
+        self.model = model
         self.scheduler = run.client(run.where.scheduler, worker)
         self.publisher = Publisher(run.where.parameters, worker=worker)
         run.clients.append(self.publisher)
@@ -212,7 +215,7 @@ class Trainer:
         hello = Attach(worker=self.worker, name="trainer", role="trainer")
         attached = await self.scheduler.ask(hello, Attached)
         held = Version(max(attached.version, version))
-        join = Join(trainer=self.worker, lineage=attached.lineage, version=held)
+        join = Join(trainer=self.worker, lineage=attached.lineage, version=held, model=self.model)
         self.joined = await self.scheduler.ask(join, Joined)
         return self.joined
 

@@ -22,10 +22,11 @@ from staleflow.protocols.wire.messages import (
     RegisterRelease,
     Report,
     Result,
+    Results,
     TensorEntry,
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime.errors import Refused, Unavailable
+from staleflow.runtime.errors import Unavailable
 from tests.servers.running import WEIGHTS, Run, payload
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config, sha
@@ -40,9 +41,8 @@ async def test_a_push_of_no_group_is_refused_and_the_shard_goes_on(run: Run, gro
     rollout = await run.rollout()
     specs, frames = specs_and_frames(payload(0).to_arrays())
     item = PushItem(group=GroupId(group), lease=LeaseId(lease), worker=rollout.worker, truncated=False, frames=specs)
-    with pytest.raises(Refused, match=f"no lease {lease} of a group {group}") as no:
-        await rollout.shards[0].call(PushGroups(items=[item]), frames)
-    assert no.value.code is Code.MALFORMED
+    (refused,) = (await rollout.shards[0].ask(PushGroups(items=[item]), Results, frames)).results
+    assert refused == Result(code=Code.MALFORMED, detail=f"there is no lease {lease} of a group {group}")
     results = await rollout.push(*(await rollout.leases(1))[:1])
     assert [result.code for result in results] == [None]
 

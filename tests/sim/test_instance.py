@@ -131,7 +131,7 @@ def test_a_group_is_handed_over_once_all_of_it_is_out_of_the_engine() -> None:
     alone.timeline.at(1.5, lambda: alone.answer(commands(3, Yield(lease=LeaseId(1)))))
     alone.timeline.run(lambda: isinstance(alone.said[-1], Operations))
     assert alone.timeline.now_s == 2.0
-    op = RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0))
+    op = RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0), sha="")
     assert alone.said[-1] == Operations(ops=[op])
     alone.answer(Results(results=[Result()]))
     ((_, samples),) = alone.begun

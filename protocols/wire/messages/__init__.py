@@ -40,6 +40,7 @@ from staleflow.protocols.wire.messages.operations import (
     RegisterOccupy,
     RegisterPush,
     RegisterQuarantine,
+    RegisterReject,
     RegisterRelease,
     RegisterYield,
     Result,
@@ -72,14 +73,17 @@ from staleflow.protocols.wire.messages.training import (
     CheckpointRegistered,
     Claims,
     Finished,
+    GetModelLimits,
     Join,
     Joined,
     KeepVersions,
     MemberRef,
     Metrics,
+    ModelLimits,
     NextBatch,
     NextGroups,
     NoMoreBatches,
+    QuarantineGroups,
     RegisterCheckpoint,
     Registered,
     RegisterVersion,
@@ -118,11 +122,13 @@ Request = (
     | Retention
     | Inventory
     | StageLoads
+    | GetModelLimits
     | Described
     | Join
     | NextBatch
     | CheckBatch
     | NextGroups
+    | QuarantineGroups
     | RegisterVersion
     | RegisterCheckpoint
     | VersionsInUse
@@ -158,6 +164,7 @@ Reply = (
     | Expected
     | Describe
     | Joined
+    | ModelLimits
     | Batch
     | Claims
     | NoMoreBatches
@@ -204,6 +211,7 @@ __all__ = [
     "GetChunk",
     "GetDelta",
     "GetManifest",
+    "GetModelLimits",
     "GetRows",
     "GetSlab",
     "GetStatus",
@@ -222,6 +230,7 @@ __all__ = [
     "MemberRef",
     "Message",
     "Metrics",
+    "ModelLimits",
     "NextBatch",
     "NextGroups",
     "NoMoreBatches",
@@ -239,12 +248,14 @@ __all__ = [
     "PushGroups",
     "PushItem",
     "PutPartial",
+    "QuarantineGroups",
     "Refusal",
     "RegisterCheckpoint",
     "RegisterMissing",
     "RegisterOccupy",
     "RegisterPush",
     "RegisterQuarantine",
+    "RegisterReject",
     "RegisterRelease",
     "RegisterVersion",
     "RegisterYield",

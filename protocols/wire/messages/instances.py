@@ -59,6 +59,8 @@ class Assign(Message, frozen=True, kw_only=True):
     """Trajectory server that has the prompt row and takes the payload."""
     partial: LeaseId = LeaseId(0)
     """Lease under which that server keeps what another instance wrote of it, to go on from; 0: none."""
+    partial_sha: Sha = ""
+    """Of what that instance wrote, by its own ``RegisterYield``: what the shard gives must have it."""
 
 
 class Pull(Message, frozen=True, kw_only=True):

@@ -58,6 +58,17 @@ class RegisterMissing(Message, frozen=True, kw_only=True):
     sha: Sha
 
 
+class RegisterReject(Message, frozen=True, kw_only=True):
+    """Op of a shard: it refused pushes of this worker, which the ledger never saw. Traced, without any effect."""
+
+    group: GroupId
+    lease: LeaseId
+    worker: WorkerId
+    code: Code
+    count: Count = 1
+    """Pushes since the last such report of this worker and code; the group is that of the newest."""
+
+
 class RegisterYield(Message, frozen=True, kw_only=True):
     """Op of a worker that was told to yield: its shard has the samples so far, another instance may go on with them.
 
@@ -71,9 +82,19 @@ class RegisterYield(Message, frozen=True, kw_only=True):
     """Of ``version``."""
     version: Version
     """Newest that wrote any of it; the lease's own when nothing is written."""
+    sha: Sha
+    """Of the samples and their header, which the shard has (``partial_samples.partial_sha``)."""
 
 
-Op = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterMissing | RegisterYield
+Op = (
+    RegisterPush
+    | RegisterOccupy
+    | RegisterRelease
+    | RegisterQuarantine
+    | RegisterMissing
+    | RegisterReject
+    | RegisterYield
+)
 
 
 class Operations(Message, frozen=True, kw_only=True):

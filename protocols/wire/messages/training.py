@@ -2,10 +2,30 @@
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
-from staleflow.protocols.wire.messages.base import Message, Part
+from staleflow.protocols.wire.messages.base import Count, Message, Part
+
+
+class ModelLimits(Message, frozen=True, kw_only=True):
+    """What the model that is trained can read. 0: not known, or no limit."""
+
+    vocabulary: Count = 0
+    """Token ids are below it."""
+    context: Count = 0
+    """Tokens of prompt and completion together."""
+
+
+class GetModelLimits(Message, frozen=True, kw_only=True):
+    """A shard waits for the limits of the trainer that joined last, if they differ from ``known``. -> ModelLimits
+
+    A refusal ``busy`` after ``wait_ms``: nothing new.
+    """
+
+    known: ModelLimits | None = None
+    wait_ms: int = 1000
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -14,6 +34,7 @@ class Join(Message, frozen=True, kw_only=True):
     trainer: WorkerId
     lineage: Lineage
     version: Version
+    model: ModelLimits = msgspec.field(default_factory=ModelLimits)
 
 
 class Joined(Message, frozen=True, kw_only=True):
@@ -103,6 +124,18 @@ class Claims(Message, frozen=True, kw_only=True):
     members: list[MemberRef]
     mask_below: Version
     """As of ``Batch``."""
+
+
+class QuarantineGroups(Message, frozen=True, kw_only=True):
+    """The trainer cannot train these groups of a batch: they are dropped, and the batch is sealed again. -> Done
+
+    A group that is in no batch any more is passed over. Refusal ``denied`` once so many have failed in a row that the
+    model or the algorithm is at fault: the run cannot go on.
+    """
+
+    trainer_term: TrainerTerm
+    groups: list[GroupId]
+    why: str
 
 
 class RegisterVersion(Message, frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ from staleflow.protocols.wire.messages import (
     Rows,
     Yield,
 )
+from staleflow.protocols.wire.partial_samples import partial_sha
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client, worker_id
@@ -281,6 +282,8 @@ class RolloutWorker:
         if reply.rows != [wanted]:
             self._journal.wrong.append(f"{self.me} got {reply.rows} for group {assign.group}")
         if reply.partials and (partial := reply.partials[0]) is not None:
+            if partial_sha(partial, frames) != assign.partial_sha:
+                self._journal.wrong.append(f"{self.me} got other samples of group {assign.group} than were left")
             payload = GroupPayload.from_arrays(arrays(partial.frames, frames))
             self._journal.looked["rollout: partials"] += 1
             if not is_what_was_written(self._scene.seed, assign.group, payload, self._scene.samples):
@@ -292,10 +295,15 @@ class RolloutWorker:
         assign, newest = held.assign, segments[-1]
         payload = group_payload(self._scene.seed, assign.group, assign.lease, segments, self._scene.samples)
         specs, frames = specs_and_frames(payload.to_arrays())
-        put = PutPartial(
-            group=assign.group, lease=assign.lease, partial=PartialFrames(origin=assign.lease, frames=specs)
+        partial = PartialFrames(origin=assign.lease, frames=specs)
+        put = PutPartial(group=assign.group, lease=assign.lease, partial=partial)
+        op = RegisterYield(
+            group=assign.group,
+            lease=assign.lease,
+            lineage=newest[0],
+            version=newest[1],
+            sha=partial_sha(partial, frames),
         )
-        op = RegisterYield(group=assign.group, lease=assign.lease, lineage=newest[0], version=newest[1])
         try:
             await self._shards[assign.shard].ask(put, Done, frames, timeout_s=PUT_S)
             answer = await self._scheduler.ask(Operations(ops=[op]), Results, timeout_s=None)

@@ -1,10 +1,12 @@
 """The peers of a rollout worker, on real sockets, each doing what a test tells it and noting what it hears."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +33,7 @@ from staleflow.protocols.wire.messages import (
     Results,
     Rows,
 )
+from staleflow.protocols.wire.partial_samples import partial_sha
 from staleflow.protocols.wire.tensors import arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
@@ -54,12 +57,21 @@ class Scheduler:
     waiting: Call | None = None
     refuse: Code | None = None
     """What every report is refused with."""
+    left: Callable[[int, int], tuple[PartialFrames, list[memoryview]] | None] = lambda group, lease: None
+    """What a lease left at the shard."""
 
     def order(self, *commands: Command, drain: bool = False) -> None:
-        self.commands += commands
+        self.commands += map(self._with_sha, commands)
         self.drain = drain
         if self.waiting is not None:
             self._answer(self.waiting)
+
+    def _with_sha(self, command: Command) -> Command:
+        """A lease that goes on from another one is given the digest of what that one left."""
+        if not isinstance(command, Assign) or not command.partial or command.partial_sha:
+            return command
+        left = self.left(command.group, command.partial)
+        return command if left is None else msgspec.structs.replace(command, partial_sha=partial_sha(*left))
 
     def hear(self, call: Call) -> None:
         match call.body:
@@ -227,6 +239,7 @@ class Stage:
             Endpoint(f"ipc://{self.folder}/scheduler", on_call=self.scheduler.hear),
             Endpoint(f"ipc://{self.folder}/shard", on_call=self.shard.hear),
         ]
+        self.scheduler.left = lambda group, lease: self.shard.partials.get((group, lease))
         self.clients = [Client(endpoint.address, worker=self.me) for endpoint in self.endpoints]
 
     def open_scheduler(self) -> None:

@@ -1,14 +1,20 @@
 """A worker whose groups leave and arrive, between a scheduler, a shard and an engine over real sockets."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from staleflow.clients.rollout import moving
+from staleflow.clients.rollout.engine import Request, check_request
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import LeaseId
-from staleflow.protocols.wire.messages import Abort, GetRows, Interrupt, Yield
+from staleflow.protocols.wire.messages import Abort, GetRows, Interrupt, PartialFrames, Yield
+from staleflow.protocols.wire.partial_samples import partial_sha
+from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import Finish
 from staleflow.runtime.portions import FIRST_BYTES
 from tests.clients.rollout.peers import assign, pull
@@ -205,3 +211,72 @@ async def test_a_group_that_is_done_is_pushed_and_the_yield_is_too_late(short_di
         play.shard.answer(play.shard.pushes[0])
         await until(lambda: play.scheduler.held == [])
         assert (play.scheduler.yielded, list(play.shard.payloads)) == ([], [1])
+
+
+Left = tuple[PartialFrames, list[memoryview]]
+
+
+def another_origin(header: PartialFrames, frames: list[memoryview]) -> Left:
+    """The same samples, said to have begun under a lease that cannot be."""
+    return msgspec.structs.replace(header, origin=LeaseId(-1)), frames
+
+
+def another_token(header: PartialFrames, frames: list[memoryview]) -> Left:
+    """One token is another one, beyond any vocabulary."""
+    columns = {name: np.array(array) for name, array in arrays(header.frames, frames).items()}
+    columns["token_ids"][0] = 2**31 - 1
+    specs, changed = specs_and_frames(columns)
+    return msgspec.structs.replace(header, frames=specs), changed
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["by its own digest", "by that of what was left"])
+@pytest.mark.parametrize("change", [another_origin, another_token])
+async def test_samples_that_another_worker_has_rewritten_end_neither_the_worker_nor_its_engine(
+    short_dir: Path, change: Callable[..., Left], known: bool
+) -> None:
+    """``known``: the one who rewrote them has told the scheduler so, as the worker that left them may."""
+    async with playing(short_dir, long()) as play:
+        await written(play)
+        play.scheduler.order(ONE)
+        await until(lambda: play.scheduler.held == [])
+        left = play.shard.partials[1, 1]
+        play.shard.partials[1, 1] = rewritten = change(*left)
+        sha = partial_sha(*(rewritten if known else left))
+        arriving = msgspec.structs.replace(assign(1, lease=5, partial=1), partial_sha=sha)
+        so_far = play.engine.stats().generated_tokens
+        play.scheduler.order(arriving, assign(2))
+        await until(lambda: play.engine.stats().running == 8)
+        await until(lambda: play.engine.stats().generated_tokens > so_far + 40)
+        play.scheduler.order(Interrupt(lease=LeaseId(5)), Interrupt(lease=LeaseId(2)))
+        await until(lambda: {1, 2} <= play.shard.payloads.keys())
+        assert not play.running.done()
+
+
+async def test_a_prefix_that_the_engine_refuses_costs_no_more_than_the_prefix(short_dir: Path) -> None:
+    """The group begins again; it is not taken for one that no engine can serve."""
+    async with playing(short_dir, Strict(tokens=8)) as play:
+        await loaded(play)
+        header, frames = await prefix_of(short_dir)
+        play.shard.partials[1, 1] = another_token(header, frames)
+        play.scheduler.order(assign(1, lease=5, partial=1))
+        await until(lambda: 1 in play.shard.payloads)
+        assert play.scheduler.released == []
+        assert int(play.shard.payloads[1].token_ids.max()) < 256
+
+
+class Strict(Paced):
+    """Has a vocabulary."""
+
+    def submit(self, request: Request) -> None:
+        check_request(request, context=10**6, vocabulary=256)
+        super().submit(request)
+
+
+async def prefix_of(folder: Path) -> Left:
+    """What another worker leaves of group 1."""
+    async with playing(another(folder), long()) as first:
+        await written(first)
+        first.scheduler.order(ONE)
+        await until(lambda: first.scheduler.held == [])
+        header, frames = first.shard.partials[1, 1]
+        return header, [memoryview(bytes(frame)) for frame in frames]

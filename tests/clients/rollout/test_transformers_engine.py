@@ -2,6 +2,7 @@
 """The embedded engine against plain forward passes and ``model.generate`` of the same model."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -346,6 +347,11 @@ def test_a_request_that_cannot_be_served_is_refused_with_the_reason() -> None:
     ):
         with pytest.raises(RequestError, match=message):
             engine.submit(ask(0, prompt))
+    for token, message in ((61, "the prefix has token 61; the vocabulary has 61"), (-1, "the prefix has token -1")):
+        ids = np.array([3, token], np.int32)
+        written = TokenSegment(lineage=Lineage(0), version=Version(0), token_ids=ids, logprobs=np.zeros(2, np.float32))
+        with pytest.raises(RequestError, match=message):
+            engine.submit(replace(ask(0, [1]), prefix=(written,)))
     assert engine.stats().waiting == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from staleflow.clients.trainer.backend import StepResult, Stopped
+from staleflow.clients.trainer.backend import StepResult, Stopped, Untrainable
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.evaluation import open_evaluation
 from staleflow.clients.trainer.pieces import joined
@@ -61,6 +61,8 @@ def main() -> None:
         data = share(step, where.rank, where.world, groups=task.get("groups", 3))
         if step in task.get("bad", []) and where.rank == where.world - 1:
             data.behavior_logprobs[data.completions] = np.nan
+        if step in task.get("surprising", []) and 2 in data.group_ids:
+            data.behavior_logprobs[(data.group_ids == 2)[:, None] & data.completions] = -60.0
         asked = iter([False, where.rank == where.world - 1] if step in task.get("stopped", []) else [])
         try:
             if "pieces" in task:
@@ -69,6 +71,8 @@ def main() -> None:
                 result = trainer.train(data, Step(step), lambda asked=asked: next(asked, False))  # type: ignore[misc]
         except Stopped:
             results.append({"bad": "stopped"})
+        except Untrainable as error:
+            results.append({"bad": str(error)})
         else:
             results.append({**result.values, "bad": result.bad})
         if step in task.get("evaluated", []) and (where.leads or trainer.together):

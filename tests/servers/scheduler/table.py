@@ -293,7 +293,7 @@ class Seat:
 
     def give_up(self, assign: Assign, version: int = 0) -> Code | None:
         """Say that the shard has what was written of a group; when it moved, it is no longer held."""
-        op = RegisterYield(group=assign.group, lease=assign.lease, lineage=Lineage(0), version=Version(version))
+        op = RegisterYield(group=assign.group, lease=assign.lease, lineage=Lineage(0), version=Version(version), sha="")
         code = self.table.operate(op, by=self.name)[0].code
         if code is None:
             del self.held[assign.lease]

@@ -19,7 +19,7 @@ def test_a_worker_releases_its_own_leases_only(tmp_path: Path, why: ReleaseWhy) 
     (group, lease), *_ = run.leases("a")
     release = RegisterRelease(group=group, lease=lease, why=why)
     assert run.operate("b", Role.ROLLOUT, release) == [Code.STALE_LEASE]
-    give_up = RegisterYield(group=group, lease=lease, lineage=Lineage(0), version=Version(0))
+    give_up = RegisterYield(group=group, lease=lease, lineage=Lineage(0), version=Version(0), sha="")
     assert run.operate("b", Role.ROLLOUT, give_up) == [Code.STALE_LEASE]
     assert (group, lease) in run.leases("a")
 

@@ -287,4 +287,4 @@ def test_a_rollback_leaves_nothing_of_an_abandoned_version_to_go_on_from(table: 
 
 
 def _yield(assign: Assign) -> RegisterYield:
-    return RegisterYield(group=assign.group, lease=assign.lease, lineage=assign.lineage, version=Version(0))
+    return RegisterYield(group=assign.group, lease=assign.lease, lineage=assign.lineage, version=Version(0), sha="")

@@ -7,6 +7,7 @@ from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import PushItem
+from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.servers.trajectories.records import Pushed, pushed
@@ -26,7 +27,7 @@ def push(column: str) -> Pushed:
     )
     specs, frames = specs_and_frames(payload.to_arrays())
     item = PushItem(group=GroupId(1), lease=LeaseId(1), worker=WorkerId("w.1"), truncated=False, frames=specs)
-    return pushed(item, frames, samples=2)
+    return pushed(item, frames, samples=2, limits=PayloadLimits(environment=True))
 
 
 def test_what_an_environment_returned_is_stored_and_the_ledger_hears_of_sampled_tokens_only() -> None:
@@ -38,5 +39,7 @@ def test_what_an_environment_returned_is_stored_and_the_ledger_hears_of_sampled_
 
 @pytest.mark.parametrize("column", ["stage/reward/reward", "stage/environments/reward"])
 def test_a_push_does_not_bring_what_stages_make(column: str) -> None:
-    with pytest.raises(ProtocolError, match=f"a push has no stage columns; it has {column}"):
+    with pytest.raises(
+        ProtocolError, match=rf"a push has the stage columns {column}; it may have only stage/environment/\*"
+    ):
         push(column)

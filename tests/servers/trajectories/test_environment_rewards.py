@@ -10,6 +10,9 @@ from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
 from staleflow.protocols.wire.tensors import specs_and_frames
 from tests.servers.running import WEIGHTS, Rollout, Run, eventually, payload
 
+ENVIRONMENT = {"run": "anywhere:Anything"}
+"""Workers alone import it."""
+
 
 async def push(rollout: Rollout, assign: Assign, *rewards: float, timeout_s: float | None = 20) -> Result:
     """A group whose environment returned these."""
@@ -22,7 +25,13 @@ async def push(rollout: Rollout, assign: Assign, *rewards: float, timeout_s: flo
     return answer.results[0]
 
 
-async def test_a_group_with_its_rewards_is_trained_though_no_stage_worker_is_there(run: Run) -> None:
+async def test_a_group_with_its_rewards_is_trained_though_no_stage_worker_is_there(
+    make_run: Callable[..., Run],
+) -> None:
+    run = make_run(environment=ENVIRONMENT)
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout()
@@ -36,7 +45,11 @@ async def test_a_group_with_its_rewards_is_trained_though_no_stage_worker_is_the
     assert np.frombuffer(frames[names.index("stage/reward/reward")], np.float32).tolist() == [0.25, 1.0]
 
 
-async def test_the_filter_judges_them_too(run: Run) -> None:
+async def test_the_filter_judges_them_too(make_run: Callable[..., Run]) -> None:
+    run = make_run(environment=ENVIRONMENT)
+    run.scheduler()
+    run.trajectories()
+    run.parameters()
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout()
@@ -52,7 +65,7 @@ async def test_the_filter_judges_them_too(run: Run) -> None:
 
 async def test_after_a_kill_such_a_group_is_registered_before_it_is_occupied(make_run: Callable[..., Run]) -> None:
     """The scheduler is away, so that nothing of it is registered when the shard dies."""
-    run = make_run()
+    run = make_run(environment=ENVIRONMENT)
     run.scheduler()
     run.parameters()
     run.process("trajectories", 0)

@@ -64,6 +64,24 @@ def test_of_two_that_say_that_a_lease_left_them_the_first_counts() -> None:
     assert found.frames == [bytes(frame) for frame in frames]
 
 
+def test_the_same_samples_under_another_header_are_other_samples() -> None:
+    partials = Partials()
+    header, frames = samples()
+    partials.put(key(1, 5), header, frames)
+    with pytest.raises(Refused, match="conflict: lease 5 of group 1 has left other samples"):
+        partials.put(key(1, 5), msgspec.structs.replace(header, origin=LeaseId(2)), frames)
+    found = partials.find(key(1, 5))
+    assert found is not None
+    assert found.header == header
+
+
+@pytest.mark.parametrize("origin", [-1, 0, 6])
+def test_samples_cannot_have_begun_under_a_lease_that_is_none_or_later(origin: int) -> None:
+    header, frames = samples()
+    with pytest.raises(ProtocolError, match=f"lease 5 names {origin} as the one it began under"):
+        Partials().put(key(1, 5), msgspec.structs.replace(header, origin=LeaseId(origin)), frames)
+
+
 def test_a_push_of_a_later_lease_lets_it_go_and_one_of_its_own_lease_does_not() -> None:
     partials = Partials()
     partials.put(key(1, 5), *samples())
@@ -103,6 +121,7 @@ def test_what_many_small_ones_take_is_bounded_too() -> None:
 
 async def left(run: Run) -> tuple[Client, GetRows]:
     """Groups 3, 4 and 5 were left by lease 5, group 3 with many samples; and the question for all."""
+    await run.trainer()
     shard, groups = run.shard(worker_id("rollout-9")), [GroupId(group) for group in (3, 4, 5)]
     for group in groups:
         header, frames = samples(5_000 if group == 3 else 5)
