@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.sim.faults.payload import sha_of
 
 
 class Key(NamedTuple):
@@ -68,6 +70,10 @@ class Heard:
 class Journal:
     """All journals of one run."""
 
+    assigned: dict[GroupId, dict[LeaseId, None]] = field(default_factory=dict[GroupId, dict[LeaseId, None]])
+    """Leases of each group that a rollout worker was given."""
+    payloads: dict[str, GroupPayload] = field(default_factory=dict[str, GroupPayload])
+    """What was pushed, by sha."""
     sent: dict[Key, list[Sent]] = field(default_factory=dict[Key, list[Sent]])
     acknowledged: list[Acknowledged] = field(default_factory=list[Acknowledged])
     refused: Counter[str] = field(default_factory=Counter[str])
@@ -85,8 +91,15 @@ class Journal:
     ends: Counter[str] = field(default_factory=Counter[str])
     """Why workers and trainers ended by themselves."""
 
-    def send(self, key: Key, worker: str, sha: str, at_s: float) -> None:
-        """About to push."""
+    def send(self, key: Key, worker: str, sha: str, at_s: float, payload: GroupPayload) -> None:
+        """Note a push that is about to leave."""
+        self.payloads[sha] = payload
         sent = self.sent.setdefault(key, [])
         if all(one.sha != sha for one in sent):
             sent.append(Sent(worker, sha, at_s))
+
+    def was_pushed(self, group: GroupId, payload: GroupPayload, lease: LeaseId | None = None) -> bool:
+        """Return whether some worker pushed these bytes of that group, under ``lease`` if it is known."""
+        sha = sha_of(payload)
+        leases = self.assigned.get(group, {}) if lease is None else (lease,)
+        return any(one.sha == sha for key in leases for one in self.sent.get(Key(group, key), ()))

@@ -8,10 +8,11 @@ import msgspec
 
 from staleflow.configs.load import from_json
 from staleflow.configs.schema import Config
-from staleflow.sim.faults.payload import LENGTHS, ODD
+from staleflow.sim.faults.payload import LENGTHS, ODD, ROWS
 
-ROWS: Final = 500
 SOURCE: Final = "staleflow.sim.faults.payload:rows"
+
+MAX_NEW_TOKENS: Final = 128
 
 USERS: Final = (
     {"name": LENGTHS, "run": "nobody:calls", "makes": ["count"], "timeout_s": 1.0},
@@ -65,7 +66,6 @@ class Plan:
     seed: int
     config: Config
     engines: int
-    capacity: int
     stages: int
     kinds: tuple[str, ...]
     """The faults of this run; each kind is left out of some runs, so that the others get deeper."""
@@ -92,6 +92,7 @@ def plan_of(seed: int) -> Plan:
     shards = rng.choice((1, 1, 2, 3))
     bound = rng.choice(("trajectory", "trajectory", "token"))
     batch_size = rng.choice((2, 6, 12, 24))
+    group_size = rng.choice((1, 2, 4))
     streaming = random.Random(f"streaming {seed}").random() < 0.4
     users = random.Random(f"stages {seed}").choice((0, 0, 1, 2))
     table = {
@@ -109,10 +110,15 @@ def plan_of(seed: int) -> Plan:
         },
         "rollout": {
             "engine": "simulated",
-            "max_inflight": 1024,
-            "group_size": rng.choice((1, 2, 4)),
+            "workers": 64,  # as many as any mix of spares and bounds may ask for; the plan starts ``engines``
+            "max_inflight": group_size * rng.choice((6, 11)),
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "group_size": group_size,
             "filter": rng.choice(("none", "zero_spread")),
-            "redundancy": {"groups": rng.choice((1.0, 1.0, 1.5))},
+            "redundancy": {
+                "groups": rng.choice((1.0, 1.0, 1.5)),
+                "samples": random.Random(f"samples {seed}").choice((1.0, 1.0, 1.5)) if group_size > 1 else 1.0,
+            },
         },
         "coordination": {
             "routing": rng.choice(("cost_model", "least_loaded", "round_robin")),
@@ -149,7 +155,6 @@ def plan_of(seed: int) -> Plan:
         seed=seed,
         config=from_json(msgspec.json.encode(table)),
         engines=rng.choice((2, 3, 5)),
-        capacity=rng.choice((8, 16)),
         stages=rng.choice((1, 2)),
         kinds=kinds or KINDS,
         every_s=rng.choice((0.7, 1.5, 3.0)),

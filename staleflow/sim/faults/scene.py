@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from staleflow.clients.rollout.groups import Recipe
 from staleflow.configs.load import Addresses
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version
@@ -23,7 +24,6 @@ class Scene:
     conductor: Conductor
     network: Network
     rng: random.Random
-    rows: int
     host_of: Callable[[str], str]
     """The machine of a process, by its name."""
     journal: Journal = field(default_factory=Journal)
@@ -41,6 +41,11 @@ class Scene:
     @property
     def samples(self) -> int:
         return self.config.rollout.group_size
+
+    @property
+    def started(self) -> int:
+        """Samples of a group that are started."""
+        return Recipe.of(self.config).started
 
     @property
     def lease_s(self) -> float:

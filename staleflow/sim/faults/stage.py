@@ -10,7 +10,7 @@ from staleflow.clients.stage.worker import Failed, Made, StageGroup, StageWorker
 from staleflow.configs.stages import graph
 from staleflow.protocols.wire.messages import Attach
 from staleflow.runtime.client import Client, worker_id
-from staleflow.sim.faults.payload import is_what_was_written, made_by
+from staleflow.sim.faults.payload import made_by
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
 
@@ -39,14 +39,14 @@ class CheckedStage:
     def _one(self, group: StageGroup) -> Made:
         scene, payload = self._scene, group.payload
         scene.journal.looked["stage"] += 1
-        if not is_what_was_written(scene.seed, group.group, payload, scene.samples):
+        if not scene.journal.was_pushed(group.group, payload):
             scene.journal.wrong.append(f"a stage got bytes of group {group.group} that nobody wrote")
         if self._rng.random() < FAILED_SHARE:
             return Failed("it cannot be judged")
         if set(payload.stages) != self._needs:
             found = ", ".join(payload.stages) or "no columns"
             scene.journal.wrong.append(f"the stage {self._stage} got {found} of group {group.group}")
-        return made_by(self._stage, scene.seed, group.group, payload)
+        return made_by(self._stage, payload)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
         """Nobody waits for that here."""

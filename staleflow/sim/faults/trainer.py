@@ -35,7 +35,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.errors import Refused
 from staleflow.sim.faults.journal import Committed, Fetched
-from staleflow.sim.faults.payload import is_what_was_written, manifest_of, weights_of
+from staleflow.sim.faults.payload import manifest_of, weights_of
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
 
@@ -60,8 +60,7 @@ class CheckedStream(PieceStream):
         scene = self._scene
         for item, member in zip(found, members, strict=True):
             scene.journal.looked["trainer"] += 1
-            right = is_what_was_written(scene.seed, item.group, item.payload, scene.samples)
-            if not right or item.group != member.group or int(item.payload.prompt_ids[1]) != member.lease:
+            if item.group != member.group or not scene.journal.was_pushed(member.group, item.payload, member.lease):
                 scene.journal.wrong.append(f"a trainer got bytes of group {member.group} that nobody wrote")
         return found
 

@@ -8,7 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from staleflow.clients.rollout import main as rollout
+from staleflow.clients.rollout.engine import AsyncEngine
+from staleflow.clients.rollout.worker import Encode
 from staleflow.configs.load import addresses
+from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
@@ -36,14 +40,15 @@ from staleflow.servers.scheduler import main as scheduler
 from staleflow.servers.scheduler.interpreter import TABLES
 from staleflow.servers.trajectories import main as trajectories
 from staleflow.sim.faults.disk import Disk, SimWrite
+from staleflow.sim.faults.engine import VirtualEngine
 from staleflow.sim.faults.machine import Machine, SimClock
 from staleflow.sim.faults.network import Network
-from staleflow.sim.faults.plan import ROWS, Plan
-from staleflow.sim.faults.rollout import RolloutWorker
+from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import run_stage
 from staleflow.sim.faults.trainer import Trainer
 from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.sim.faults.witness import Witness
 
 START_S = 0.3
 LOOK_S = 0.1
@@ -111,11 +116,10 @@ class World:
             conductor=self.conductor,
             network=self.network,
             rng=self.rng,
-            rows=ROWS,
             host_of=plan.host_of,
         )
         self.nodes: dict[str, Node] = {}
-        self._workers: dict[Process, str] = {}
+        self._workers: dict[Process, Witness] = {}
         self._relays = tuple(f"tcp://192.0.2.{number + 1}:7200" for number in range(plan.relays))
         """Their addresses, which all hosts reach."""
         self.troubles = 0
@@ -262,28 +266,26 @@ class World:
         )
 
     async def _rollout(self, name: str, process: Process, stop: Stop) -> None:
-        worker = RolloutWorker(self.scene, process, name, self.plan.capacity)
-
-        self._workers[process] = worker.me
+        scene = self.scene
+        witness = self._workers[process] = Witness(scene, process, self.network.transport(process))
         process.on_end.append(partial(self._on_silence, process))
-        working = asyncio.ensure_future(worker.run())
-        asked = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            await worker.leave()
-            self.scene.counts["a rollout worker left"] += 1
-            return
-        await working
+
+        async def opened(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encode]:
+            return VirtualEngine(scene, name, slots=config.rollout.max_inflight), rollout.text_bytes
+
+        await rollout.work_until(
+            stop, scene.config, self.run_dir, name, scene.where.scheduler, opened=opened, transport=witness
+        )
 
     def _on_silence(self, process: Process) -> None:
         self.silence(process)
 
     def silence(self, process: Process) -> Spell | None:
         """From now on nothing is heard of that rollout worker; None if it is none."""
-        worker = self._workers.get(process)
-        if worker is None:
+        witness = self._workers.get(process)
+        if witness is None or not witness.worker:
             return None
-        spell = Spell(worker, max(self.conductor.now_s, process.heard_until_s))
+        spell = Spell(witness.worker, max(self.conductor.now_s, process.heard_until_s))
         self.history.silent.append(spell)
         return spell
 
