@@ -1,4 +1,4 @@
-"""An engine in virtual time, without threads: it writes what the seed of each request says, and checks what it is given.
+"""An engine in virtual time, without threads: it writes what the seed of each request gives, and checks its input.
 
 It is the ``AsyncEngine`` of the shipped rollout worker. Nothing happens between the beginning and the end of a sample
 but timers, so a sample costs two events of the loop however long it is.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from staleflow.clients.rollout.engine import EngineStats, Marks, Request, TokenSegment, Trajectory, check_request
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
-from staleflow.sim.faults.payload import VOCABULARY, are_weights, tokens_of
+from staleflow.sim.faults.payload import VOCABULARY, are_weights, manifest_of, tokens_of
 from staleflow.sim.faults.scene import Scene
 
 TOKEN_S = 0.005
@@ -91,10 +91,11 @@ class VirtualEngine:
 
     async def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
         await asyncio.sleep(LOAD_S)
-        data = b"".join(tensor.tobytes() for tensor in tensors.values())
-        self._scene.journal.looked["rollout: weights"] += 1
-        if not are_weights(self._scene.seed, data, lineage, version):
-            self._scene.journal.wrong.append(f"{self._worker} got weights that are not ({lineage}, {version})")
+        data, journal = b"".join(tensor.tobytes() for tensor in tensors.values()), self._scene.journal
+        journal.looked["rollout: weights"] += 1
+        whole = are_weights(self._scene.seed, data)
+        if not whole or manifest_of(data).sha not in journal.published.get((lineage, version), ()):
+            journal.wrong.append(f"{self._worker} got weights that are not ({lineage}, {version})")
         self._loaded, now_s = (lineage, version), self._loop.time()
         for sample in self._running.values():
             sample.marks.turn(lineage, version, sample.count(now_s))

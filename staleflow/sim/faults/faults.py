@@ -9,6 +9,7 @@ from pathlib import Path
 
 from staleflow.sim.faults.network import GRAIN_S
 from staleflow.sim.faults.plan import LOST, Plan
+from staleflow.sim.faults.virtual import current
 from staleflow.sim.faults.world import Node, World
 
 SPELL_S = 60.0
@@ -115,8 +116,12 @@ class Faults:
         return True
 
     def _kill_at_rename(self) -> bool:
+        """The parameter server in the middle of a version, or a trainer in the middle of a checkpoint."""
         world = self._world
-        world.machine.kill_at_rename = (world.run_dir / "parameters", lambda: world.nodes["parameters"].process)
+        if self._rng.random() < 0.5:
+            world.machine.kill_at_rename = (world.run_dir / "parameters", lambda: world.nodes["parameters"].process)
+        else:
+            world.machine.kill_at_rename = (world.run_dir / "checkpoints", current)
         return True
 
     def _stop(self, least: float, most: float) -> bool:

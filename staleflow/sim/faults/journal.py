@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.wire.messages import Batch
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.sim.faults.payload import sha_of
 
@@ -42,7 +43,6 @@ class Fetched:
     batch: BatchId
     lineage: Lineage
     step: Step
-    term: TrainerTerm
     digest: str
     groups: tuple[GroupId, ...]
 
@@ -78,6 +78,8 @@ class Journal:
     acknowledged: list[Acknowledged] = field(default_factory=list[Acknowledged])
     refused: Counter[str] = field(default_factory=Counter[str])
     """Answers of no to pushes, by code."""
+    batches: dict[BatchId, Batch] = field(default_factory=dict[BatchId, Batch])
+    """Sealed batches as the scheduler named them to a trainer."""
     fetched: list[Fetched] = field(default_factory=list[Fetched])
     published: dict[tuple[Lineage, Version], set[str]] = field(default_factory=dict[tuple[Lineage, Version], set[str]])
     """Shas of the weights that some trainer sent as that version."""

@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from staleflow.clients.parameters import mapped, relays, written
+from staleflow.clients.parameters import chunks, mapped, publish, relays, written
 from staleflow.runtime import weights
 from staleflow.servers.parameters import relay, service, tree
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
@@ -76,12 +77,15 @@ class Machine:
                 for where, name, what in (
                     (secrets, "token_hex", lambda size=32: names.randbytes(size).hex()),
                     (secrets, "randbits", names.getrandbits),
+                    (time, "monotonic", lambda: self._conductor.now_s),
                     (os, "fdatasync", self._sync),
+                    (os, "fsync", self._sync),
                     (os, "posix_fallocate", self._allocate(os.posix_fallocate)),
                     (os, "replace", self._rename(os.replace)),
+                    (os, "rename", self._rename(os.rename)),
                     (tree, "FANOUT", 1),
                     (relay, "LOOK_EVERY_S", 10.0),  # a status of the scheduler costs more than anything else here
-                    (weights, "CHUNK_BYTES", PIECE_BYTES),
+                    *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
                     *((module, "boot_id", self._host) for module in (mapped, written, relays, relay, service)),
                 ):

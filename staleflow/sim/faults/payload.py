@@ -5,7 +5,7 @@ Whoever gets some can work out what it must be, and nobody can hand out the wron
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Final
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.rollout.main import text_bytes
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, TrainerTerm, Version
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Manifest
 from staleflow.protocols.wire.stages import REFERENCE, REWARD, REWARD_COLUMN, STAGE
@@ -27,6 +27,9 @@ VOCABULARY: Final = 256
 
 WEIGHT_WORDS = 64
 TENSOR_WORDS = 16
+HEAD_BYTES = 20
+BAD_EVERY = 64
+"""One batch in so many has a loss that is not finite."""
 FROZEN = 2
 """Which tensor of the weights is the same in every version."""
 REFERENCE_COLUMN = f"{STAGE}{REFERENCE}/logprobs"
@@ -61,7 +64,7 @@ def sample_seed(seed: int, group: GroupId, origin: LeaseId, sample: int) -> int:
 def group_payload(
     seed: int, group: GroupId, lease: LeaseId, written: tuple[Lineage, Version, int], samples: int
 ) -> GroupPayload:
-    """Return a group as a worker of that lease writes it with one version: (lineage, version, tokens of each sample)."""
+    """Return a group as a worker of that lease writes it: (lineage, version, tokens of each sample)."""
     lineage, version, tokens = written
     drawn = [tokens_of(sample_seed(seed, group, lease, n), lineage, version, 0, tokens) for n in range(samples)]
     return GroupPayload(
@@ -94,16 +97,16 @@ def is_written(seed: int, group: GroupId, origins: Iterable[LeaseId], payload: G
 def _is_of(
     seed: int, group: GroupId, origin: LeaseId, payload: GroupPayload, rows: list[list[int]], started: int
 ) -> bool:
-    number, start = -1, 0
+    number, start = 0, 0
     for sample, length in enumerate(payload.lengths.tolist()):
         segments = [(row[1], row[2], row[3]) for row in rows if row[0] == sample]
         ids, logprobs = payload.token_ids[start : start + length], payload.logprobs[start : start + length]
         start += length
-        for number in range(number + 1, started):
-            if _drawn(sample_seed(seed, group, origin, number), segments, ids, logprobs):
-                break
-        else:
+        while number < started and not _drawn(sample_seed(seed, group, origin, number), segments, ids, logprobs):
+            number += 1
+        if number == started:
             return False
+        number += 1
     return True
 
 
@@ -141,28 +144,54 @@ def sha_of(payload: GroupPayload) -> str:
     return hashlib.sha256(pack(replace(payload, stages={}).to_arrays())).hexdigest()
 
 
-def weights_of(seed: int, lineage: Lineage, version: Version, term: TrainerTerm) -> bytes:
-    """A version as that trainer publishes it. It begins with what it claims to be."""
-    words = np.frombuffer(stream("weights", seed, lineage, version, term, nbytes=4 * WEIGHT_WORDS), np.uint32).copy()
-    words[:3] = (lineage, version, term)
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What the batches so far have made of the model."""
+
+    steps: int = 0
+    mixed: bytes = bytes(16)
+    """A hash chain over the digests of the trained batches."""
+    bad: bool = False
+    """The last batch gave a loss that is not finite."""
+
+    def after(self, digest: str) -> tuple["Learned", bool]:
+        """Return the state after one more batch, and whether the batch was bad and left the weights as they were."""
+        if not self.bad and int(digest[:8], 16) % BAD_EVERY == 0:
+            return replace(self, bad=True), True
+        mixed = hashlib.sha256(self.mixed + digest.encode()).digest()[:16]
+        return Learned(steps=self.steps + 1, mixed=mixed), False
+
+    def to_bytes(self) -> bytes:
+        return self.steps.to_bytes(4, "little") + self.mixed + bytes([self.bad])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Learned":
+        return cls(steps=int.from_bytes(data[:4], "little"), mixed=data[4:20], bad=bool(data[20:21] == b"\1"))
+
+
+def weights_of(seed: int, learned: Learned) -> bytes:
+    """Return the weights of that state. They begin with the state itself."""
+    head = learned.to_bytes()[:HEAD_BYTES]
+    words = np.frombuffer(head + stream("weights", seed, head, nbytes=4 * WEIGHT_WORDS - len(head)), np.uint32).copy()
     frozen = np.frombuffer(stream("frozen", seed, nbytes=4 * TENSOR_WORDS), np.uint32)
     words[FROZEN * TENSOR_WORDS : (FROZEN + 1) * TENSOR_WORDS] = frozen
     return words.tobytes()
 
 
-def are_weights(seed: int, data: bytes, lineage: Lineage, version: Version) -> bool:
-    """True when some trainer published exactly these bytes as that version."""
-    if len(data) != 4 * WEIGHT_WORDS:
-        return False
-    claimed = np.frombuffer(data, np.uint32)[:3].tolist()
-    return claimed[:2] == [lineage, version] and data == weights_of(seed, lineage, version, TrainerTerm(claimed[2]))
+def are_weights(seed: int, data: bytes) -> bool:
+    """Return whether these are the whole weights of one state, and not a mixture of two."""
+    return data == weights_of(seed, Learned.from_bytes(data[:HEAD_BYTES]))
+
+
+def tensors_of(data: bytes) -> list[tuple[str, Array]]:
+    """Return the weights as named tensors."""
+    words = np.frombuffer(data, np.int32).reshape(-1, TENSOR_WORDS)
+    return [(f"{TENSOR}.{number}", tensor) for number, tensor in enumerate(words)]
 
 
 def manifest_of(data: bytes) -> Manifest:
-    """What describes these weights."""
-    size = 4 * TENSOR_WORDS
-    pieces = enumerate(data[start : start + size] for start in range(0, len(data), size))
-    return lay_out((f"{TENSOR}.{number}", "int32", (TENSOR_WORDS,), digest(piece)) for number, piece in pieces)
+    """Return what describes these weights."""
+    return lay_out((name, "int32", tensor.shape, digest(tensor.tobytes())) for name, tensor in tensors_of(data))
 
 
 @cache

@@ -21,7 +21,7 @@ USERS: Final = (
 """Stages of a user's: one beside the reward, one after both."""
 
 NEAR: Final = "near"
-"""Where the servers are, and the trainer."""
+"""Where the servers are, and the trainer in most seeds."""
 
 LOST: Final = "lose a shard's disk"
 """Nobody promises that this costs nothing; what was there is made again, and the run goes on."""
@@ -75,10 +75,15 @@ class Plan:
     mb_per_s: float = 0.0
     """Of what a relay asks for."""
 
+    far_trainer: bool = False
+    """The trainer is on a host of its own, and sends its versions in messages."""
+
     def host_of(self, name: str) -> str:
         """The machine of a process: relays, and every second engine where there are some, are on others than the rest;
         in every second seed no engine has one on its own."""
         role, _, number = name.partition("-")
+        if self.far_trainer and role == "trainer":
+            return "the trainer's"
         if self.relays and role == "relay":
             return f"far-{int(number) + self.seed % 2 * 2}"
         if self.relays and role == "rollout" and int(number) % 2:
@@ -159,6 +164,7 @@ def plan_of(seed: int) -> Plan:
         kinds=kinds or KINDS,
         every_s=rng.choice((0.7, 1.5, 3.0)),
         relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
+        far_trainer=random.Random(f"trainer's host {seed}").random() < 0.4,
         mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.servers.trajectories.service import RETAIN_EVERY_S
 from staleflow.sim.faults.journal import Journal, Key
+from staleflow.sim.faults.payload import Learned, manifest_of, weights_of
 from staleflow.sim.faults.world import History, Spell
 
 TICK_S = 0.06
@@ -30,6 +31,7 @@ class Rule(StrEnum):
     DIGEST = "the digest of a sealed batch is that of its members, in their order"
     COMMITTED = "a version that a trainer was told of is published, with its bytes"
     PUBLISHED = "a published version was sent by a trainer"
+    LEARNED = "the weights of a version are what its batches make of those before, each trained once and in order"
     PULLED = "what an instance loaded is what was published"
     ZOMBIE = "no yes for a push under a lease that was over before it was pushed"
     EARLY = "a lease of a worker that was heard in time does not expire"
@@ -62,6 +64,12 @@ class Told:
     pushes: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict[tuple[int, int], dict[str, Any]])
     seals: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     published: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    learned: dict[int, Learned] = field(default_factory=dict[int, Learned])
+    """By version of the surviving history: what its batches have made of the model."""
+    made: dict[tuple[int, int], Learned] = field(default_factory=dict[tuple[int, int], Learned])
+    """The same by (lineage, version), of every history."""
+    consumed: int = 0
+    """The batch that was consumed last."""
     reserved: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     """By lease."""
     over: dict[int, tuple[float, str]] = field(default_factory=dict[int, tuple[float, str]])
@@ -107,6 +115,7 @@ class Told:
             case "unseal":
                 self.by_step.pop(self.seals.get(event["batch"], event).get("step", -1), None)
             case "consume":
+                self.consumed = event["batch"]
                 for member in self.seals.get(event["batch"], {}).get("members", ()):
                     self.live.pop(member["group"], None)
             case "checkpoint":
@@ -114,9 +123,17 @@ class Told:
             case "rollback":
                 self._bring_back(event["to_version"])
             case "publish":
-                self.published[event["lineage"], event["version"]] = event["sha"]
+                self._publish(event)
             case _:
                 pass
+
+    def _publish(self, event: dict[str, Any]) -> None:
+        key, version = (event["lineage"], event["version"]), event["version"]
+        self.published[key] = event["sha"]
+        if version == 0:
+            self.learned[0] = self.made[key] = Learned()
+        elif (before := self.learned.get(version - 1)) is not None and self.consumed in self.seals:
+            self.learned[version] = self.made[key] = before.after(self.seals[self.consumed]["digest"])[0]
 
     def _let_go(self, group: int, now_s: float) -> dict[str, Any] | None:
         """The push of a group that nobody will train; None when it was not pushed."""
@@ -127,6 +144,8 @@ class Told:
 
     def _bring_back(self, version: int) -> None:
         """Batches of later steps are undone; the drops that follow in the trace take what must go."""
+        for later in [later for later in self.learned if later > version]:
+            del self.learned[later]
         for step in [step for step in self.by_step if step >= version]:
             for key in _members(self.by_step.pop(step)):
                 if key in self.pushes:
@@ -152,6 +171,7 @@ def reconcile(
     events: list[dict[str, Any]],
     stored: Mapping[tuple[int, int], str],
     *,
+    seed: int,
     lease_s: float,
     flipped: set[tuple[int, int]],
 ) -> Findings:
@@ -160,6 +180,7 @@ def reconcile(
     found, told = Findings(), Told.by(events)
     _pushes(found, journal, told)
     _versions(found, journal, told)
+    _learned(found, told, seed)
     _leases(found, journal, history, told, lease_s)
     _disks(found, told, stored, flipped)
     found.checks[Rule.SERVED.name] += sum(journal.looked.values())
@@ -222,6 +243,13 @@ def _versions(found: Findings, journal: Journal, told: Told) -> None:
     for lineage, version, sha in journal.pulled:
         known = told.published.get((lineage, version))
         found.check(Rule.PULLED, known == sha, "version {} of lineage {} is {}, not {}", version, lineage, known, sha)
+
+
+def _learned(found: Findings, told: Told, seed: int) -> None:
+    for key, sha in told.published.items():
+        state = told.made.get(key)
+        right = state is not None and manifest_of(weights_of(seed, state)).sha == sha
+        found.check(Rule.LEARNED, right, "version {} is not what its batches make", key)
 
 
 def _leases(found: Findings, journal: Journal, history: History, told: Told, lease_s: float) -> None:

@@ -89,7 +89,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             _until(world, lambda: not world.troubles and world.calm())
             world.settle()
             _for(world, SETTLE_S)
-            world.scene.finishing = True
+            world.finish()
             closed = _until(world, world.closed, END_S)
             _for(world, 5.0)
             if not closed and not world.history.stalls:
@@ -143,6 +143,7 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
         world.history,
         told,
         _stored(world),
+        seed=world.plan.seed,
         lease_s=world.scene.lease_s,
         flipped={key for node in world.of("trajectories") if node.disk for key in node.disk.flipped},
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.configs.load import Addresses
 from staleflow.configs.schema import Config
-from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version
 from staleflow.sim.faults.journal import Journal
 from staleflow.sim.faults.network import Network
 from staleflow.sim.faults.virtual import Conductor
@@ -29,14 +28,11 @@ class Scene:
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
     """What workers and trainers did that is out of the ordinary."""
-    checkpoints: list[tuple[Lineage, Version]] = field(default_factory=list[tuple[Lineage, Version]])
-    """The trainer's own, oldest first."""
-    wrote: dict[tuple[int, int], TrainerTerm] = field(default_factory=dict[tuple[int, int], TrainerTerm])
-    """The term in which each (lineage, version) was made: the newest that tried, since no older one succeeds then."""
     finishing: bool = False
-    """The trainer is to end the run after its next step."""
+    """The trainer is to end the run at ``last_step``."""
     finished: bool = False
     """It has."""
+    last_step: int = 0
 
     @property
     def samples(self) -> int:
@@ -54,7 +50,3 @@ class Scene:
     @property
     def step_s(self) -> float:
         return self.config.trainer.simulated_step_s
-
-    @property
-    def checkpoint_every(self) -> int:
-        return self.config.trainer.checkpoint_every

@@ -6,24 +6,35 @@ answer when it arrives. ``Rogue`` stands at the same seam and sends what no ship
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import Data, decode_reply, decode_request
 from staleflow.protocols.wire.messages import (
     Abort,
     Assign,
+    Batch,
+    BeginPublish,
     Commands,
+    CommitPublish,
     Detach,
+    Done,
+    Finished,
     GetChunk,
     GetDelta,
+    Join,
+    Joined,
+    NextBatch,
+    NextGroups,
+    PublishTo,
     Pulled,
     PushGroups,
     PushItem,
     Refusal,
+    Registered,
     Reply,
     Report,
     Request,
@@ -36,11 +47,13 @@ from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.transport import Link, OnMessage, Transport
-from staleflow.sim.faults.journal import Acknowledged, Heard, Key
+from staleflow.sim.faults.journal import Acknowledged, Committed, Heard, Key
 from staleflow.sim.faults.payload import group_payload, is_written, other_bytes, sha_of
 from staleflow.sim.faults.plan import NEAR
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
+
+T = TypeVar("T")
 
 AGAIN_SHARE: Final = 0.04
 """Pushes that are sent again."""
@@ -49,6 +62,14 @@ OTHER_SHARE: Final = 0.4
 ABORTED_SHARE: Final = 0.2
 """Aborted leases that are pushed all the same."""
 ABORTED_TOKENS: Final = 3
+FUTURE: Final = Version(1_000_000)
+"""A version that no run reaches."""
+FUTURE_SHARE: Final = 0.2
+"""Joins beside which somebody joins from the future."""
+OTHER_RANK_SHARE: Final = 0.2
+"""Batches that another rank asks for too."""
+OTHER_TERM_SHARE: Final = 0.03
+"""Publishes beside which somebody publishes under a term that the scheduler never gave."""
 
 
 class Witness:
@@ -92,6 +113,14 @@ class _Push:
     keys: list[tuple[Key, str]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """A version that is whole, and waits to be registered."""
+
+    begin: BeginPublish
+    sha: str
+
+
 class Line:
     """One connection of a client."""
 
@@ -103,6 +132,7 @@ class Line:
         self._on_message = on_message
         self._waiting: dict[int, object] = {}
         """What is to be known of a request when its answer comes, by number."""
+        self._uploads: dict[int, BeginPublish] = {}
 
     def start(self) -> None:
         self.link.start()
@@ -136,6 +166,19 @@ class Line:
             case Pulled():
                 self._waiting[id] = None
                 self._pulled(body)
+            case NextBatch() | NextGroups() | Finished():
+                self._waiting[id] = body
+            case Join():
+                self._waiting[id] = body
+                if witness.shipped:
+                    witness.rogue.saw_join(self._address)
+            case BeginPublish():
+                self._waiting[id] = body
+                if witness.shipped:
+                    witness.rogue.saw_publish(self._address, body)
+            case CommitPublish() if (begin := self._uploads.get(body.upload)) is not None:
+                self._waiting[id] = _Commit(begin, body.manifest.sha)
+                journal.published.setdefault((begin.lineage, begin.version), set()).add(body.manifest.sha)
             case Detach():
                 self._waiting[id] = None
                 self._scene.counts["a rollout worker left"] += body.worker in journal.heard
@@ -187,6 +230,17 @@ class Line:
                 self._settled(asked, reply.results)
             case _Push(), Refusal():
                 self._settled(asked, [Result(code=reply.code)] * len(asked.keys))
+            case NextBatch() | NextGroups(), Batch():
+                self._sealed(asked.trainer_term, reply)
+            case BeginPublish(), PublishTo():
+                self._uploads[reply.upload] = asked
+            case _Commit(), Registered():
+                self._committed(asked)
+            case Join(), Refusal() if reply.code is Code.BAD_VERSION:
+                self._scene.counts["a trainer came from a bad version"] += 1
+            case Finished(), Done():
+                self._scene.finished = True
+                self._scene.counts["the run gave up"] += bool(asked.error)
             case None, Refusal():
                 self._scene.counts[f"news refused: {reply.code}"] += 1
             case _:
@@ -200,6 +254,18 @@ class Line:
             elif isinstance(command, Abort):
                 self._witness.rogue.saw_abort(command)
 
+    def _sealed(self, term: TrainerTerm, batch: Batch) -> None:
+        self._scene.journal.batches[batch.batch] = batch
+        if self._witness.shipped:
+            self._witness.rogue.saw_batch(self._address, term, batch)
+
+    def _committed(self, commit: _Commit) -> None:
+        journal, begin = self._scene.journal, commit.begin
+        one = Committed(begin.trainer_term, begin.lineage, begin.version, commit.sha, begin.batch)
+        if any((old.lineage, old.version) == (one.lineage, one.version) for old in reversed(journal.committed)):
+            self._scene.counts["a damaged version was published again"] += 1
+        journal.committed.append(one)
+
     def _settled(self, push: _Push, results: Sequence[Result]) -> None:
         journal = self._scene.journal
         for (key, sha), result in zip(push.keys, results, strict=True):
@@ -210,7 +276,7 @@ class Line:
 
 
 class Rogue:
-    """Sends, in the name of a worker, what the worker itself never would: nothing of it may have a second effect."""
+    """Sends, in the name of a client, what the client itself never would: nothing of it may have a second effect."""
 
     def __init__(self, witness: Witness) -> None:
         self._scene = witness.scene
@@ -220,6 +286,8 @@ class Rogue:
         self._rng = random.Random(witness.scene.rng.getrandbits(64))
         self._clients: dict[str, Client] = {}
         self._assigned: dict[int, tuple[str, Assign]] = {}
+
+    # --- beside a rollout worker ---------------------------------------------------------------------------------
 
     def saw_assign(self, address: str, assign: Assign) -> None:
         self._assigned[assign.lease] = (address, assign)
@@ -231,7 +299,7 @@ class Rogue:
             delay_s = self._rng.choice((0.0, 0.05, 1.0, 3 * self._scene.lease_s))
             other = self._rng.random() < OTHER_SHARE
             self._scene.counts["pushed other bytes" if other else "pushed again"] += 1
-            self._spawn(address, key, other_bytes(payload) if other else payload, delay_s)
+            self._spawn(self._push(address, key, other_bytes(payload) if other else payload, delay_s))
 
     def saw_abort(self, abort: Abort) -> None:
         """Push the aborted lease."""
@@ -241,22 +309,54 @@ class Rogue:
             written = (assign.lineage, assign.version, ABORTED_TOKENS)
             key = Key(assign.group, assign.lease)
             payload = group_payload(self._scene.seed, *key, written, self._scene.samples)
-            self._spawn(address, key, payload, self._rng.random())
-
-    def _spawn(self, address: str, key: Key, payload: GroupPayload, delay_s: float) -> None:
-        self._process.loop.create_task(self._push(address, key, payload, delay_s))
+            self._spawn(self._push(address, key, payload, self._rng.random()))
 
     async def _push(self, address: str, key: Key, payload: GroupPayload, delay_s: float) -> None:
-        """Not in the last moments of a run: what is stored and refused then is not deleted before the disks are read."""
+        """Not in the last moments of a run: what is refused then is not deleted before the disks are read."""
         await asyncio.sleep(delay_s)
-        if self._scene.finishing:
-            return
-        specs, frames = specs_and_frames(payload.to_arrays())
-        item = PushItem(group=key.group, lease=key.lease, worker=self._worker, truncated=False, frames=specs)
+        if not self._scene.finishing:
+            specs, frames = specs_and_frames(payload.to_arrays())
+            item = PushItem(group=key.group, lease=key.lease, worker=self._worker, truncated=False, frames=specs)
+            await self._ask(address, PushGroups(items=[item]), Results, frames)
+
+    # --- beside a trainer ----------------------------------------------------------------------------------------
+
+    def saw_join(self, scheduler: str) -> None:
+        """Join from a version that the run does not have."""
+        if self._rng.random() < FUTURE_SHARE:
+            join = Join(trainer=self._worker, lineage=Lineage(0), version=FUTURE)
+            self._spawn(self._ask(scheduler, join, Joined))
+
+    def saw_publish(self, parameters: str, begin: BeginPublish) -> None:
+        """Publish under a term that the scheduler never gave: if it counted, no trainer could publish any more."""
+        if self._rng.random() < OTHER_TERM_SHARE:
+            term = TrainerTerm(begin.trainer_term + 2**40)
+            other = BeginPublish(trainer_term=term, lineage=begin.lineage, version=Version(0), batch=None, nbytes=1)
+            self._spawn(self._ask(parameters, other, PublishTo, what="a term that nobody was given"))
+
+    def saw_batch(self, scheduler: str, term: TrainerTerm, batch: Batch) -> None:
+        """Ask for the same step as another rank, which must get the same batch."""
+        if self._rng.random() < OTHER_RANK_SHARE:
+            self._spawn(self._other_rank(scheduler, NextBatch(trainer_term=term, step=Step(batch.step), rank=1), batch))
+
+    async def _other_rank(self, scheduler: str, ask: NextBatch, batch: Batch) -> None:
+        other = await self._ask(scheduler, ask, Batch)
+        if other is not None and other.batch == batch.batch and other.digest != batch.digest:
+            self._scene.journal.wrong.append(f"two ranks got batch {batch.batch} with two digests")
+
+    # --- how -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        self._process.loop.create_task(work)
+
+    async def _ask(
+        self, address: str, body: Request, wanted: type[T], frames: Sequence[Data] = (), *, what: str = "a rogue"
+    ) -> T | None:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = Client(address, worker=self._worker, transport=self._transport)
         try:
-            await client.ask(PushGroups(items=[item]), Results, frames, timeout_s=None)
-        except Refused:
-            self._scene.counts["a rogue push refused"] += 1
+            return await client.ask(body, wanted, frames, timeout_s=None)
+        except Refused as no:
+            self._scene.counts[f"{what}: {no.code}"] += 1
+            return None

@@ -8,10 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from msgspec.structs import replace
+
 from staleflow.clients.rollout import main as rollout
 from staleflow.clients.rollout.engine import AsyncEngine
 from staleflow.clients.rollout.worker import Encode
-from staleflow.configs.load import addresses
+from staleflow.clients.trainer import main as trainer
+from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.configs.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
@@ -41,12 +45,13 @@ from staleflow.servers.scheduler.interpreter import TABLES
 from staleflow.servers.trajectories import main as trajectories
 from staleflow.sim.faults.disk import Disk, SimWrite
 from staleflow.sim.faults.engine import VirtualEngine
+from staleflow.sim.faults.learner import Learner
+from staleflow.sim.faults.lockstep import Lockstep
 from staleflow.sim.faults.machine import Machine, SimClock
 from staleflow.sim.faults.network import Network
 from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import run_stage
-from staleflow.sim.faults.trainer import Trainer
 from staleflow.sim.faults.virtual import Conductor, Process
 from staleflow.sim.faults.witness import Witness
 
@@ -179,7 +184,12 @@ class World:
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
             self.scene.journal.ends[kind] += 1
-            known = isinstance(error, RunOver if server else (ConfigError, RunOver, Refused, Unavailable))
+            known = isinstance(
+                error, RunOver if server else (ConfigError, RunOver, Refused, Unavailable, *trainer.ENDS)
+            )
+            self.scene.counts["a trainer was fenced"] += isinstance(error, Fenced)
+            if node.role == "trainer" and isinstance(error, RunOver):
+                self.scene.finished = True
             if not known:
                 self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
                 self.ended = len(self.history.failures) >= MOST_FAILURES
@@ -292,8 +302,22 @@ class World:
     async def _stage(self, name: str, stage: str, process: Process, _: Stop) -> None:
         await run_stage(self.scene, process, name, stage)
 
-    async def _trainer(self, name: str, process: Process, _: Stop) -> None:
-        await Trainer(self.scene, process, name).run()
+    async def _trainer(self, name: str, process: Process, stop: Stop) -> None:
+        scene, thread = self.scene, Lockstep(process)
+        config = scene.config
+        if scene.finishing:
+            config = replace(config, trainer=replace(config.trainer, steps=scene.last_step))
+        client = TrainerClient(
+            scene.where.scheduler,
+            name=name,
+            config_sha=config_sha(scene.config),
+            transport=Witness(scene, process, self.network.transport(process)),
+            background=thread,
+        )
+        learner = Learner(scene, thread)
+        await trainer.work_until(
+            stop, client, lambda stopping: trainer.train(config, self.run_dir, client, learner, stopping), thread.run
+        )
 
     async def _monitor(self, process: Process, stop: Stop) -> None:
         """Asks every server how it is, again and again."""
@@ -333,6 +357,15 @@ class World:
         for node in self.nodes.values():
             if node.disk is not None:
                 node.disk.kill_at = ""
+
+    def finish(self) -> None:
+        """End the run after one more step: the trainer stops, and comes back with a last step."""
+        scene = self.scene
+        scene.finishing = True
+        scene.last_step = max((one.version for one in scene.journal.committed), default=0) + 1
+        for node in self.of("trainer"):
+            if node.process is not None and node.process.alive and node.stop is not None:
+                node.process.loop.call_soon(node.stop.set, "SIGTERM")
 
     def closed(self) -> bool:
         """The trainer has said that the run is over; nobody is started again then."""

@@ -62,7 +62,11 @@ def test_every_fault_happened_and_every_rule_had_something_to_check() -> None:
     assert [what for what in ("killed: relay", "stopped: relay") if faults[what] < 3] == []
     assert counts["a relay below a relay"] >= 20
     assert [way for way in WAYS if counts[f"weights, {way}"] < 50] == []
-    assert [where for where in ("stage", "trainer", "rollout: weights", "rollout: groups", "rollout: partials") if not counts[f"looked: {where}"]] == []
+    assert [
+        where
+        for where in ("stage", "trainer", "rollout: weights", "rollout: groups", "rollout: partials")
+        if not counts[f"looked: {where}"]
+    ] == []
 
 
 def test_a_seed_is_the_same_run_whatever_the_order_of_hashes_and_whatever_ran_before() -> None:
