@@ -145,7 +145,7 @@ class Faults:
 
     def _terminate(self) -> bool:
         """SIGTERM."""
-        node = self._some(*self._servers, "rollout")
+        node = self._some(*self._servers, *WORKERS)
         if node is None or node.stop is None:
             return False
         stop = node.stop

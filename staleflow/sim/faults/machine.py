@@ -21,12 +21,16 @@ from typing import Any, Final
 from unittest import mock
 
 from staleflow.clients.parameters import chunks, mapped, publish, relays, written
+from staleflow.clients.stage import main as stage_main
 from staleflow.runtime import weights
 from staleflow.servers.parameters import relay, service, tree
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
 """Of one message of weights: a version takes several. And relays hang in a row."""
+
+LOOK_EVERY_S: Final = 10.0
+"""Between looks at the scheduler's status, which costs more than anything else here."""
 
 BEGIN_UNIX_NS = 1_800_000_000_000_000_000
 
@@ -84,7 +88,7 @@ class Machine:
                     (os, "replace", self._rename(os.replace)),
                     (os, "rename", self._rename(os.rename)),
                     (tree, "FANOUT", 1),
-                    (relay, "LOOK_EVERY_S", 10.0),  # a status of the scheduler costs more than anything else here
+                    *((module, "LOOK_EVERY_S", LOOK_EVERY_S) for module in (relay, stage_main)),
                     *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
                     *((module, "boot_id", self._host) for module in (mapped, written, relays, relay, service)),

@@ -105,7 +105,7 @@ def plan_of(seed: int) -> Plan:
         "seed": seed,
         "model": {"path": "simulated"},
         "prompts": {"source": SOURCE, "options": {"count": ROWS}},
-        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
+        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0, "batch": 8},
         "stage": USERS[:users],
         "staleness": {
             "max_staleness": rng.choice((0, 1, 2, 3)),

@@ -1,28 +1,25 @@
-"""The simulated stages: the shipped stage worker, with a stage that checks what it gets and rewards by the seed."""
+"""What the shipped stage worker calls in the simulation: stages that check their input, with columns by its bytes."""
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from staleflow.clients.attachment import attach
-from staleflow.clients.stage.worker import Failed, Made, StageGroup, StageWorker
+from staleflow.clients.stage.worker import Failed, Made, Stage, StageGroup
 from staleflow.configs.stages import graph
-from staleflow.protocols.wire.messages import Attach
-from staleflow.runtime.client import Client, worker_id
+from staleflow.protocols.wire.stages import REFERENCE
 from staleflow.sim.faults.payload import made_by
 from staleflow.sim.faults.scene import Scene
-from staleflow.sim.faults.virtual import Process
 
 GROUP_S = 0.01
 SLOW_S = 2.0
 SLOW_SHARE = 0.02
 FAILED_SHARE = 0.003
-MOST_GROUPS = 8
 
 
 class CheckedStage:
-    """Columns that are a function of the group's lease; a few groups cannot be judged, and some take long."""
+    """Columns that are a function of the group's tokens; a few groups cannot be judged, and some take long."""
 
     together: ClassVar[bool] = False
 
@@ -52,11 +49,13 @@ class CheckedStage:
         """Nobody waits for that here."""
 
 
-async def run_stage(scene: Scene, process: Process, name: str, stage: str) -> None:
-    """One worker of a stage, until its process ends."""
-    me, transport = worker_id(name), scene.network.transport(process)
-    scheduler = Client(scene.where.scheduler, worker=me, transport=transport)
-    await attach(scheduler, Attach(worker=me, name=name, role="stage", stage=stage))
-    shards = [Client(address, worker=me, transport=transport) for address in scene.where.trajectories]
-    worker = StageWorker(worker=me, name=stage, stage=CheckedStage(scene, stage), max_groups=MOST_GROUPS)
-    await worker.serve(shards)
+class TogetherStage(CheckedStage):
+    """The same for a stage that makes all groups of a call in one go."""
+
+    together: ClassVar[bool] = True
+
+
+@asynccontextmanager
+async def opened_stage(scene: Scene, stage: str) -> AsyncGenerator[Stage]:
+    """Open a stage in virtual time, as the shipped worker opens its own."""
+    yield TogetherStage(scene, stage) if stage == REFERENCE else CheckedStage(scene, stage)

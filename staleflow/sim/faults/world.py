@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from staleflow.clients.rollout import main as rollout
 from staleflow.clients.rollout.engine import AsyncEngine
 from staleflow.clients.rollout.worker import Encode
+from staleflow.clients.stage import main as stage_main
 from staleflow.clients.trainer import main as trainer
 from staleflow.clients.trainer.client import Fenced, TrainerClient
 from staleflow.configs.load import addresses, config_sha
@@ -51,7 +52,7 @@ from staleflow.sim.faults.machine import Machine, SimClock
 from staleflow.sim.faults.network import Network
 from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.scene import Scene
-from staleflow.sim.faults.stage import run_stage
+from staleflow.sim.faults.stage import opened_stage
 from staleflow.sim.faults.virtual import Conductor, Process
 from staleflow.sim.faults.witness import Witness
 
@@ -299,8 +300,16 @@ class World:
         self.history.silent.append(spell)
         return spell
 
-    async def _stage(self, name: str, stage: str, process: Process, _: Stop) -> None:
-        await run_stage(self.scene, process, name, stage)
+    async def _stage(self, name: str, stage: str, process: Process, stop: Stop) -> None:
+        await stage_main.work_until(
+            stop,
+            self.scene.config,
+            name,
+            self.scene.where.scheduler,
+            stage,
+            opened=opened_stage(self.scene, stage),
+            transport=self.network.transport(process),
+        )
 
     async def _trainer(self, name: str, process: Process, stop: Stop) -> None:
         scene, thread = self.scene, Lockstep(process)
