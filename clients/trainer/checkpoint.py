@@ -63,7 +63,7 @@ class DamagedCheckpoint(Exception):
 
 
 class Overtaken(Exception):
-    """A trainer of a later lineage has saved this version; the text names where."""
+    """A trainer of a later lineage has saved this version or removed what this one was writing; the text names where."""
 
 
 class Checkpoints:
@@ -80,12 +80,17 @@ class Checkpoints:
         final = self.folder / str(state.version)
         part = self._unnamed(state.version, state.lineage)
         part.mkdir(parents=True)
-        write(part)
-        files = {name: _stored(part / name) for name in _names(part)}
-        head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
-        (part / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=2) + b"\n")
-        _sync_tree(part)
-        self._replace(part, final, state.lineage)
+        try:
+            write(part)
+            files = {name: _stored(part / name) for name in _names(part)}
+            head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
+            (part / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=2) + b"\n")
+            _sync_tree(part)
+            self._replace(part, final, state.lineage)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a folder that is gone
+            if part.exists():
+                raise
+            raise Overtaken(f"a trainer of a later lineage has removed {part}") from error
         return final
 
     def tidy(self, state: TrainerState) -> None:
