@@ -12,13 +12,22 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engine import EngineStats, Marks, Request, TokenSegment, Trajectory, check_request
+from staleflow.clients.rollout.engine import (
+    EngineStats,
+    Marks,
+    Request,
+    RequestError,
+    TokenSegment,
+    Trajectory,
+    check_request,
+)
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 from staleflow.sim.faults.payload import VOCABULARY, are_weights, manifest_of, tokens_of
 from staleflow.sim.faults.scene import Scene
 
 TOKEN_S = 0.005
+"""Of a fast engine."""
 LOAD_S = 0.02
 CONTEXT = 1 << 16
 
@@ -47,24 +56,29 @@ class _Sample:
 class VirtualEngine:
     """``slots`` samples at once, the others wait. Made inside a running event loop."""
 
-    def __init__(self, scene: Scene, worker: str, *, slots: int, context: int = CONTEXT) -> None:
+    def __init__(self, scene: Scene, worker: str, *, slots: int) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._scene = scene
         self._worker = worker
         self._slots = slots
-        self._context = context
+        self._token_s = TOKEN_S * random.Random(f"{scene.seed} {worker}").choice((1.0, 1.0, 3.0))
+        if scene.config.coordination.migration != "none":  # groups move to where fewer samples wait
+            self._slots = max(scene.started, slots // random.Random(f"{worker} {scene.seed}").choice((1, 4)))
         self._loaded = (Lineage(0), Version(-1))
         self._running: dict[int, _Sample] = {}
         self._waiting: deque[_Sample] = deque()
         self._generated = 0
 
     async def generate(self, request: Request) -> Trajectory:
-        check_request(request, self._context, VOCABULARY)
+        check_request(request, self._scene.contexts.get(self._worker, CONTEXT), VOCABULARY)
+        if self._worker in self._scene.broken:
+            self._scene.counts["a broken engine refused a request"] += 1
+            raise RequestError("this engine is broken")
         self._check_prefix(request)
         draws = random.Random(request.seed)
         length = 1 + min(int(draws.lognormvariate(2.0, 1.0)), request.sampling.max_new_tokens - 1)
-        sample = _Sample(request, length, TOKEN_S * (1 + draws.random()), self._loop.create_future())
+        sample = _Sample(request, length, self._token_s * (1 + draws.random()), self._loop.create_future())
         self._waiting.append(sample)
         self._fill()
         try:
@@ -90,8 +104,9 @@ class VirtualEngine:
                 sample.ended.cancel()
 
     async def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
-        await asyncio.sleep(LOAD_S)
+        # Copied at once: a byte of a mapped file that changes after it was verified cannot be found.
         data, journal = b"".join(tensor.tobytes() for tensor in tensors.values()), self._scene.journal
+        await asyncio.sleep(LOAD_S)
         journal.looked["rollout: weights"] += 1
         whole = are_weights(self._scene.seed, data)
         if not whole or manifest_of(data).sha not in journal.published.get((lineage, version), ()):
@@ -112,7 +127,7 @@ class VirtualEngine:
         return 0.0
 
     def tokens_per_s(self) -> float:
-        return len(self._running) / TOKEN_S
+        return len(self._running) / self._token_s
 
     def stuck_s(self) -> float:
         return 0.0

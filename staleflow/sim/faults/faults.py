@@ -7,10 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from staleflow.sim.faults.mishaps import Mishaps
 from staleflow.sim.faults.network import GRAIN_S
 from staleflow.sim.faults.plan import LOST, Plan
 from staleflow.sim.faults.virtual import current
-from staleflow.sim.faults.world import Node, World
+from staleflow.sim.faults.world import Node, Spell, World
 
 SPELL_S = 60.0
 PAUSE_S = 25.0
@@ -63,6 +64,7 @@ class Faults:
             "malformed message": self._malformed,
             LOST: self._lose_disk,
         }
+        self._ways |= Mishaps(world, self._rng, self._for).ways()
 
     def begin(self) -> None:
         """The first fault comes when the run is under way."""
@@ -134,8 +136,12 @@ class Faults:
         self._world.conductor.stop(process)
         scale_s = self._world.scene.lease_s if least > 1 else 1.0
         silent = self._world.silence(process)
+        paused = Spell(node.name, self._world.conductor.now_s)
+        if node.role == "scheduler":
+            self._world.history.paused.append(paused)
 
         def over() -> None:
+            paused.until_s = self._world.conductor.now_s
             if silent is not None:
                 silent.until_s = self._world.conductor.now_s
             self._world.conductor.go_on(process)

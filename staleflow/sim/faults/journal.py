@@ -58,6 +58,14 @@ class Committed:
     batch: BatchId | None
 
 
+@dataclass(frozen=True, slots=True)
+class FailedStage:
+    """A stage worker that failed at a group; ``broken``: it fails at every group."""
+
+    worker: str
+    broken: bool
+
+
 @dataclass(slots=True)
 class Heard:
     """One report of a worker that was answered."""
@@ -86,6 +94,11 @@ class Journal:
     committed: list[Committed] = field(default_factory=list[Committed])
     pulled: list[tuple[Lineage, Version, str]] = field(default_factory=list[tuple[Lineage, Version, str]])
     heard: dict[str, list[Heard]] = field(default_factory=dict[str, list[Heard]])
+    poisoned: set[tuple[Key, str]] = field(default_factory=set[tuple[Key, str]])
+    """(group and lease, sha) of pushes that no engine of the run can have written."""
+    failed_stages: dict[GroupId, list[FailedStage]] = field(default_factory=dict[GroupId, list[FailedStage]])
+    gave_up: list[str] = field(default_factory=list[str])
+    """Reasons with which a trainer ended the run."""
     wrong: list[str] = field(default_factory=list[str])
     """Bytes that somebody was served and nobody had written."""
     looked: Counter[str] = field(default_factory=Counter[str])

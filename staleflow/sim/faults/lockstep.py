@@ -8,7 +8,6 @@ import asyncio
 import threading
 from asyncio import events
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, TypeVar
 
 from staleflow.clients.trainer.client import until_stop
@@ -26,8 +25,10 @@ class Lockstep:
         self._loop = process.loop
         self._stopping = asyncio.Event()
         self._started: list[asyncio.Task[Any]] = []
-        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
-        """Turns: of the thread, and of the conductor."""
+        self._mine, self._theirs = threading.Lock(), threading.Lock()
+        """Held; released to give the turn to the thread, and to the conductor."""
+        self._mine.acquire()
+        self._theirs.acquire()
         self._parked = False
         process.on_burial.append(self._bury)
 
@@ -39,14 +40,16 @@ class Lockstep:
             events._set_running_loop(self._loop)  # its code is that of this process
             self._park()
             try:
-                outcome = partial(done.set_result, function())
+                result = function()
+                if self._process.alive:
+                    done.set_result(result)
             except Exception as error:
-                outcome = partial(done.set_exception, error)
-            except BaseException:  # it was killed
-                outcome = partial(done.cancel, None)
-            if self._process.alive:
-                outcome()
-            self._theirs.release()
+                if self._process.alive:
+                    done.set_exception(error)
+            except Killed:
+                pass
+            finally:
+                self._theirs.release()
 
         self._parked = True
         threading.Thread(target=main, name=self._process.name, daemon=True).start()

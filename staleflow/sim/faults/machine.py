@@ -22,6 +22,7 @@ from unittest import mock
 
 from staleflow.clients.parameters import chunks, mapped, publish, relays, written
 from staleflow.clients.stage import main as stage_main
+from staleflow.protocols.coordination import migration
 from staleflow.runtime import weights
 from staleflow.servers.parameters import relay, service, tree
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
@@ -88,6 +89,8 @@ class Machine:
                     (os, "replace", self._rename(os.replace)),
                     (os, "rename", self._rename(os.rename)),
                     (tree, "FANOUT", 1),
+                    (migration, "MIN_AGE_MS", 200),  # groups here are written in a second
+                    (migration, "MIN_LEFT_S", 0.05),
                     *((module, "LOOK_EVERY_S", LOOK_EVERY_S) for module in (relay, stage_main)),
                     *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),

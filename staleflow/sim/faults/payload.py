@@ -22,6 +22,9 @@ from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 
 ROWS: Final = 500
 """Prompt rows of every run."""
+LONG: Final = 200
+LONG_ROW, FAILING_ROW = 7, 13
+"""Of every fifty rows: one has a prompt of ``LONG`` tokens more, and no stage can judge another."""
 VOCABULARY: Final = 256
 """Tokens are bytes, as those of the shipped simulated engine; 0 is never drawn."""
 
@@ -52,7 +55,7 @@ def tokens_of(
     The log-probabilities are exact 24-bit numbers: they prove the seed, the version and the position of every token.
     """
     raw = np.frombuffer(stream("tokens", sample_seed, lineage, version, nbytes=4 * end), np.uint32)[first:]
-    return (1 + raw % (VOCABULARY - 1)).astype(np.int32), -(raw >> 8).astype(np.float32) / 2**20
+    return (1 + raw % (VOCABULARY - 1)).astype(np.int32), -(raw >> 8).astype(np.float32) / np.float32(2**20)
 
 
 @lru_cache(maxsize=100_000)
@@ -205,8 +208,14 @@ def prompt_ids(group: GroupId) -> NDArray[np.int32]:
 
 
 def row_of(number: int) -> dict[str, object]:
-    """A prompt row."""
-    return {"prompt": f"prompt {number}", "number": number}
+    """A prompt row. Some prompts are longer than a small engine takes."""
+    padding = "." * LONG if number % 50 == LONG_ROW else ""
+    return {"prompt": f"prompt {number}{padding}", "number": number}
+
+
+def always_fails(group: GroupId) -> bool:
+    """Return whether every stage worker fails at every group of this prompt row."""
+    return group % 50 == FAILING_ROW
 
 
 def rows(*, seed: int, count: int) -> Sequence[dict[str, object]]:

@@ -13,6 +13,8 @@ from staleflow.sim.faults.payload import LENGTHS, ODD, ROWS
 SOURCE: Final = "staleflow.sim.faults.payload:rows"
 
 MAX_NEW_TOKENS: Final = 128
+EPOCHS: Final = 8
+"""Of a run that ends by itself: more groups than most runs need."""
 
 USERS: Final = (
     {"name": LENGTHS, "run": "nobody:calls", "makes": ["count"], "timeout_s": 1.0},
@@ -26,7 +28,7 @@ NEAR: Final = "near"
 LOST: Final = "lose a shard's disk"
 """Nobody promises that this costs nothing; what was there is made again, and the run goes on."""
 
-KINDS: Final = (
+ALL_KINDS: Final = (
     "kill",
     "kill at a commit",
     "kill at a rename",
@@ -55,8 +57,40 @@ KINDS: Final = (
     "clock jump",
     "malformed message",
     LOST,
+    "a rollout worker fails everything",
+    "a stage worker fails everything",
+    "unequal contexts",
+    "poisoned payload",
+    "the same name twice",
+    "an older store of a shard",
+    "a lost store of the scheduler",
+    "an older store of the scheduler",
+    "a damaged checkpoint",
 )
-"""Every fault there is."""
+
+FINITE: Final = "finite epochs with failing prompts"
+"""A condition of whole runs, not a fault."""
+
+WITHHELD: Final[tuple[str, ...]] = (
+    "a rollout worker fails everything",
+    "a stage worker fails everything",
+    "poisoned payload",
+    "the same name twice",
+    "a lost store of the scheduler",
+    "an older store of the scheduler",
+    "a damaged checkpoint",
+    FINITE,
+    "PAUSED",
+    "WASTED",
+    "RETRIED",
+    "POISONED",
+    "HISTORY",
+)
+"""Kinds of faults, conditions and names of rules that the product does not survive yet. No plan has them, and no rule
+among them is judged: a name that is taken out here is switched on."""
+
+KINDS: Final = tuple(kind for kind in ALL_KINDS if kind not in WITHHELD)
+"""The faults of plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +112,9 @@ class Plan:
     far_trainer: bool = False
     """The trainer is on a host of its own, and sends its versions in messages."""
 
+    finite: bool = False
+    """The prompts are used up after a few epochs: the run ends by itself."""
+
     def host_of(self, name: str) -> str:
         """The machine of a process: relays, and every second engine where there are some, are on others than the rest;
         in every second seed no engine has one on its own."""
@@ -95,6 +132,7 @@ def plan_of(seed: int) -> Plan:
     """The plan of a seed; the same for ever, as long as this file is."""
     rng = random.Random(f"staleflow faults {seed}")
     shards = rng.choice((1, 1, 2, 3))
+    finite = FINITE not in WITHHELD and random.Random(f"epochs {seed}").random() < 0.1
     bound = rng.choice(("trajectory", "trajectory", "token"))
     batch_size = rng.choice((2, 6, 12, 24))
     group_size = rng.choice((1, 2, 4))
@@ -104,7 +142,7 @@ def plan_of(seed: int) -> Plan:
         "name": f"faults-{seed}",
         "seed": seed,
         "model": {"path": "simulated"},
-        "prompts": {"source": SOURCE, "options": {"count": ROWS}},
+        "prompts": {"source": SOURCE, "options": {"count": ROWS}, "epochs": EPOCHS if finite else 0},
         "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0, "batch": 8},
         "stage": USERS[:users],
         "staleness": {
@@ -164,6 +202,7 @@ def plan_of(seed: int) -> Plan:
         kinds=kinds or KINDS,
         every_s=rng.choice((0.7, 1.5, 3.0)),
         relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
+        finite=finite,
         far_trainer=random.Random(f"trainer's host {seed}").random() < 0.4,
         mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),
     )

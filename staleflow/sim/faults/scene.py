@@ -28,6 +28,12 @@ class Scene:
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
     """What workers and trainers did that is out of the ordinary."""
+    broken: set[str] = field(default_factory=set[str])
+    """Names of workers that fail at everything at present."""
+    contexts: dict[str, int] = field(default_factory=dict[str, int])
+    """Name of a rollout worker -> tokens that its engine takes, where that is fewer than others take."""
+    poison: bool = False
+    """Rollout workers with a valid key push groups that no engine of the run writes."""
     finishing: bool = False
     """The trainer is to end the run at ``last_step``."""
     finished: bool = False

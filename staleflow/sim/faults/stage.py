@@ -9,13 +9,13 @@ from typing import ClassVar
 from staleflow.clients.stage.worker import Failed, Made, Stage, StageGroup
 from staleflow.configs.stages import graph
 from staleflow.protocols.wire.stages import REFERENCE
-from staleflow.sim.faults.payload import made_by
+from staleflow.sim.faults.journal import FailedStage
+from staleflow.sim.faults.payload import always_fails, made_by
 from staleflow.sim.faults.scene import Scene
 
 GROUP_S = 0.01
 SLOW_S = 2.0
 SLOW_SHARE = 0.02
-FAILED_SHARE = 0.003
 
 
 class CheckedStage:
@@ -23,9 +23,10 @@ class CheckedStage:
 
     together: ClassVar[bool] = False
 
-    def __init__(self, scene: Scene, stage: str) -> None:
+    def __init__(self, scene: Scene, stage: str, name: str) -> None:
         self._scene = scene
         self._stage = stage
+        self._name = name
         self._needs = {name for node in graph(scene.config) if node.name == stage for name in node.needs}
         self._rng = random.Random(scene.rng.getrandbits(64))
 
@@ -38,8 +39,9 @@ class CheckedStage:
         scene.journal.looked["stage"] += 1
         if not scene.journal.was_pushed(group.group, payload):
             scene.journal.wrong.append(f"a stage got bytes of group {group.group} that nobody wrote")
-        if self._rng.random() < FAILED_SHARE:
-            return Failed("it cannot be judged")
+        if (broken := self._name in scene.broken) or always_fails(group.group):
+            scene.journal.failed_stages.setdefault(group.group, []).append(FailedStage(self._name, broken=broken))
+            return Failed("this worker is broken" if broken else "it cannot be judged")
         if set(payload.stages) != self._needs:
             found = ", ".join(payload.stages) or "no columns"
             scene.journal.wrong.append(f"the stage {self._stage} got {found} of group {group.group}")
@@ -56,6 +58,6 @@ class TogetherStage(CheckedStage):
 
 
 @asynccontextmanager
-async def opened_stage(scene: Scene, stage: str) -> AsyncGenerator[Stage]:
-    """Open a stage in virtual time, as the shipped worker opens its own."""
-    yield TogetherStage(scene, stage) if stage == REFERENCE else CheckedStage(scene, stage)
+async def opened_stage(scene: Scene, stage: str, name: str) -> AsyncGenerator[Stage]:
+    """Open a stage in virtual time, as the shipped worker ``name`` opens its own."""
+    yield (TogetherStage if stage == REFERENCE else CheckedStage)(scene, stage, name)

@@ -49,7 +49,7 @@ from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.transport import Link, OnMessage, Transport
 from staleflow.sim.faults.journal import Acknowledged, Committed, Heard, Key
 from staleflow.sim.faults.payload import group_payload, is_written, other_bytes, sha_of
-from staleflow.sim.faults.plan import NEAR
+from staleflow.sim.faults.plan import MAX_NEW_TOKENS, NEAR
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.virtual import Process
 
@@ -62,6 +62,9 @@ OTHER_SHARE: Final = 0.4
 ABORTED_SHARE: Final = 0.2
 """Aborted leases that are pushed all the same."""
 ABORTED_TOKENS: Final = 3
+POISON_SHARE: Final = 0.1
+POISONED_TOKEN: Final = 1_000_000
+"""Beyond every vocabulary."""
 FUTURE: Final = Version(1_000_000)
 """A version that no run reaches."""
 FUTURE_SHARE: Final = 0.2
@@ -83,6 +86,8 @@ class Witness:
         self.shipped = shipped
         self.fetched = False
         """Bytes of the version under way came in messages."""
+        self.uploads: dict[int, BeginPublish] = {}
+        """By number. A commit may go over another connection than the begin."""
         self._transport = transport
         self._rogue: Rogue | None = None
 
@@ -132,7 +137,6 @@ class Line:
         self._on_message = on_message
         self._waiting: dict[int, object] = {}
         """What is to be known of a request when its answer comes, by number."""
-        self._uploads: dict[int, BeginPublish] = {}
 
     def start(self) -> None:
         self.link.start()
@@ -176,7 +180,7 @@ class Line:
                 self._waiting[id] = body
                 if witness.shipped:
                     witness.rogue.saw_publish(self._address, body)
-            case CommitPublish() if (begin := self._uploads.get(body.upload)) is not None:
+            case CommitPublish() if (begin := witness.uploads.get(body.upload)) is not None:
                 self._waiting[id] = _Commit(begin, body.manifest.sha)
                 journal.published.setdefault((begin.lineage, begin.version), set()).add(body.manifest.sha)
             case Detach():
@@ -233,14 +237,14 @@ class Line:
             case NextBatch() | NextGroups(), Batch():
                 self._sealed(asked.trainer_term, reply)
             case BeginPublish(), PublishTo():
-                self._uploads[reply.upload] = asked
+                self._witness.uploads[reply.upload] = asked
             case _Commit(), Registered():
                 self._committed(asked)
             case Join(), Refusal() if reply.code is Code.BAD_VERSION:
                 self._scene.counts["a trainer came from a bad version"] += 1
             case Finished(), Done():
                 self._scene.finished = True
-                self._scene.counts["the run gave up"] += bool(asked.error)
+                self._scene.journal.gave_up += [asked.error] if asked.error else []
             case None, Refusal():
                 self._scene.counts[f"news refused: {reply.code}"] += 1
             case _:
@@ -291,6 +295,16 @@ class Rogue:
 
     def saw_assign(self, address: str, assign: Assign) -> None:
         self._assigned[assign.lease] = (address, assign)
+        if self._scene.poison and self._rng.random() < POISON_SHARE:
+            written = (assign.lineage, assign.version, 2 * MAX_NEW_TOKENS)
+            payload = group_payload(self._scene.seed, assign.group, assign.lease, written, self._scene.samples)
+            if self._rng.random() < 0.5:
+                written = (assign.lineage, assign.version, ABORTED_TOKENS)
+                payload = group_payload(self._scene.seed, assign.group, assign.lease, written, self._scene.samples)
+                payload.token_ids[0] = POISONED_TOKEN
+            key = Key(assign.group, assign.lease)
+            self._scene.journal.poisoned.add((key, sha_of(payload)))
+            self._spawn(self._push(address, key, payload, 0.0))
 
     def saw_push(self, address: str, key: Key, payload: GroupPayload) -> None:
         """Push the same once more, now or much later, or other bytes under the same lease."""

@@ -75,6 +75,8 @@ class Node:
     """Started again when it ends."""
     lives: int = 0
     disk: Disk | None = None
+    swapped: bool = False
+    """Its store is not the one it left: it should refuse it."""
 
     @property
     def runs(self) -> bool:
@@ -98,6 +100,14 @@ class History:
     """Rollout workers that were killed, or stopped for a while."""
     serving: list[Spell] = field(default_factory=list[Spell])
     """When the scheduler could do its work."""
+    paused: list[Spell] = field(default_factory=list[Spell])
+    """When the scheduler's process was stopped."""
+    broken: list[Spell] = field(default_factory=list[Spell])
+    """When a rollout worker failed at everything, by its name."""
+    served_wrongly: list[str] = field(default_factory=list[str])
+    """Servers that worked on a store that was not theirs."""
+    swapped: int = 0
+    """Stores that were taken away for a while."""
     failures: list[str] = field(default_factory=list[str])
     """Servers that ended with an error of their own."""
     stalls: list[str] = field(default_factory=list[str])
@@ -191,7 +201,7 @@ class World:
             self.scene.counts["a trainer was fenced"] += isinstance(error, Fenced)
             if node.role == "trainer" and isinstance(error, RunOver):
                 self.scene.finished = True
-            if not known:
+            if not (known or (node.swapped and isinstance(error, ConfigError))):
                 self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
                 self.ended = len(self.history.failures) >= MOST_FAILURES
         longest_s = START_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
@@ -210,6 +220,21 @@ class World:
             node.wanted = node is newer
         self.start(newer)
         return True
+
+    def double(self, node: Node) -> Process:
+        """Start a second process under the name of a worker that is there."""
+
+        async def main() -> None:
+            await node.main(process, Stop())
+
+        def ended() -> None:
+            error = process.error
+            if error is not None and not isinstance(error, (ConfigError, RunOver, Refused, Unavailable)):
+                self.history.failures.append(f"{node.name}, twice, at {self.conductor.now_s:.3f}: {_story(error)}")
+
+        process = self.conductor.spawn(node.name, main)
+        process.on_end.append(ended)
+        return process
 
     def garble(self, rng: random.Random) -> bool:
         """Somebody says to a server what is no message, or one that fits nowhere."""
@@ -307,7 +332,7 @@ class World:
             name,
             self.scene.where.scheduler,
             stage,
-            opened=opened_stage(self.scene, stage),
+            opened=opened_stage(self.scene, stage, name),
             transport=self.network.transport(process),
         )
 
