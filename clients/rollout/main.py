@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +25,37 @@ from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop, run
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import client_sockets
+from staleflow.runtime.transport import Transport
 
 log = logging.getLogger(__name__)
+
+OpenEngine = Callable[[Config, Path], Awaitable[tuple[AsyncEngine, Encode]]]
+"""Return an engine, and how prompts become its token ids."""
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
     """Run one rollout worker; the exit code."""
-    return run(lambda stop: _main(stop, config, run_dir, name, scheduler), name, run_dir)
+
+    async def main(stop: Stop) -> None:
+        transport = client_sockets(config.security, Role.ROLLOUT)
+        await work_until(stop, config, run_dir, name, scheduler, opened=open_engine, transport=transport)
+
+    return run(main, name, run_dir)
 
 
-async def _main(stop: Stop, config: Config, run_dir: Path, name: str, scheduler: str) -> None:
+async def work_until(
+    stop: Stop,
+    config: Config,
+    run_dir: Path,
+    name: str,
+    scheduler: str,
+    *,
+    opened: OpenEngine,
+    transport: Transport,
+) -> None:
+    """Work until stopped or until the run has drained. ``opened`` makes the engine, inside the running loop."""
     stopped = asyncio.ensure_future(stop.wait())
-    work = asyncio.ensure_future(_work(stop, config, run_dir, name, scheduler))
+    work = asyncio.ensure_future(_work(stop, config, run_dir, name, scheduler, opened, transport))
     await asyncio.wait((stopped, work), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not work.done():
@@ -47,11 +67,18 @@ async def _main(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
             raise
 
 
-async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler: str) -> None:
-    sockets = client_sockets(config.security, Role.ROLLOUT)
-    engine, encode = await open_engine(config, run_dir)
+async def _work(
+    stop: Stop,
+    config: Config,
+    run_dir: Path,
+    name: str,
+    scheduler: str,
+    opened: OpenEngine,
+    transport: Transport,
+) -> None:
+    engine, encode = await opened(config, run_dir)
     me, recipe = worker_id(name), Recipe.of(config)
-    to_scheduler = Client(scheduler, worker=me, transport=sockets)
+    to_scheduler = Client(scheduler, worker=me, transport=transport)
     closing: list[Client | Puller] = [to_scheduler]
     environments = open_environments(config, run_dir, engine, recipe)
     try:
@@ -67,10 +94,10 @@ async def _work(stop: Stop, config: Config, run_dir: Path, name: str, scheduler:
         )
         found = await attach_to(to_scheduler, hello, parameters=True)
         log.info("attached to run %s as %s, %s engine, %d groups", found.run, me, config.rollout.engine, hello.capacity)
-        shards = [Client(address, worker=me, transport=sockets) for address in found.shards]
+        shards = [Client(address, worker=me, transport=transport) for address in found.shards]
         deltas = config.parameters.delta != "off"
         direct = config.parameters.transport == "direct"
-        puller = Puller(found.parameters, worker=me, transport=sockets, deltas=deltas, direct=direct)
+        puller = Puller(found.parameters, worker=me, transport=transport, deltas=deltas, direct=direct)
         closing += [*shards, puller]
         worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments)
         why = "failed"

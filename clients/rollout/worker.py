@@ -244,18 +244,22 @@ class Worker:
                 group = await self._written(held, self._prompt_ids(row), begun)
             else:
                 group = await self._environments.produce(held, row)
+            if group is not None:
+                self._pushers[assign.shard].put(assign, group)
         except (RowError, RequestError) as error:
             self._give_up(held, str(error), hopeless=True)
             return
         except EpisodeFailed as error:
             self._give_up(held, f"at {self._me}, {error}")
             return
+        except ProtocolError as error:  # after a rollback the engine goes back to an older version inside a sample
+            self._give_up(held, f"what {self._me} wrote is no payload: {error}")
+            return
         if group is None:
             self.counts["moved"] += 1
             self._forget(assign)
             return
         held.pushing = True
-        self._pushers[assign.shard].put(assign, group)
 
     async def _written(self, held: Held, prompt_ids: NDArray[np.int32], begun: Begun | None) -> GroupPayload | None:
         """The group once its samples have ended; None when it goes on elsewhere.

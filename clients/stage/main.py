@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from staleflow.clients.attachment import attach as attach_to_run
@@ -24,6 +24,7 @@ from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.roles import Role
 from staleflow.runtime.security import client_sockets
+from staleflow.runtime.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +44,26 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str, stage: str 
         raise ConfigError("stage", stage, f"this run has no such stage; it has {', '.join(stages(config))}")
 
     async def main(stop: daemon.Stop) -> None:
-        await _main(config, run_dir, name, scheduler, stage, stop)
+        transport = client_sockets(config.security, Role.STAGE)
+        opened = _opened(config, run_dir, stage)
+        await work_until(stop, config, name, scheduler, stage, opened=opened, transport=transport)
 
     return daemon.run(main, name, run_dir)
 
 
-async def _main(config: Config, run_dir: Path, name: str, address: str, stage: str, stop: daemon.Stop) -> None:
-    working = asyncio.create_task(_work(config, run_dir, name, address, stage))
+async def work_until(
+    stop: daemon.Stop,
+    config: Config,
+    name: str,
+    scheduler: str,
+    stage: str,
+    *,
+    opened: AbstractAsyncContextManager[tuple[Stage, int]],
+    transport: Transport,
+) -> None:
+    """Work until stopped or until the run is over. ``opened`` gives what makes the columns of ``stage``, and the calls of
+    user code that it has under way at most."""
+    working = asyncio.create_task(_work(config, name, scheduler, stage, opened, transport))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -61,21 +75,27 @@ async def _main(config: Config, run_dir: Path, name: str, address: str, stage: s
         working.result()
 
 
-async def _work(config: Config, run_dir: Path, name: str, address: str, stage: str) -> None:
+async def _work(
+    config: Config,
+    name: str,
+    address: str,
+    stage: str,
+    opened: AbstractAsyncContextManager[tuple[Stage, int]],
+    transport: Transport,
+) -> None:
     worker = worker_id(name)
-    sockets = client_sockets(config.security, Role.STAGE)
-    scheduler = Client(address, worker=worker, transport=sockets)
+    scheduler = Client(address, worker=worker, transport=transport)
     shards: list[Client] = []
     attached = False
     try:
-        async with _opened(config, run_dir, stage) as opened:
+        async with opened as entered:
             request = Attach(
                 worker=worker, name=name, role="stage", stage=stage, config_sha=config_sha(config), pid=os.getpid()
             )
             answer = await attach_to_run(scheduler, request)
             attached = True
-            shards += [Client(endpoint, worker=worker, transport=sockets) for endpoint in answer.shards]
-            made, calls = opened
+            shards += [Client(endpoint, worker=worker, transport=transport) for endpoint in answer.shards]
+            made, calls = entered
             groups = groups_at_once(config, stage, calls)
             working = StageWorker(worker=worker, name=stage, stage=made, max_groups=groups, calls=calls)
             await while_it_lasts(scheduler, asyncio.create_task(working.serve(shards)))

@@ -73,7 +73,7 @@ class Damage:
 
 
 class Overtaken(Exception):
-    """A trainer of a later lineage has saved this version; the text names where."""
+    """A trainer of a later lineage has saved this version, or has removed what was being written; the text says which."""
 
 
 class Checkpoints:
@@ -93,12 +93,17 @@ class Checkpoints:
         part = self._unnamed(state.version, state.lineage)
         make_folder(self.folder)
         part.mkdir()
-        write(part)
-        files = {name: _stored(part / name) for name in _names(part)}
-        head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
-        (part / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=2) + b"\n")
-        sync_tree(part)
-        self._replace(part, final, state.lineage)
+        try:
+            write(part)
+            files = {name: _stored(part / name) for name in _names(part)}
+            head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
+            (part / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=2) + b"\n")
+            sync_tree(part)
+            self._replace(part, final, state.lineage)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a folder that is gone
+            if part.exists():
+                raise
+            raise Overtaken(f"a trainer of a later lineage has removed {part}") from error
         return final
 
     def tidy(self, state: TrainerState, oldest: Version) -> None:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import uvloop
 
@@ -77,6 +77,34 @@ class BadVersion(Exception):
     """The run does not take these weights, nor what would come of them; the text says why."""
 
 
+class Cancellable(Protocol):
+    """Work in the background."""
+
+    def cancel(self) -> object: ...
+
+
+class Background(Protocol):
+    """The loop behind a caller that blocks. ``LoopThread``, or virtual time in ``staleflow.sim.faults``."""
+
+    closed: bool
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Cancellable:
+        """Run in the background."""
+        ...
+
+    def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
+        """Return the result; once asked to stop, ``late()`` is raised ``grace_s`` seconds after."""
+        ...
+
+    def stop_waiting(self) -> None:
+        """End what waits, soon; from any thread."""
+        ...
+
+    def close(self, last: Callable[[], None]) -> None:
+        """Run ``last`` on the loop and end what is left."""
+        ...
+
+
 class TrainerClient:
     """One trainer of one run. Not safe for threads, but for ``interrupt``."""
 
@@ -90,6 +118,7 @@ class TrainerClient:
         world: int = 1,
         transport: Transport | None = None,
         direct: str = "",
+        background: Background | None = None,
     ) -> None:
         """``transport``: with the trainer's key. Without one, the environment's STALEFLOW_KEY names it, if any.
         ``direct``: ``tcp://host:port`` (0: any) where engines get the newest version from this process itself."""
@@ -106,7 +135,7 @@ class TrainerClient:
         """Called each time a batch, or the next of its groups, has been waited for so long that it is worth a look."""
         self._name = name
         self._config_sha = config_sha
-        self._thread = _LoopThread()
+        self._thread: Background = background or LoopThread()
         self._transport = transport or client_sockets(None, Role.TRAINER)
         self._scheduler = Client(scheduler, worker=self.worker, transport=self._transport)
         self._shards: list[Client] = []
@@ -263,7 +292,7 @@ class TrainerClient:
         void, self._void = self._void, False
         return void
 
-    def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Future[None]]:
+    def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Cancellable]:
         """Pieces from the step of that version on, and what ends their coming."""
         stream = self.pieces(self._term, size)
         return stream, self._thread.start(stream.feed_pieces(Step(version), steps))
@@ -478,7 +507,24 @@ def as_weights(weights: Mapping[str, Any] | Published) -> Published:
     return given
 
 
-class _LoopThread:
+async def until_stop(
+    work: Coroutine[Any, Any, T], stopping: asyncio.Event, grace_s: float, late: Callable[[], Exception]
+) -> T:
+    """Return the result of ``work``; ``late()`` is raised ``grace_s`` seconds after ``stopping``."""
+    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and grace_s:
+            await asyncio.wait((task,), timeout=grace_s)
+        if not task.done():
+            raise late()
+        return task.result()
+    finally:
+        stop.cancel()
+        task.cancel()
+
+
+class LoopThread:
     """A loop in a thread of its own, for a caller that blocks."""
 
     def __init__(self) -> None:
@@ -494,7 +540,8 @@ class _LoopThread:
 
     def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
         """The result; once asked to stop, ``late()`` is raised ``grace_s`` seconds after."""
-        return asyncio.run_coroutine_threadsafe(self._until_stop(work, grace_s, late), self._loop).result()
+        waiting = until_stop(work, self._stopping, grace_s, late)
+        return asyncio.run_coroutine_threadsafe(waiting, self._loop).result()
 
     def stop_waiting(self) -> None:
         if not self.closed:
@@ -507,19 +554,6 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    async def _until_stop(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
-        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and grace_s:
-                await asyncio.wait((task,), timeout=grace_s)
-            if not task.done():
-                raise late()
-            return task.result()
-        finally:
-            stop.cancel()
-            task.cancel()
 
     async def _end(self, last: Callable[[], None]) -> None:
         last()

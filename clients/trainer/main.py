@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+ENDS = (GaveUp, Fenced, BadVersion, NoBatch, OutOfMemory)
+"""Errors that end a trainer and that its log explains: exit code 1."""
+
+InThread = Callable[[Callable[[], None]], Awaitable[None]]
+"""Run a function that blocks."""
+
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
     """Serve as the run's trainer; returns the exit code: 0 done or asked to end, 1 the log says why, 2 misconfigured.
@@ -42,7 +49,7 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
         nonlocal gave_up
         try:
             await _main(config, run_dir, name, scheduler, stop)
-        except (GaveUp, Fenced, BadVersion, NoBatch, OutOfMemory) as error:
+        except ENDS as error:
             log.error("%s", error)
             gave_up = True
 
@@ -50,18 +57,25 @@ def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
 
 
 async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: daemon.Stop) -> None:
-    """Signals arrive on this loop; training blocks, so it has a thread of its own."""
-    stopping, where = threading.Event(), place()
-    sha = config_sha(config)
+    where = place()
     client = TrainerClient(
         scheduler,
         name=name,
-        config_sha=sha,
+        config_sha=config_sha(config),
         rank=where.rank,
         world=where.world,
         transport=client_sockets(config.security, Role.TRAINER),
         direct=direct_bind(config),
     )
+    work = _train if where.leads else _follow
+    await work_until(stop, client, lambda stopping: work(config, run_dir, client, stopping), asyncio.to_thread)
+
+
+async def work_until(
+    stop: daemon.Stop, client: TrainerClient, work: Callable[[threading.Event], None], in_thread: InThread
+) -> None:
+    """Signals arrive on this loop; training blocks, so it has a thread of its own."""
+    stopping = threading.Event()
 
     async def pass_on() -> None:
         await stop.wait()
@@ -70,10 +84,10 @@ async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: 
 
     passing = asyncio.create_task(pass_on())
     try:
-        await asyncio.to_thread(_train if where.leads else _follow, config, run_dir, client, stopping)
+        await in_thread(lambda: work(stopping))
     finally:
         passing.cancel()
-        await asyncio.to_thread(client.close)
+        await in_thread(client.close)
 
 
 def direct_bind(config: Config) -> str:
@@ -83,7 +97,11 @@ def direct_bind(config: Config) -> str:
 
 
 def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threading.Event) -> None:
-    backend = _open(config, run_dir, client)
+    train(config, run_dir, client, _open(config, run_dir, client), stopping)
+
+
+def train(config: Config, run_dir: Path, client: TrainerClient, backend: Backend, stopping: threading.Event) -> None:
+    """Attach, then train until the last step or until ``stopping``. Closes the backend."""
     try:
         found = [*reached.of_checkpoints(run_dir)]  # before the attach: an older trainer may still save newer ones
         attached = client.attach()

@@ -20,6 +20,9 @@ NEARLY_FULL: Final = 0.95
 SMALL_BYTES: Final = 16
 """A block that writes no more than this finds room even on a full disk: it takes pages that deletes gave back."""
 
+KEY_BYTES: Final = 16
+"""Of a row about a group: group and lease."""
+
 When = Literal["", "before", "after"]
 
 
@@ -118,9 +121,24 @@ class Disk:
 
     def lose(self) -> None:
         """All of it."""
-        for rows in self.tables.values():
-            self.flipped |= {(key_number(key[:8]), key_number(key[8:16])) for key in rows}
+        self.put_back({})
+
+    def copy(self) -> Tables:
+        """Return everything as it is now."""
+        copies: Tables = {}
+        for name, rows in self.tables.items():
+            copies[name] = copy = Rows()
+            for key, value in rows.items():
+                copy[key] = value
+        return copies
+
+    def put_back(self, tables: Tables) -> None:
+        """Replace everything by what was there at another time."""
+        for name, rows in self.tables.items():
+            lost = rows.keys() - tables.get(name, {}).keys()
+            self.flipped |= {(key_number(key[:8]), key_number(key[8:16])) for key in lost if len(key) >= KEY_BYTES}
         self.tables.clear()
+        self.tables.update(tables)
 
     def flip(self, tables: Sequence[str]) -> tuple[str, bytes] | None:
         """Change one byte of one value of these tables, often the newest; which, or None when they are empty."""

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from staleflow.sim.faults.mishaps import Mishaps
 from staleflow.sim.faults.network import GRAIN_S
 from staleflow.sim.faults.plan import LOST, Plan
-from staleflow.sim.faults.world import Node, World
+from staleflow.sim.faults.virtual import current
+from staleflow.sim.faults.world import Node, Spell, World
 
 SPELL_S = 60.0
 PAUSE_S = 25.0
@@ -62,6 +64,7 @@ class Faults:
             "malformed message": self._malformed,
             LOST: self._lose_disk,
         }
+        self._ways |= Mishaps(world, self._rng, self._for).ways()
 
     def begin(self) -> None:
         """The first fault comes when the run is under way."""
@@ -115,8 +118,12 @@ class Faults:
         return True
 
     def _kill_at_rename(self) -> bool:
+        """The parameter server in the middle of a version, or a trainer in the middle of a checkpoint."""
         world = self._world
-        world.machine.kill_at_rename = (world.run_dir / "parameters", lambda: world.nodes["parameters"].process)
+        if self._rng.random() < 0.5:
+            world.machine.kill_at_rename = (world.run_dir / "parameters", lambda: world.nodes["parameters"].process)
+        else:
+            world.machine.kill_at_rename = (world.run_dir / "checkpoints", current)
         return True
 
     def _stop(self, least: float, most: float) -> bool:
@@ -129,8 +136,12 @@ class Faults:
         self._world.conductor.stop(process)
         scale_s = self._world.scene.lease_s if least > 1 else 1.0
         silent = self._world.silence(process)
+        paused = Spell(node.name, self._world.conductor.now_s)
+        if node.role == "scheduler":
+            self._world.history.paused.append(paused)
 
         def over() -> None:
+            paused.until_s = self._world.conductor.now_s
             if silent is not None:
                 silent.until_s = self._world.conductor.now_s
             self._world.conductor.go_on(process)
@@ -140,7 +151,7 @@ class Faults:
 
     def _terminate(self) -> bool:
         """SIGTERM."""
-        node = self._some(*self._servers, "rollout")
+        node = self._some(*self._servers, *WORKERS)
         if node is None or node.stop is None:
             return False
         stop = node.stop

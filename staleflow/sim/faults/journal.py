@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
+from staleflow.protocols.wire.messages import Batch
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.sim.faults.payload import sha_of
 
 
 class Key(NamedTuple):
@@ -40,7 +43,6 @@ class Fetched:
     batch: BatchId
     lineage: Lineage
     step: Step
-    term: TrainerTerm
     digest: str
     groups: tuple[GroupId, ...]
 
@@ -56,6 +58,14 @@ class Committed:
     batch: BatchId | None
 
 
+@dataclass(frozen=True, slots=True)
+class FailedStage:
+    """A stage worker that failed at a group; ``broken``: it fails at every group."""
+
+    worker: str
+    broken: bool
+
+
 @dataclass(slots=True)
 class Heard:
     """One report of a worker that was answered."""
@@ -68,16 +78,27 @@ class Heard:
 class Journal:
     """All journals of one run."""
 
+    assigned: dict[GroupId, dict[LeaseId, None]] = field(default_factory=dict[GroupId, dict[LeaseId, None]])
+    """Leases of each group that a rollout worker was given."""
+    payloads: dict[str, GroupPayload] = field(default_factory=dict[str, GroupPayload])
+    """What was pushed, by sha."""
     sent: dict[Key, list[Sent]] = field(default_factory=dict[Key, list[Sent]])
     acknowledged: list[Acknowledged] = field(default_factory=list[Acknowledged])
     refused: Counter[str] = field(default_factory=Counter[str])
     """Answers of no to pushes, by code."""
+    batches: dict[BatchId, Batch] = field(default_factory=dict[BatchId, Batch])
+    """Sealed batches as the scheduler named them to a trainer."""
     fetched: list[Fetched] = field(default_factory=list[Fetched])
     published: dict[tuple[Lineage, Version], set[str]] = field(default_factory=dict[tuple[Lineage, Version], set[str]])
     """Shas of the weights that some trainer sent as that version."""
     committed: list[Committed] = field(default_factory=list[Committed])
     pulled: list[tuple[Lineage, Version, str]] = field(default_factory=list[tuple[Lineage, Version, str]])
     heard: dict[str, list[Heard]] = field(default_factory=dict[str, list[Heard]])
+    poisoned: set[tuple[Key, str]] = field(default_factory=set[tuple[Key, str]])
+    """(group and lease, sha) of pushes that no engine of the run can have written."""
+    failed_stages: dict[GroupId, list[FailedStage]] = field(default_factory=dict[GroupId, list[FailedStage]])
+    gave_up: list[str] = field(default_factory=list[str])
+    """Reasons with which a trainer ended the run."""
     wrong: list[str] = field(default_factory=list[str])
     """Bytes that somebody was served and nobody had written."""
     looked: Counter[str] = field(default_factory=Counter[str])
@@ -85,8 +106,15 @@ class Journal:
     ends: Counter[str] = field(default_factory=Counter[str])
     """Why workers and trainers ended by themselves."""
 
-    def send(self, key: Key, worker: str, sha: str, at_s: float) -> None:
-        """About to push."""
+    def send(self, key: Key, worker: str, sha: str, at_s: float, payload: GroupPayload) -> None:
+        """Note a push that is about to leave."""
+        self.payloads[sha] = payload
         sent = self.sent.setdefault(key, [])
         if all(one.sha != sha for one in sent):
             sent.append(Sent(worker, sha, at_s))
+
+    def was_pushed(self, group: GroupId, payload: GroupPayload, lease: LeaseId | None = None) -> bool:
+        """Return whether some worker pushed these bytes of that group, under ``lease`` if it is known."""
+        sha = sha_of(payload)
+        leases = self.assigned.get(group, {}) if lease is None else (lease,)
+        return any(one.sha == sha for key in leases for one in self.sent.get(Key(group, key), ()))

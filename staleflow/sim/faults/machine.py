@@ -12,6 +12,7 @@ import logging
 import os
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -19,13 +20,18 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from staleflow.clients.parameters import mapped, relays, written
+from staleflow.clients.parameters import chunks, mapped, publish, relays, written
+from staleflow.clients.stage import main as stage_main
+from staleflow.protocols.coordination import migration
 from staleflow.runtime import weights
 from staleflow.servers.parameters import relay, service, tree
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
 """Of one message of weights: a version takes several. And relays hang in a row."""
+
+LOOK_EVERY_S: Final = 10.0
+"""Between looks at the scheduler's status, which costs more than anything else here."""
 
 BEGIN_UNIX_NS = 1_800_000_000_000_000_000
 
@@ -76,12 +82,17 @@ class Machine:
                 for where, name, what in (
                     (secrets, "token_hex", lambda size=32: names.randbytes(size).hex()),
                     (secrets, "randbits", names.getrandbits),
+                    (time, "monotonic", lambda: self._conductor.now_s),
                     (os, "fdatasync", self._sync),
+                    (os, "fsync", self._sync),
                     (os, "posix_fallocate", self._allocate(os.posix_fallocate)),
                     (os, "replace", self._rename(os.replace)),
+                    (os, "rename", self._rename(os.rename)),
                     (tree, "FANOUT", 1),
-                    (relay, "LOOK_EVERY_S", 10.0),  # a status of the scheduler costs more than anything else here
-                    (weights, "CHUNK_BYTES", PIECE_BYTES),
+                    (migration, "MIN_AGE_MS", 200),  # groups here are written in a second
+                    (migration, "MIN_LEFT_S", 0.05),
+                    *((module, "LOOK_EVERY_S", LOOK_EVERY_S) for module in (relay, stage_main)),
+                    *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
                     *((module, "boot_id", self._host) for module in (mapped, written, relays, relay, service)),
                 ):

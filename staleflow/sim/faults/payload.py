@@ -4,22 +4,35 @@ Whoever gets some can work out what it must be, and nobody can hand out the wron
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, TrainerTerm, Version
+from staleflow.clients.rollout.main import text_bytes
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Manifest
 from staleflow.protocols.wire.stages import REFERENCE, REWARD, REWARD_COLUMN, STAGE
 from staleflow.protocols.wire.tensors import Array, pack
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 
-Segments = tuple[tuple[Lineage, Version, int], ...]
-"""(lineage, version, tokens) of each sample; every sample of a group has the same ones."""
+ROWS: Final = 500
+"""Prompt rows of every run."""
+LONG: Final = 200
+LONG_ROW, FAILING_ROW = 7, 13
+"""Of every fifty rows: one has a prompt of ``LONG`` tokens more, and no stage can judge another."""
+VOCABULARY: Final = 256
+"""Tokens are bytes, as those of the shipped simulated engine; 0 is never drawn."""
 
 WEIGHT_WORDS = 64
 TENSOR_WORDS = 16
+HEAD_BYTES = 20
+BAD_EVERY = 64
+"""One batch in so many has a loss that is not finite."""
 FROZEN = 2
 """Which tensor of the weights is the same in every version."""
 REFERENCE_COLUMN = f"{STAGE}{REFERENCE}/logprobs"
@@ -34,96 +47,175 @@ def stream(*words: object, nbytes: int) -> bytes:
     return hashlib.shake_128(repr(words).encode()).digest(nbytes)
 
 
+def tokens_of(
+    sample_seed: int, lineage: Lineage, version: Version, first: int, end: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the tokens ``first .. end - 1`` that this version writes for this seed, with their log-probabilities.
+
+    The log-probabilities are exact 24-bit numbers: they prove the seed, the version and the position of every token.
+    """
+    raw = np.frombuffer(stream("tokens", sample_seed, lineage, version, nbytes=4 * end), np.uint32)[first:]
+    return (1 + raw % (VOCABULARY - 1)).astype(np.int32), -(raw >> 8).astype(np.float32) / np.float32(2**20)
+
+
+@lru_cache(maxsize=100_000)
+def sample_seed(seed: int, group: GroupId, origin: LeaseId, sample: int) -> int:
+    """Return the seed of one sample's draws, as rollout workers derive it."""
+    return int(np.random.SeedSequence((seed, group, origin, sample)).generate_state(1, np.uint64)[0])
+
+
 def group_payload(
-    seed: int, group: GroupId, lease: LeaseId, segments: Segments, samples: int, variant: int = 0
+    seed: int, group: GroupId, lease: LeaseId, written: tuple[Lineage, Version, int], samples: int
 ) -> GroupPayload:
-    """What a worker of that lease writes with those weights; another ``variant`` is other bytes."""
-    tokens = sum(count for _, _, count in segments)
-    total = tokens * samples
-    raw = stream("tokens", seed, group, lease, segments, variant, nbytes=4 * total)
-    ids = (np.frombuffer(raw, np.uint32) >> 1).astype(np.int32)
+    """Return a group as a worker of that lease writes it: (lineage, version, tokens of each sample)."""
+    lineage, version, tokens = written
+    drawn = [tokens_of(sample_seed(seed, group, lease, n), lineage, version, 0, tokens) for n in range(samples)]
     return GroupPayload(
-        prompt_ids=np.array([group, lease, variant], np.int32),
+        prompt_ids=prompt_ids(group),
         lengths=np.full(samples, tokens, np.int32),
-        token_ids=ids,
-        logprobs=-(ids % 97).astype(np.float32) / 64,
-        loss_mask=np.ones(total, np.uint8),
-        segments=np.array([(n, *segment) for n in range(samples) for segment in segments], np.int64).reshape(-1, 4),
+        token_ids=np.concatenate([ids for ids, _ in drawn]),
+        logprobs=np.concatenate([logprobs for _, logprobs in drawn]),
+        loss_mask=np.ones(samples * tokens, np.uint8),
+        segments=np.array([(n, *written) for n in range(samples)], np.int64),
         finish=np.full(samples, Finish.STOP, np.uint8),
     )
 
 
-def segments_of(payload: GroupPayload) -> Segments:
-    """The segments of its first sample."""
-    rows = payload.segments.tolist()
-    return tuple((Lineage(row[1]), Version(row[2]), row[3]) for row in rows if row[0] == 0)
+def other_bytes(payload: GroupPayload) -> GroupPayload:
+    """Return the same group with other tokens, which no engine writes."""
+    return replace(payload, token_ids=VOCABULARY - payload.token_ids)
 
 
-def is_what_was_written(seed: int, group: GroupId, payload: GroupPayload, samples: int) -> bool:
-    """True when these are exactly the bytes that a worker wrote of that group, and rewards that fit them."""
-    if len(payload.prompt_ids) != 3:
-        return False
-    _, lease, variant = payload.prompt_ids.tolist()
-    wanted = group_payload(seed, group, lease, segments_of(payload), samples, variant).to_arrays()
-    same = all(np.array_equal(getattr(payload, name), column) for name, column in wanted.items())
-    made = {name: column for stage in STAGES for name, column in made_by(stage, seed, group, payload).items()}
-    return same and all(np.array_equal(column, made[name]) for name, column in payload.stages.items())
+def is_written(seed: int, group: GroupId, origins: Iterable[LeaseId], payload: GroupPayload, started: int) -> bool:
+    """Return whether an engine wrote exactly this group, every sample under the same one of ``origins``.
+
+    ``started``: samples that were started; those of the payload are some of them, in their order.
+    """
+    rows: list[list[int]] = payload.segments.tolist()
+    return np.array_equal(payload.prompt_ids, prompt_ids(group)) and any(
+        _is_of(seed, group, origin, payload, rows, started) for origin in origins
+    )
 
 
-def made_by(stage: str, seed: int, group: GroupId, payload: GroupPayload) -> dict[str, Array]:
-    """What a stage makes of a group, by full name: a function of its bytes."""
+def _is_of(
+    seed: int, group: GroupId, origin: LeaseId, payload: GroupPayload, rows: list[list[int]], started: int
+) -> bool:
+    number, start = 0, 0
+    for sample, length in enumerate(payload.lengths.tolist()):
+        segments = [(row[1], row[2], row[3]) for row in rows if row[0] == sample]
+        ids, logprobs = payload.token_ids[start : start + length], payload.logprobs[start : start + length]
+        start += length
+        while number < started and not _drawn(sample_seed(seed, group, origin, number), segments, ids, logprobs):
+            number += 1
+        if number == started:
+            return False
+        number += 1
+    return True
+
+
+def _drawn(seed: int, segments: list[tuple[int, int, int]], ids: Array, logprobs: Array) -> bool:
+    """Return whether this seed and these segments give these tokens."""
+    first = 0
+    for lineage, version, count in segments:
+        end = first + count
+        wanted = tokens_of(seed, Lineage(lineage), Version(version), first, end)
+        if not (np.array_equal(ids[first:end], wanted[0]) and np.array_equal(logprobs[first:end], wanted[1])):
+            return False
+        first = end
+    return first == len(ids)
+
+
+def made_by(stage: str, payload: GroupPayload) -> dict[str, Array]:
+    """Return the columns that a stage makes of a group, by full name: a function of its tokens."""
     if stage == REWARD:
-        lease = LeaseId(int(payload.prompt_ids[1]))
-        return {REWARD_COLUMN: rewards_of(seed, group, lease, payload.num_samples)}
+        return {REWARD_COLUMN: rewards_of(payload)}
     if stage == REFERENCE:
-        return {REFERENCE_COLUMN: reference_of(payload)}
+        return {REFERENCE_COLUMN: -(payload.token_ids % 89).astype(np.float32) / 64}
     if stage == LENGTHS:
         return {f"{STAGE}{LENGTHS}/count": payload.lengths.astype(np.float32)}
     return {f"{STAGE}{ODD}/odd:token": (payload.token_ids % 2).astype(np.float32)}
 
 
-def rewards_of(seed: int, group: GroupId, lease: LeaseId, samples: int) -> Array:
-    """What the reward stage makes of a group: 0 or 1 a sample."""
-    return (np.frombuffer(stream("reward", seed, group, lease, nbytes=samples), np.uint8) % 2).astype(np.float32)
-
-
-def reference_of(payload: GroupPayload) -> Array:
-    """What the reference stage makes of it: a log-probability a token."""
-    return -(payload.token_ids % 89).astype(np.float32) / 64
+def rewards_of(payload: GroupPayload) -> Array:
+    """Return the reward of each sample, 0 or 1: a function of the tokens of all of them."""
+    raw = stream("reward", payload.token_ids.tobytes(), nbytes=payload.num_samples)
+    return (np.frombuffer(raw, np.uint8) % 2).astype(np.float32)
 
 
 def sha_of(payload: GroupPayload) -> str:
-    """What a shard calls it."""
-    return hashlib.sha256(pack(payload.to_arrays())).hexdigest()
+    """Return what a shard calls the group as it was pushed, without the columns of stages."""
+    return hashlib.sha256(pack(replace(payload, stages={}).to_arrays())).hexdigest()
 
 
-def weights_of(seed: int, lineage: Lineage, version: Version, term: TrainerTerm) -> bytes:
-    """A version as that trainer publishes it. It begins with what it claims to be."""
-    words = np.frombuffer(stream("weights", seed, lineage, version, term, nbytes=4 * WEIGHT_WORDS), np.uint32).copy()
-    words[:3] = (lineage, version, term)
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What the batches so far have made of the model."""
+
+    steps: int = 0
+    mixed: bytes = bytes(16)
+    """A hash chain over the digests of the trained batches."""
+    bad: bool = False
+    """The last batch gave a loss that is not finite."""
+
+    def after(self, digest: str) -> tuple["Learned", bool]:
+        """Return the state after one more batch, and whether the batch was bad and left the weights as they were."""
+        if not self.bad and int(digest[:8], 16) % BAD_EVERY == 0:
+            return replace(self, bad=True), True
+        mixed = hashlib.sha256(self.mixed + digest.encode()).digest()[:16]
+        return Learned(steps=self.steps + 1, mixed=mixed), False
+
+    def to_bytes(self) -> bytes:
+        return self.steps.to_bytes(4, "little") + self.mixed + bytes([self.bad])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Learned":
+        return cls(steps=int.from_bytes(data[:4], "little"), mixed=data[4:20], bad=bool(data[20:21] == b"\1"))
+
+
+def weights_of(seed: int, learned: Learned) -> bytes:
+    """Return the weights of that state. They begin with the state itself."""
+    head = learned.to_bytes()[:HEAD_BYTES]
+    words = np.frombuffer(head + stream("weights", seed, head, nbytes=4 * WEIGHT_WORDS - len(head)), np.uint32).copy()
     frozen = np.frombuffer(stream("frozen", seed, nbytes=4 * TENSOR_WORDS), np.uint32)
     words[FROZEN * TENSOR_WORDS : (FROZEN + 1) * TENSOR_WORDS] = frozen
     return words.tobytes()
 
 
-def are_weights(seed: int, data: bytes, lineage: Lineage, version: Version) -> bool:
-    """True when some trainer published exactly these bytes as that version."""
-    if len(data) != 4 * WEIGHT_WORDS:
-        return False
-    claimed = np.frombuffer(data, np.uint32)[:3].tolist()
-    return claimed[:2] == [lineage, version] and data == weights_of(seed, lineage, version, TrainerTerm(claimed[2]))
+def are_weights(seed: int, data: bytes) -> bool:
+    """Return whether these are the whole weights of one state, and not a mixture of two."""
+    return data == weights_of(seed, Learned.from_bytes(data[:HEAD_BYTES]))
+
+
+def tensors_of(data: bytes) -> list[tuple[str, Array]]:
+    """Return the weights as named tensors."""
+    words = np.frombuffer(data, np.int32).reshape(-1, TENSOR_WORDS)
+    return [(f"{TENSOR}.{number}", tensor) for number, tensor in enumerate(words)]
 
 
 def manifest_of(data: bytes) -> Manifest:
-    """What describes these weights."""
-    size = 4 * TENSOR_WORDS
-    pieces = enumerate(data[start : start + size] for start in range(0, len(data), size))
-    return lay_out((f"{TENSOR}.{number}", "int32", (TENSOR_WORDS,), digest(piece)) for number, piece in pieces)
+    """Return what describes these weights."""
+    return lay_out((name, "int32", tensor.shape, digest(tensor.tobytes())) for name, tensor in tensors_of(data))
+
+
+@cache
+def _prompt_ids(row: int) -> NDArray[np.int32]:
+    return text_bytes(str(row_of(row)["prompt"]))
+
+
+def prompt_ids(group: GroupId) -> NDArray[np.int32]:
+    """Return the prompt of a group."""
+    return _prompt_ids(group % ROWS)
 
 
 def row_of(number: int) -> dict[str, object]:
-    """A prompt row."""
-    return {"prompt": f"prompt {number}", "number": number}
+    """A prompt row. Some prompts are longer than a small engine takes."""
+    padding = "." * LONG if number % 50 == LONG_ROW else ""
+    return {"prompt": f"prompt {number}{padding}", "number": number}
+
+
+def always_fails(group: GroupId) -> bool:
+    """Return whether every stage worker fails at every group of this prompt row."""
+    return group % 50 == FAILING_ROW
 
 
 def rows(*, seed: int, count: int) -> Sequence[dict[str, object]]:

@@ -8,10 +8,13 @@ import msgspec
 
 from staleflow.configs.load import from_json
 from staleflow.configs.schema import Config
-from staleflow.sim.faults.payload import LENGTHS, ODD
+from staleflow.sim.faults.payload import LENGTHS, ODD, ROWS
 
-ROWS: Final = 500
 SOURCE: Final = "staleflow.sim.faults.payload:rows"
+
+MAX_NEW_TOKENS: Final = 128
+EPOCHS: Final = 8
+"""Of a run that ends by itself: more groups than most runs need."""
 
 USERS: Final = (
     {"name": LENGTHS, "run": "nobody:calls", "makes": ["count"], "timeout_s": 1.0},
@@ -20,12 +23,12 @@ USERS: Final = (
 """Stages of a user's: one beside the reward, one after both."""
 
 NEAR: Final = "near"
-"""Where the servers are, and the trainer."""
+"""Where the servers are, and the trainer in most seeds."""
 
 LOST: Final = "lose a shard's disk"
 """Nobody promises that this costs nothing; what was there is made again, and the run goes on."""
 
-KINDS: Final = (
+ALL_KINDS: Final = (
     "kill",
     "kill at a commit",
     "kill at a rename",
@@ -54,8 +57,40 @@ KINDS: Final = (
     "clock jump",
     "malformed message",
     LOST,
+    "a rollout worker fails everything",
+    "a stage worker fails everything",
+    "unequal contexts",
+    "poisoned payload",
+    "the same name twice",
+    "an older store of a shard",
+    "a lost store of the scheduler",
+    "an older store of the scheduler",
+    "a damaged checkpoint",
 )
-"""Every fault there is."""
+
+FINITE: Final = "finite epochs with failing prompts"
+"""A condition of whole runs, not a fault."""
+
+WITHHELD: Final[tuple[str, ...]] = (
+    "a rollout worker fails everything",
+    "a stage worker fails everything",
+    "poisoned payload",
+    "the same name twice",
+    "a lost store of the scheduler",
+    "an older store of the scheduler",
+    "a damaged checkpoint",
+    FINITE,
+    "PAUSED",
+    "WASTED",
+    "RETRIED",
+    "POISONED",
+    "HISTORY",
+)
+"""Kinds of faults, conditions and names of rules that the product does not survive yet. No plan has them, and no rule
+among them is judged: a name that is taken out here is switched on."""
+
+KINDS: Final = tuple(kind for kind in ALL_KINDS if kind not in WITHHELD)
+"""The faults of plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +100,6 @@ class Plan:
     seed: int
     config: Config
     engines: int
-    capacity: int
     stages: int
     kinds: tuple[str, ...]
     """The faults of this run; each kind is left out of some runs, so that the others get deeper."""
@@ -75,10 +109,18 @@ class Plan:
     mb_per_s: float = 0.0
     """Of what a relay asks for."""
 
+    far_trainer: bool = False
+    """The trainer is on a host of its own, and sends its versions in messages."""
+
+    finite: bool = False
+    """The prompts are used up after a few epochs: the run ends by itself."""
+
     def host_of(self, name: str) -> str:
         """The machine of a process: relays, and every second engine where there are some, are on others than the rest;
         in every second seed no engine has one on its own."""
         role, _, number = name.partition("-")
+        if self.far_trainer and role == "trainer":
+            return "the trainer's"
         if self.relays and role == "relay":
             return f"far-{int(number) + self.seed % 2 * 2}"
         if self.relays and role == "rollout" and int(number) % 2:
@@ -90,16 +132,18 @@ def plan_of(seed: int) -> Plan:
     """The plan of a seed; the same for ever, as long as this file is."""
     rng = random.Random(f"staleflow faults {seed}")
     shards = rng.choice((1, 1, 2, 3))
+    finite = FINITE not in WITHHELD and random.Random(f"epochs {seed}").random() < 0.1
     bound = rng.choice(("trajectory", "trajectory", "token"))
     batch_size = rng.choice((2, 6, 12, 24))
+    group_size = rng.choice((1, 2, 4))
     streaming = random.Random(f"streaming {seed}").random() < 0.4
     users = random.Random(f"stages {seed}").choice((0, 0, 1, 2))
     table = {
         "name": f"faults-{seed}",
         "seed": seed,
         "model": {"path": "simulated"},
-        "prompts": {"source": SOURCE, "options": {"count": ROWS}},
-        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
+        "prompts": {"source": SOURCE, "options": {"count": ROWS}, "epochs": EPOCHS if finite else 0},
+        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0, "batch": 8},
         "stage": USERS[:users],
         "staleness": {
             "max_staleness": rng.choice((0, 1, 2, 3)),
@@ -109,10 +153,15 @@ def plan_of(seed: int) -> Plan:
         },
         "rollout": {
             "engine": "simulated",
-            "max_inflight": 1024,
-            "group_size": rng.choice((1, 2, 4)),
+            "workers": 64,  # as many as any mix of spares and bounds may ask for; the plan starts ``engines``
+            "max_inflight": group_size * rng.choice((6, 11)),
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "group_size": group_size,
             "filter": rng.choice(("none", "zero_spread")),
-            "redundancy": {"groups": rng.choice((1.0, 1.0, 1.5))},
+            "redundancy": {
+                "groups": rng.choice((1.0, 1.0, 1.5)),
+                "samples": random.Random(f"samples {seed}").choice((1.0, 1.0, 1.5)) if group_size > 1 else 1.0,
+            },
         },
         "coordination": {
             "routing": rng.choice(("cost_model", "least_loaded", "round_robin")),
@@ -149,11 +198,12 @@ def plan_of(seed: int) -> Plan:
         seed=seed,
         config=from_json(msgspec.json.encode(table)),
         engines=rng.choice((2, 3, 5)),
-        capacity=rng.choice((8, 16)),
         stages=rng.choice((1, 2)),
         kinds=kinds or KINDS,
         every_s=rng.choice((0.7, 1.5, 3.0)),
         relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
+        finite=finite,
+        far_trainer=random.Random(f"trainer's host {seed}").random() < 0.4,
         mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),
     )
 

@@ -15,9 +15,15 @@ from typing import Any
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.servers.trajectories.service import RETAIN_EVERY_S
 from staleflow.sim.faults.journal import Journal, Key
+from staleflow.sim.faults.payload import Learned, manifest_of, weights_of
+from staleflow.sim.faults.plan import WITHHELD, Plan
 from staleflow.sim.faults.world import History, Spell
 
 TICK_S = 0.06
+PAUSE_SLACK_S = 0.3
+"""The scheduler notices a pause at its next tick, and a report may have arrived just before."""
+WASTED_AT_ONCE, WASTED_PER_S = 40, 4.0
+"""Groups that a broken worker may be given at first, and then a second."""
 
 
 class Rule(StrEnum):
@@ -30,6 +36,7 @@ class Rule(StrEnum):
     DIGEST = "the digest of a sealed batch is that of its members, in their order"
     COMMITTED = "a version that a trainer was told of is published, with its bytes"
     PUBLISHED = "a published version was sent by a trainer"
+    LEARNED = "the weights of a version are what its batches make of those before, each trained once and in order"
     PULLED = "what an instance loaded is what was published"
     ZOMBIE = "no yes for a push under a lease that was over before it was pushed"
     EARLY = "a lease of a worker that was heard in time does not expire"
@@ -38,6 +45,12 @@ class Rule(StrEnum):
     QUARANTINED = "what is quarantined was changed on its disk, or its disk was lost"
     GARBAGE = "a shard keeps nothing that nobody needs"
     ALIVE = "no server ends by an error of its own"
+    PAUSED = "time in which the scheduler stood still does not count against a lease"
+    WASTED = "a worker that fails everything is given few groups"
+    RETRIED = "what one broken stage worker failed at is not given up before another one has tried"
+    POISONED = "a group that no engine of the run can have written is not taken"
+    HISTORY = "a server does not work on a store that is older than what others know of it, or empty"
+    ENDED = "a run that can go on is not ended"
     PROGRESS = "a run without trouble does not stand still for three times the life of a lease"
 
 
@@ -62,6 +75,12 @@ class Told:
     pushes: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict[tuple[int, int], dict[str, Any]])
     seals: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     published: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    learned: dict[int, Learned] = field(default_factory=dict[int, Learned])
+    """By version of the surviving history: what its batches have made of the model."""
+    made: dict[tuple[int, int], Learned] = field(default_factory=dict[tuple[int, int], Learned])
+    """The same by (lineage, version), of every history."""
+    consumed: int = 0
+    """The batch that was consumed last."""
     reserved: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
     """By lease."""
     over: dict[int, tuple[float, str]] = field(default_factory=dict[int, tuple[float, str]])
@@ -72,6 +91,8 @@ class Told:
     """The seal of each step of the surviving history."""
     quarantined: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(group, lease), in the order of the trace."""
+    given_up: list[int] = field(default_factory=list[int])
+    """Groups that were pushed and that a stage had nothing for."""
     dropped_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     """By (group, lease): when what was pushed was dropped."""
     kept: int = 0
@@ -96,7 +117,8 @@ class Told:
                 self.live[event["group"]] = event
                 self.over[event["lease"]] = (now_s, "push")
             case "release":
-                self._let_go(event["group"], now_s)
+                if self._let_go(event["group"], now_s) is not None and event["why"] == "aborted":
+                    self.given_up.append(event["group"])
                 self.over.setdefault(event["lease"], (now_s, event["why"]))
             case "drop":
                 push = self._let_go(event["group"], now_s)
@@ -107,6 +129,7 @@ class Told:
             case "unseal":
                 self.by_step.pop(self.seals.get(event["batch"], event).get("step", -1), None)
             case "consume":
+                self.consumed = event["batch"]
                 for member in self.seals.get(event["batch"], {}).get("members", ()):
                     self.live.pop(member["group"], None)
             case "checkpoint":
@@ -114,9 +137,17 @@ class Told:
             case "rollback":
                 self._bring_back(event["to_version"])
             case "publish":
-                self.published[event["lineage"], event["version"]] = event["sha"]
+                self._publish(event)
             case _:
                 pass
+
+    def _publish(self, event: dict[str, Any]) -> None:
+        key, version = (event["lineage"], event["version"]), event["version"]
+        self.published[key] = event["sha"]
+        if version == 0:
+            self.learned[0] = self.made[key] = Learned()
+        elif (before := self.learned.get(version - 1)) is not None and self.consumed in self.seals:
+            self.learned[version] = self.made[key] = before.after(self.seals[self.consumed]["digest"])[0]
 
     def _let_go(self, group: int, now_s: float) -> dict[str, Any] | None:
         """The push of a group that nobody will train; None when it was not pushed."""
@@ -127,6 +158,8 @@ class Told:
 
     def _bring_back(self, version: int) -> None:
         """Batches of later steps are undone; the drops that follow in the trace take what must go."""
+        for later in [later for later in self.learned if later > version]:
+            del self.learned[later]
         for step in [step for step in self.by_step if step >= version]:
             for key in _members(self.by_step.pop(step)):
                 if key in self.pushes:
@@ -152,8 +185,8 @@ def reconcile(
     history: History,
     events: list[dict[str, Any]],
     stored: Mapping[tuple[int, int], str],
+    plan: Plan,
     *,
-    lease_s: float,
     flipped: set[tuple[int, int]],
 ) -> Findings:
     """``stored``: sha by (group, lease) of what the shards have at the end; ``flipped``: whose bytes were changed, or
@@ -161,14 +194,22 @@ def reconcile(
     found, told = Findings(), Told.by(events)
     _pushes(found, journal, told)
     _versions(found, journal, told)
+    _learned(found, told, plan.seed)
+    lease_s = plan.config.scheduler.lease_s
     _leases(found, journal, history, told, lease_s)
+    _paused(found, journal, history, told, lease_s)
+    _broken(found, journal, history, told, plan)
     _disks(found, told, stored, flipped)
     found.checks[Rule.SERVED.name] += sum(journal.looked.values())
     found.violations += [(Rule.SERVED, why) for why in journal.wrong]
+    found.checks[Rule.HISTORY.name] += history.swapped
+    found.violations += [(Rule.HISTORY, why) for why in history.served_wrongly]
+    found.check(Rule.ENDED, plan.finite or not journal.gave_up, "the run was ended: {}", journal.gave_up)
     found.checks[Rule.ALIVE.name] += 1
     found.violations += [(Rule.ALIVE, why) for why in history.failures]
     found.checks[Rule.PROGRESS.name] += 1
     found.violations += [(Rule.PROGRESS, why) for why in history.stalls]
+    found.violations = [(rule, why) for rule, why in found.violations if rule.name not in WITHHELD]
     return found
 
 
@@ -225,6 +266,13 @@ def _versions(found: Findings, journal: Journal, told: Told) -> None:
         found.check(Rule.PULLED, known == sha, "version {} of lineage {} is {}, not {}", version, lineage, known, sha)
 
 
+def _learned(found: Findings, told: Told, seed: int) -> None:
+    for key, sha in told.published.items():
+        state = told.made.get(key)
+        right = state is not None and manifest_of(weights_of(seed, state)).sha == sha
+        found.check(Rule.LEARNED, right, "version {} is not what its batches make", key)
+
+
 def _leases(found: Findings, journal: Journal, history: History, told: Told, lease_s: float) -> None:
     heard: dict[str, list[tuple[float, float]]] = {
         worker: [(one.sent_s, one.answered_s) for one in reports] for worker, reports in journal.heard.items()
@@ -257,6 +305,46 @@ def _leases(found: Findings, journal: Journal, history: History, told: Told, lea
                 lease,
                 longest_s,
             )
+
+
+def _paused(found: Findings, journal: Journal, history: History, told: Told, lease_s: float) -> None:
+    for lease, (over_s, why) in told.over.items():
+        if why != "expired" or (reserve := told.reserved.get(lease)) is None:
+            continue
+        heard = [one.answered_s for one in journal.heard.get(reserve["worker"], ()) if one.answered_s < over_s]
+        since_s = max(reserve["m"] / 1e9, *heard[-1:])
+        pauses = (min(spell.until_s, over_s) - max(spell.since_s, since_s) for spell in history.paused)
+        paused_s = sum(pause_s for pause_s in pauses if pause_s > 0)
+        if paused_s:
+            found.check(
+                Rule.PAUSED,
+                over_s - since_s - paused_s > lease_s - PAUSE_SLACK_S,
+                "lease {} of {} expired while the scheduler stood still for {:.1f} s",
+                lease,
+                reserve["worker"],
+                paused_s,
+            )
+
+
+def _broken(found: Findings, journal: Journal, history: History, told: Told, plan: Plan) -> None:
+    given_up: dict[str, list[float]] = defaultdict(list)
+    for lease, (over_s, why) in told.over.items():
+        if why == "aborted" and (reserve := told.reserved.get(lease)) is not None:
+            given_up[reserve["worker"].rpartition(".")[0]].append(over_s)
+    for spell in history.broken:
+        until_s = min(spell.until_s, told.end_s)
+        count = sum(spell.since_s < at_s < until_s for at_s in given_up[spell.what])
+        most = WASTED_AT_ONCE + WASTED_PER_S * (until_s - spell.since_s)
+        found.check(Rule.WASTED, count <= most, "{} failed at {} groups in {}", spell.what, count, spell)
+    for group in told.given_up:
+        failures = journal.failed_stages.get(GroupId(group), [])
+        if failures and plan.stages > 1:
+            workers = {one.worker for one in failures}
+            tried = len(workers) > 1 or not all(one.broken for one in failures)
+            found.check(Rule.RETRIED, tried, "group {} was given up after {} alone had failed", group, workers)
+    for key, sha in journal.poisoned:
+        push = told.pushes.get(key)
+        found.check(Rule.POISONED, push is None or push["sha"] != sha, "group {}, lease {} was taken", *key)
 
 
 def _longest(spells: list[Spell], since_s: float, until_s: float) -> float:

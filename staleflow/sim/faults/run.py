@@ -84,13 +84,15 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
         try:
             world.begin()
             faults.begin()
-            _until(world, lambda: world.seq() >= events and faults.number >= LEAST_FAULTS)
+            _until(world, lambda: world.scene.finished or (world.seq() >= events and faults.number >= LEAST_FAULTS))
             faults.on = False
             _until(world, lambda: not world.troubles and world.calm())
             world.settle()
             _for(world, SETTLE_S)
             world.scene.finishing = True
-            closed = _until(world, world.closed, END_S)
+            if not plan.finite:
+                world.finish()
+            closed = _until(world, world.closed, MOST_S if plan.finite else END_S)
             _for(world, 5.0)
             if not closed and not world.history.stalls:
                 world.history.stalls.append("the run does not end")
@@ -143,7 +145,7 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
         world.history,
         told,
         _stored(world),
-        lease_s=world.scene.lease_s,
+        world.plan,
         flipped={key for node in world.of("trajectories") if node.disk for key in node.disk.flipped},
     )
     outcome = Outcome(world.plan.seed, events, report.lines, report.last_hash, world.conductor.now_s)

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from staleflow.clients.rollout.groups import Recipe
 from staleflow.configs.load import Addresses
 from staleflow.configs.schema import Config
-from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version
 from staleflow.sim.faults.journal import Journal
 from staleflow.sim.faults.network import Network
 from staleflow.sim.faults.virtual import Conductor
@@ -23,24 +23,31 @@ class Scene:
     conductor: Conductor
     network: Network
     rng: random.Random
-    rows: int
     host_of: Callable[[str], str]
     """The machine of a process, by its name."""
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
     """What workers and trainers did that is out of the ordinary."""
-    checkpoints: list[tuple[Lineage, Version]] = field(default_factory=list[tuple[Lineage, Version]])
-    """The trainer's own, oldest first."""
-    wrote: dict[tuple[int, int], TrainerTerm] = field(default_factory=dict[tuple[int, int], TrainerTerm])
-    """The term in which each (lineage, version) was made: the newest that tried, since no older one succeeds then."""
+    broken: set[str] = field(default_factory=set[str])
+    """Names of workers that fail at everything at present."""
+    contexts: dict[str, int] = field(default_factory=dict[str, int])
+    """Name of a rollout worker -> tokens that its engine takes, where that is fewer than others take."""
+    poison: bool = False
+    """Rollout workers with a valid key push groups that no engine of the run writes."""
     finishing: bool = False
-    """The trainer is to end the run after its next step."""
+    """The trainer is to end the run at ``last_step``."""
     finished: bool = False
     """It has."""
+    last_step: int = 0
 
     @property
     def samples(self) -> int:
         return self.config.rollout.group_size
+
+    @property
+    def started(self) -> int:
+        """Samples of a group that are started."""
+        return Recipe.of(self.config).started
 
     @property
     def lease_s(self) -> float:
@@ -49,7 +56,3 @@ class Scene:
     @property
     def step_s(self) -> float:
         return self.config.trainer.simulated_step_s
-
-    @property
-    def checkpoint_every(self) -> int:
-        return self.config.trainer.checkpoint_every

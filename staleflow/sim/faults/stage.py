@@ -1,34 +1,32 @@
-"""The simulated stages: the shipped stage worker, with a stage that checks what it gets and rewards by the seed."""
+"""What the shipped stage worker calls in the simulation: stages that check their input, with columns by its bytes."""
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from staleflow.clients.attachment import attach
-from staleflow.clients.stage.worker import Failed, Made, StageGroup, StageWorker
+from staleflow.clients.stage.worker import Failed, Made, Stage, StageGroup
 from staleflow.configs.stages import graph
-from staleflow.protocols.wire.messages import Attach
-from staleflow.runtime.client import Client, worker_id
-from staleflow.sim.faults.payload import is_what_was_written, made_by
+from staleflow.protocols.wire.stages import REFERENCE
+from staleflow.sim.faults.journal import FailedStage
+from staleflow.sim.faults.payload import always_fails, made_by
 from staleflow.sim.faults.scene import Scene
-from staleflow.sim.faults.virtual import Process
 
 GROUP_S = 0.01
 SLOW_S = 2.0
 SLOW_SHARE = 0.02
-FAILED_SHARE = 0.003
-MOST_GROUPS = 8
 
 
 class CheckedStage:
-    """Columns that are a function of the group's lease; a few groups cannot be judged, and some take long."""
+    """Columns that are a function of the group's tokens; a few groups cannot be judged, and some take long."""
 
     together: ClassVar[bool] = False
 
-    def __init__(self, scene: Scene, stage: str) -> None:
+    def __init__(self, scene: Scene, stage: str, name: str) -> None:
         self._scene = scene
         self._stage = stage
+        self._name = name
         self._needs = {name for node in graph(scene.config) if node.name == stage for name in node.needs}
         self._rng = random.Random(scene.rng.getrandbits(64))
 
@@ -39,24 +37,27 @@ class CheckedStage:
     def _one(self, group: StageGroup) -> Made:
         scene, payload = self._scene, group.payload
         scene.journal.looked["stage"] += 1
-        if not is_what_was_written(scene.seed, group.group, payload, scene.samples):
+        if not scene.journal.was_pushed(group.group, payload):
             scene.journal.wrong.append(f"a stage got bytes of group {group.group} that nobody wrote")
-        if self._rng.random() < FAILED_SHARE:
-            return Failed("it cannot be judged")
+        if (broken := self._name in scene.broken) or always_fails(group.group):
+            scene.journal.failed_stages.setdefault(group.group, []).append(FailedStage(self._name, broken=broken))
+            return Failed("this worker is broken" if broken else "it cannot be judged")
         if set(payload.stages) != self._needs:
             found = ", ".join(payload.stages) or "no columns"
             scene.journal.wrong.append(f"the stage {self._stage} got {found} of group {group.group}")
-        return made_by(self._stage, scene.seed, group.group, payload)
+        return made_by(self._stage, payload)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
         """Nobody waits for that here."""
 
 
-async def run_stage(scene: Scene, process: Process, name: str, stage: str) -> None:
-    """One worker of a stage, until its process ends."""
-    me, transport = worker_id(name), scene.network.transport(process)
-    scheduler = Client(scene.where.scheduler, worker=me, transport=transport)
-    await attach(scheduler, Attach(worker=me, name=name, role="stage", stage=stage, slot=name))
-    shards = [Client(address, worker=me, transport=transport) for address in scene.where.trajectories]
-    worker = StageWorker(worker=me, name=stage, stage=CheckedStage(scene, stage), max_groups=MOST_GROUPS)
-    await worker.serve(shards)
+class TogetherStage(CheckedStage):
+    """The same for a stage that makes all groups of a call in one go."""
+
+    together: ClassVar[bool] = True
+
+
+@asynccontextmanager
+async def opened_stage(scene: Scene, stage: str, name: str) -> AsyncGenerator[tuple[Stage, int]]:
+    """Open a stage in virtual time, as the shipped worker ``name`` opens its own."""
+    yield (TogetherStage if stage == REFERENCE else CheckedStage)(scene, stage, name), 0

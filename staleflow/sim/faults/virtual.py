@@ -37,6 +37,8 @@ class Process:
         self.error: BaseException | None = None
         """What ended it, if that was an error of its own."""
         self.on_end: list[Callable[[], None]] = []
+        self.on_burial: list[Callable[[], None]] = []
+        """What lets go of its threads, when nobody looks any more."""
         self.loop = SimLoop(conductor, self)
         self.main: asyncio.Task[Any] | None = None
 
@@ -247,6 +249,8 @@ class Conductor:
             loop.ready.clear()
             events._set_running_loop(loop)
             try:
+                for bury in process.on_burial:
+                    bury()
                 for task in list(loop.tasks):
                     _bury(task)
             finally:

@@ -8,7 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from staleflow.configs.load import addresses
+from msgspec.structs import replace
+
+from staleflow.clients.rollout import main as rollout
+from staleflow.clients.rollout.engine import AsyncEngine
+from staleflow.clients.rollout.worker import Encode
+from staleflow.clients.stage import main as stage_main
+from staleflow.clients.trainer import main as trainer
+from staleflow.clients.trainer.client import Fenced, TrainerClient
+from staleflow.configs.load import addresses, config_sha
+from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
@@ -36,14 +45,16 @@ from staleflow.servers.scheduler import main as scheduler
 from staleflow.servers.scheduler.interpreter import TABLES
 from staleflow.servers.trajectories import main as trajectories
 from staleflow.sim.faults.disk import Disk, SimWrite
+from staleflow.sim.faults.engine import VirtualEngine
+from staleflow.sim.faults.learner import Learner
+from staleflow.sim.faults.lockstep import Lockstep
 from staleflow.sim.faults.machine import Machine, SimClock
 from staleflow.sim.faults.network import Network
-from staleflow.sim.faults.plan import ROWS, Plan
-from staleflow.sim.faults.rollout import RolloutWorker
+from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.scene import Scene
-from staleflow.sim.faults.stage import run_stage
-from staleflow.sim.faults.trainer import Trainer
+from staleflow.sim.faults.stage import opened_stage
 from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.sim.faults.witness import Witness
 
 START_S = 0.3
 LOOK_S = 0.1
@@ -64,6 +75,8 @@ class Node:
     """Started again when it ends."""
     lives: int = 0
     disk: Disk | None = None
+    swapped: bool = False
+    """Its store is not the one it left: it should refuse it."""
 
     @property
     def runs(self) -> bool:
@@ -87,6 +100,14 @@ class History:
     """Rollout workers that were killed, or stopped for a while."""
     serving: list[Spell] = field(default_factory=list[Spell])
     """When the scheduler could do its work."""
+    paused: list[Spell] = field(default_factory=list[Spell])
+    """When the scheduler's process was stopped."""
+    broken: list[Spell] = field(default_factory=list[Spell])
+    """When a rollout worker failed at everything, by its name."""
+    served_wrongly: list[str] = field(default_factory=list[str])
+    """Servers that worked on a store that was not theirs."""
+    swapped: int = 0
+    """Stores that were taken away for a while."""
     failures: list[str] = field(default_factory=list[str])
     """Servers that ended with an error of their own."""
     stalls: list[str] = field(default_factory=list[str])
@@ -111,11 +132,10 @@ class World:
             conductor=self.conductor,
             network=self.network,
             rng=self.rng,
-            rows=ROWS,
             host_of=plan.host_of,
         )
         self.nodes: dict[str, Node] = {}
-        self._workers: dict[Process, str] = {}
+        self._workers: dict[Process, Witness] = {}
         self._relays = tuple(f"tcp://192.0.2.{number + 1}:7200" for number in range(plan.relays))
         """Their addresses, which all hosts reach."""
         self.troubles = 0
@@ -175,8 +195,13 @@ class World:
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
             self.scene.journal.ends[kind] += 1
-            known = isinstance(error, RunOver if server else (ConfigError, RunOver, Refused, Unavailable))
-            if not known:
+            known = isinstance(
+                error, RunOver if server else (ConfigError, RunOver, Refused, Unavailable, *trainer.ENDS)
+            )
+            self.scene.counts["a trainer was fenced"] += isinstance(error, Fenced)
+            if node.role == "trainer" and isinstance(error, RunOver):
+                self.scene.finished = True
+            if not (known or (node.swapped and isinstance(error, ConfigError))):
                 self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
                 self.ended = len(self.history.failures) >= MOST_FAILURES
         longest_s = START_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
@@ -195,6 +220,21 @@ class World:
             node.wanted = node is newer
         self.start(newer)
         return True
+
+    def double(self, node: Node) -> Process:
+        """Start a second process under the name of a worker that is there."""
+
+        async def main() -> None:
+            await node.main(process, Stop())
+
+        def ended() -> None:
+            error = process.error
+            if error is not None and not isinstance(error, (ConfigError, RunOver, Refused, Unavailable)):
+                self.history.failures.append(f"{node.name}, twice, at {self.conductor.now_s:.3f}: {_story(error)}")
+
+        process = self.conductor.spawn(node.name, main)
+        process.on_end.append(ended)
+        return process
 
     def garble(self, rng: random.Random) -> bool:
         """Somebody says to a server what is no message, or one that fits nowhere."""
@@ -262,36 +302,56 @@ class World:
         )
 
     async def _rollout(self, name: str, process: Process, stop: Stop) -> None:
-        worker = RolloutWorker(self.scene, process, name, self.plan.capacity)
-
-        self._workers[process] = worker.me
+        scene = self.scene
+        witness = self._workers[process] = Witness(scene, process, self.network.transport(process))
         process.on_end.append(partial(self._on_silence, process))
-        working = asyncio.ensure_future(worker.run())
-        asked = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            await worker.leave()
-            self.scene.counts["a rollout worker left"] += 1
-            return
-        await working
+
+        async def opened(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encode]:
+            return VirtualEngine(scene, name, slots=config.rollout.max_inflight), rollout.text_bytes
+
+        await rollout.work_until(
+            stop, scene.config, self.run_dir, name, scene.where.scheduler, opened=opened, transport=witness
+        )
 
     def _on_silence(self, process: Process) -> None:
         self.silence(process)
 
     def silence(self, process: Process) -> Spell | None:
         """From now on nothing is heard of that rollout worker; None if it is none."""
-        worker = self._workers.get(process)
-        if worker is None:
+        witness = self._workers.get(process)
+        if witness is None or not witness.worker:
             return None
-        spell = Spell(worker, max(self.conductor.now_s, process.heard_until_s))
+        spell = Spell(witness.worker, max(self.conductor.now_s, process.heard_until_s))
         self.history.silent.append(spell)
         return spell
 
-    async def _stage(self, name: str, stage: str, process: Process, _: Stop) -> None:
-        await run_stage(self.scene, process, name, stage)
+    async def _stage(self, name: str, stage: str, process: Process, stop: Stop) -> None:
+        await stage_main.work_until(
+            stop,
+            self.scene.config,
+            name,
+            self.scene.where.scheduler,
+            stage,
+            opened=opened_stage(self.scene, stage, name),
+            transport=self.network.transport(process),
+        )
 
-    async def _trainer(self, name: str, process: Process, _: Stop) -> None:
-        await Trainer(self.scene, process, name).run()
+    async def _trainer(self, name: str, process: Process, stop: Stop) -> None:
+        scene, thread = self.scene, Lockstep(process)
+        config = scene.config
+        if scene.finishing:
+            config = replace(config, trainer=replace(config.trainer, steps=scene.last_step))
+        client = TrainerClient(
+            scene.where.scheduler,
+            name=name,
+            config_sha=config_sha(scene.config),
+            transport=Witness(scene, process, self.network.transport(process)),
+            background=thread,
+        )
+        learner = Learner(scene, thread)
+        await trainer.work_until(
+            stop, client, lambda stopping: trainer.train(config, self.run_dir, client, learner, stopping), thread.run
+        )
 
     async def _monitor(self, process: Process, stop: Stop) -> None:
         """Asks every server how it is, again and again."""
@@ -331,6 +391,15 @@ class World:
         for node in self.nodes.values():
             if node.disk is not None:
                 node.disk.kill_at = ""
+
+    def finish(self) -> None:
+        """End the run after one more step: the trainer stops, and comes back with a last step."""
+        scene = self.scene
+        scene.finishing = True
+        scene.last_step = max((one.version for one in scene.journal.committed), default=0) + 1
+        for node in self.of("trainer"):
+            if node.process is not None and node.process.alive and node.stop is not None:
+                node.process.loop.call_soon(node.stop.set, "SIGTERM")
 
     def closed(self) -> bool:
         """The trainer has said that the run is over; nobody is started again then."""

@@ -251,6 +251,28 @@ async def test_a_new_version_is_loaded_while_samples_run_and_reported_at_once(sh
         assert [(pulled.version, pulled.ok) for pulled in play.scheduler.pulled] == [(0, True), (1, True)]
 
 
+async def test_a_group_under_way_when_a_rollback_takes_the_weights_back_is_released_and_the_worker_continues(
+    short_dir: Path,
+) -> None:
+    async with playing(short_dir, Paced(tokens=10**6)) as play:
+        await loaded(play)
+        play.scheduler.order(pull(1))
+        await loaded(play, 1)
+        play.scheduler.order(assign(1))
+        await until(lambda: play.engine.stats().generated_tokens > 20)
+        play.scheduler.order(pull(0))  # the newest version that survives a rollback
+        await loaded(play)
+        written = play.engine.stats().generated_tokens
+        await until(lambda: play.engine.stats().generated_tokens > written + 20)
+        play.scheduler.order(Interrupt(lease=LeaseId(1)), assign(2))
+        await until(lambda: len(play.scheduler.released) == 1)
+        assert "segments goes back" in play.scheduler.released[0].detail
+        assert play.scheduler.released[0].why is ReleaseWhy.ABORTED
+        play.scheduler.order(Interrupt(lease=LeaseId(2)))
+        await until(lambda: 2 in play.shard.payloads)
+        await until(lambda: play.scheduler.held == [])
+
+
 async def test_a_version_that_cannot_be_had_is_reported_and_the_old_one_stays(short_dir: Path) -> None:
     async with playing(short_dir) as play:
         await loaded(play)

@@ -217,5 +217,18 @@ def test_what_a_killed_trainer_had_half_written_goes_with_its_history(tmp_path: 
     assert [path.name for path in kept.folder.iterdir()] == ["5"]
 
 
+def test_a_trainer_whose_half_written_checkpoint_its_successor_removes_is_overtaken(tmp_path: Path) -> None:
+    fenced, successor = checkpoints(tmp_path), checkpoints(tmp_path)
+
+    def overtaken(path: Path) -> None:
+        (path / "weights").write_bytes(b"old")
+        successor.drop_after(state(3, lineage=1))
+        (path / "more").write_bytes(b"old")
+
+    with pytest.raises(Overtaken, match="a trainer of a later lineage has removed"):
+        fenced.save(state(7), overtaken)
+    assert not list(fenced.newest())
+
+
 def test_no_folder_means_no_checkpoints(tmp_path: Path) -> None:
     assert versions(checkpoints(tmp_path)) == []

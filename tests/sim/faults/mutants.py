@@ -6,11 +6,19 @@ import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from staleflow.clients.parameters.remote import Remote
+from staleflow.clients.rollout import groups, pulls
+from staleflow.clients.rollout.groups import Recipe
+from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.stage import worker as stage_worker
+from staleflow.clients.trainer import batches, pieces
+from staleflow.clients.trainer.checkpoint import Checkpoints
+from staleflow.clients.trainer.fetching import Fetcher
+from staleflow.clients.trainer.loop import TrainingLoop
 from staleflow.protocols.consistency import production, rollback, settle, snapshot, training
 from staleflow.protocols.consistency.effects import Pushed
 from staleflow.protocols.consistency.events import Push
@@ -326,6 +334,77 @@ def _always_done(real: Any) -> Any:
     return done
 
 
+def _draws_of_the_new_lease(real: Any) -> Any:
+    def sample_seed(self: Recipe, assign: Any, sample: int, origin: Any = None) -> int:
+        return int(real(self, assign, sample, None))
+
+    return sample_seed
+
+
+def _newest_version_throughout(real: Any) -> Any:
+    def payload(prompt_ids: Any, samples: Any) -> Any:
+        group = real(prompt_ids, samples)
+        group.segments[:, 1:3] = group.segments[:, 1:3].max(axis=0)
+        return group
+
+    return payload
+
+
+def _always_loaded(real: Any) -> Any:
+    def pulled(**named: Any) -> Any:
+        return real(**named | {"ok": True})
+
+    return pulled
+
+
+def _initial_model(real: Any) -> Any:
+    def resume(self: TrainingLoop) -> None:
+        real(self)
+        self._backend.load(None)
+
+    return resume
+
+
+def _never_saved(real: Any) -> Any:
+    def save(self: Checkpoints, state: Any, write: Any) -> Path:
+        return self.folder / str(state.version)
+
+    return save
+
+
+def _other_order(real: Any) -> Any:
+    async def members(self: Fetcher, members: Any) -> Any:
+        return list(reversed(await real(self, members)))
+
+    return members
+
+
+def _pieces_are_kept(real: Any) -> Any:
+    steps: set[tuple[int, int]] = set()
+
+    def piece(**named: Any) -> Any:
+        step = (named["header"].lineage, named["header"].step)
+        again = step in steps
+        steps.add(step)
+        return real(**named | {"first": named["first"] and not again})
+
+    return piece
+
+
+def _nothing_is_masked(real: Any) -> Any:
+    def mask(self: Any, below: int) -> int:
+        return 0
+
+    return mask
+
+
+def _columns_of_others(real: Any) -> Any:
+    async def make(self: Any, groups: Any) -> Any:
+        return list(reversed(await real(self, groups)))
+
+    return make
+
+
 def _rules(*names: str) -> frozenset[str]:
     return frozenset(names)
 
@@ -369,8 +448,9 @@ MUTANTS = (
         "survives",
         _nothing_was_abandoned,
         _rules("VERSION", "PULL", "ROLLBACK"),
-        ("two trainers", "kill"),
+        ("two trainers", "delay messages", "slow link"),
         seed=33,
+        events=1_500,
     ),
     Mutant("a duplicate has a second effect", production, "push", _second_push, _rules("I4", "MOVE"), KILLS),
     Mutant(
@@ -480,5 +560,67 @@ MUTANTS = (
         _rules("SERVED"),
         KILLS,
         seed=28,
+    ),
+    Mutant(
+        "a group that moved is continued with the draws of its new lease",
+        Recipe,
+        "sample_seed",
+        _draws_of_the_new_lease,
+        _rules("SERVED"),
+        SLOW,
+        seed=22,
+    ),
+    Mutant(
+        "every token is said to be of the newest version",
+        groups,
+        "payload",
+        _newest_version_throughout,
+        _rules("SERVED"),
+    ),
+    Mutant(
+        "a version that could not be loaded is reported as loaded",
+        pulls,
+        "Pulled",
+        _always_loaded,
+        _rules("PULLED", "PULL"),
+        ("flip a byte of the weights",),
+    ),
+    Mutant(
+        "a group that found no room is forgotten",
+        Pusher,
+        "_put_off",
+        _does_nothing,
+        _rules("PROGRESS"),
+        ("full disk", "crowded disk"),
+    ),
+    Mutant(
+        "a trainer comes back with the initial model", TrainingLoop, "_resume", _initial_model, _rules("LEARNED"), KILLS
+    ),
+    Mutant(
+        "a checkpoint is reported and not written",
+        Checkpoints,
+        "save",
+        _never_saved,
+        _rules("PROGRESS"),
+        ("kill", "two trainers"),
+    ),
+    Mutant("a batch is trained in the order of its arrival", Fetcher, "members", _other_order, _rules("SERVED")),
+    Mutant(
+        "pieces of a step that began again are trained twice",
+        pieces,
+        "Piece",
+        _pieces_are_kept,
+        _rules("SERVED"),
+        KILLS,
+    ),
+    Mutant(
+        "the trainer trains what the token bound masks", batches._Columns, "mask", _nothing_is_masked, _rules("SERVED")
+    ),
+    Mutant(
+        "a stage hands back the columns of another group",
+        stage_worker.StageWorker,
+        "_make",
+        _columns_of_others,
+        _rules("SERVED"),
     ),
 )

@@ -1,0 +1,145 @@
+"""The simulated model of the shipped training loop: its weights prove which batches were trained, in which order.
+
+``train`` compares every row of a batch with what rollout workers pushed. The state is a hash chain over the digests of
+the trained batches, and a version's bytes are a function of the state, so ``reconcile`` knows each version's bytes.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from staleflow.clients.trainer.backend import StepResult, Stopped, Stopping
+from staleflow.clients.trainer.batches import NO_VERSION, TrainBatch
+from staleflow.configs.stages import stages
+from staleflow.protocols.consistency.ids import Step, Version
+from staleflow.protocols.wire.messages import Batch, MemberRef
+from staleflow.protocols.wire.stages import is_per_token, short_name
+from staleflow.protocols.wire.tensors import Array
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.sim.faults.journal import Fetched
+from staleflow.sim.faults.lockstep import Lockstep
+from staleflow.sim.faults.payload import Learned, made_by, tensors_of, weights_of
+from staleflow.sim.faults.scene import Scene
+
+STATE = "learned"
+NUMBERS = "numbers"
+WRITE_S = 0.005
+"""Between two files of a checkpoint."""
+
+
+class Weights:
+    """The tensors of a state, gathered one by one."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def items(self) -> Iterator[tuple[str, Array]]:
+        yield from tensors_of(self._data)
+
+
+class Learner:
+    """A ``StreamingBackend`` in virtual time."""
+
+    def __init__(self, scene: Scene, thread: Lockstep) -> None:
+        self._scene = scene
+        self._thread = thread
+        self._rng = random.Random(scene.rng.getrandbits(64))
+        self._stages = stages(scene.config)
+        self._state = Learned()
+        self._parts: list[TrainBatch] = []
+
+    def check(self, directory: Path) -> None:
+        """Every complete checkpoint can be loaded."""
+
+    def load(self, directory: Path | None) -> None:
+        self._state = Learned() if directory is None else Learned.from_bytes((directory / STATE).read_bytes())
+
+    def save(self, directory: Path) -> None:
+        (directory / NUMBERS).write_text(str(self._state.steps))
+        self._thread.sleep(WRITE_S)
+        (directory / STATE).write_bytes(self._state.to_bytes())
+        self._thread.sleep(WRITE_S)
+
+    def weights(self) -> Weights:
+        return Weights(weights_of(self._scene.seed, self._state))
+
+    def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
+        self.begin()
+        self.add(batch, stopping, last=True)
+        return self.finish(batch, step)
+
+    def begin(self) -> None:
+        self._scene.counts["a step began again"] += bool(self._parts)
+        self._parts = []
+
+    def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
+        self._parts.append(part)
+        share = len(set(part.group_ids.tolist())) / self._scene.config.trainer.batch_size
+        self._thread.sleep(self._scene.step_s * share * (0.5 + self._rng.random()))
+        if stopping():
+            raise Stopped
+
+    def finish(self, batch: TrainBatch, step: Step) -> StepResult:
+        self._parts = []
+        self._check(batch)
+        self._state, bad = self._state.after(batch.digest)
+        return StepResult(bad="the loss is nan") if bad else StepResult(values={"loss": 0.0})
+
+    def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    # --- what it was given ---------------------------------------------------------------------------------------
+
+    def _check(self, batch: TrainBatch) -> None:
+        scene = self._scene
+        groups = tuple(dict.fromkeys(batch.group_ids.tolist()))
+        sealed = scene.journal.batches.get(batch.batch)
+        scene.journal.fetched.append(Fetched(batch.batch, batch.lineage, batch.step, batch.digest, groups))
+        if sealed is None or [member.group for member in sealed.members] != list(groups):
+            scene.journal.wrong.append(f"a trainer trains batch {batch.batch}, which the scheduler did not name")
+            return
+        first = 0
+        for member in sealed.members:
+            payload = scene.journal.payloads.get(member.sha)
+            scene.journal.looked["trainer"] += 1
+            end = first + scene.samples
+            if payload is None or not self._is_right(batch, slice(first, end), payload, member, sealed):
+                scene.journal.wrong.append(f"a trainer got bytes of group {member.group} that nobody wrote")
+            first = end
+
+    def _is_right(
+        self, batch: TrainBatch, rows: slice, payload: GroupPayload, member: MemberRef, sealed: Batch
+    ) -> bool:
+        """Compare a group's rows with its payload and with what stages made of it."""
+        prompt, versions = len(payload.prompt_ids), payload.token_versions()
+        written = batch.completions[rows]
+        trained = np.where(versions >= sealed.mask_below, payload.loss_mask, 0).astype(np.bool_)
+        pairs: list[tuple[Array, Array]] = [
+            (batch.group_ids[rows], np.full(payload.num_samples, member.group)),
+            (batch.completion_lengths[rows], payload.lengths),
+            (batch.sequence_lengths[rows], payload.lengths + prompt),
+            (batch.input_ids[rows, :prompt], np.tile(payload.prompt_ids, (payload.num_samples, 1))),
+            (batch.input_ids[rows][written], payload.token_ids),
+            (batch.behavior_logprobs[rows][written], payload.logprobs),
+            (batch.token_versions[rows][written], versions),
+            (batch.loss_mask[rows][written], trained),
+        ]
+        for stage in self._stages:
+            for name, column in made_by(stage, replace(payload, stages={})).items():
+                tokens = is_per_token(name)
+                found = (batch.token_stages if tokens else batch.sample_stages).get(short_name(name))
+                if found is None:
+                    return False
+                pairs.append((found[rows][written] if tokens else found[rows], column))
+        outside = ~written
+        return (
+            all(np.array_equal(found, wanted) for found, wanted in pairs)
+            and not batch.loss_mask[rows][outside].any()
+            and bool((batch.token_versions[rows][outside] == NO_VERSION).all())
+        )

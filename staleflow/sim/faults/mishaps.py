@@ -1,0 +1,177 @@
+"""Faults beside the protocol: workers that fail at everything, payload that no engine writes, older stores."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from staleflow.runtime.memory_store import Tables
+from staleflow.sim.faults.payload import LONG
+from staleflow.sim.faults.virtual import Process
+from staleflow.sim.faults.world import Node, Spell, World
+
+OLDER_S: Final = (2.0, 10.0)
+"""Age of an older store."""
+
+For = Callable[[float, Callable[[], object]], None]
+"""The world is in trouble for so many seconds, then the function is called."""
+
+
+class Mishaps:
+    """Ways to cause them; each returns whether it did."""
+
+    def __init__(self, world: World, rng: random.Random, for_a_while: For) -> None:
+        self._world = world
+        self._rng = rng
+        self._for = for_a_while
+
+    def ways(self) -> dict[str, Callable[[], bool]]:
+        return {
+            "a rollout worker fails everything": partial(self._broken, "rollout"),
+            "a stage worker fails everything": partial(self._broken, "stage"),
+            "unequal contexts": self._short_context,
+            "poisoned payload": self._poison,
+            "the same name twice": self._twice,
+            "an older store of a shard": self._older_shard,
+            "a lost store of the scheduler": self._lost_scheduler,
+            "an older store of the scheduler": self._older_scheduler,
+            "a damaged checkpoint": self._damaged_checkpoint,
+        }
+
+    def _one_of_several(self, role: str) -> Node | None:
+        """A worker that runs, while another one of its kind runs that is as it should be."""
+        scene = self._world.scene
+        sound = [
+            node
+            for node in self._world.of(role)
+            if node.runs and node.name not in scene.broken and node.name not in scene.contexts
+        ]
+        found = self._rng.choice(sound) if sound else None
+        kind = found.name.rpartition("-")[0] if found is not None else ""
+        return found if sum(node.name.rpartition("-")[0] == kind for node in sound) > 1 else None
+
+    def _seconds(self) -> float:
+        return self._rng.uniform(0.5, 2.5) * self._world.scene.lease_s
+
+    # --- workers -------------------------------------------------------------------------------------------------
+
+    def _broken(self, role: str) -> bool:
+        world, node = self._world, self._one_of_several(role)
+        if node is None:
+            return False
+        name, spell = node.name, Spell(node.name, world.conductor.now_s)
+        world.scene.broken.add(name)
+        if role == "rollout":
+            world.history.broken.append(spell)
+
+        def over() -> None:
+            spell.until_s = world.conductor.now_s
+            world.scene.broken.discard(name)
+
+        self._for(self._seconds(), over)
+        return True
+
+    def _short_context(self) -> bool:
+        scene, node = self._world.scene, self._one_of_several("rollout")
+        if node is None:
+            return False
+        name = node.name
+        scene.contexts[name] = LONG
+        self._for(self._seconds(), lambda: scene.contexts.pop(name, None))
+        return True
+
+    def _poison(self) -> bool:
+        scene = self._world.scene
+        scene.poison = True
+        self._for(self._seconds(), lambda: setattr(scene, "poison", False))
+        return True
+
+    def _twice(self) -> bool:
+        """An operator starts a worker under a name that is taken."""
+        nodes = [node for node in self._world.of("rollout", "stage") if node.runs]
+        if not nodes:
+            return False
+        process: Process = self._world.double(self._rng.choice(nodes))
+        self._for(self._seconds(), lambda: self._world.conductor.kill(process))
+        return True
+
+    # --- stores --------------------------------------------------------------------------------------------------
+
+    def _older_shard(self) -> bool:
+        """A shard's machine comes back from a backup."""
+        world, node = self._world, self._rng.choice(self._world.of("trajectories"))
+        disk = node.disk
+        assert disk is not None
+        older = disk.copy()
+
+        def restored() -> None:
+            if node.process is not None:
+                world.conductor.kill(node.process)
+            disk.put_back(older)
+
+        self._for(self._rng.uniform(*OLDER_S), restored)
+        return True
+
+    def _lost_scheduler(self) -> bool:
+        return self._swap({})
+
+    def _older_scheduler(self) -> bool:
+        disk = self._world.nodes["scheduler"].disk
+        assert disk is not None
+        if not disk.tables:
+            return False
+        older, seq = disk.copy(), self._world.seq()
+        self._world.conductor.after(self._rng.uniform(*OLDER_S), self._swap_older, older, seq)
+        return True
+
+    def _swap_older(self, older: Tables, seq: int) -> None:
+        if self._world.seq() > seq and not self._world.ended and not self._world.scene.finishing:
+            self._swap(older)
+
+    def _swap(self, other: Tables) -> bool:
+        """The scheduler finds another store than it left. It must refuse it until the operator has put back its own."""
+        world, node = self._world, self._world.nodes["scheduler"]
+        disk = node.disk
+        assert disk is not None
+        if node.swapped or not node.runs or node.process is None or not world.seq():
+            return False
+        world.conductor.kill(node.process)
+        own, flipped = disk.copy(), set(disk.flipped)
+        disk.put_back(other)
+        node.swapped = True
+        world.history.swapped += 1
+
+        def over() -> None:
+            if node.runs and node.process is not None:
+                world.history.served_wrongly.append(f"{node.name} works at {world.conductor.now_s:.1f}")
+                world.conductor.kill(node.process)
+            disk.put_back(own)
+            disk.flipped = flipped
+            node.swapped = False
+
+        self._for(self._seconds(), over)
+        return True
+
+    def _damaged_checkpoint(self) -> bool:
+        """One byte of the newest checkpoint, while there is an older one; its trainer dies."""
+        world, folder = self._world, self._world.run_dir / "checkpoints"
+        found = sorted((path for path in folder.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
+        if len(found) < 2 or not self._whole(found[-2]) or not self._whole(found[-1]):
+            return False
+        path = self._rng.choice([path for path in sorted(found[-1].iterdir()) if path.stat().st_size])
+        data = bytearray(path.read_bytes())
+        data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+        path.write_bytes(data)
+        (found[-1] / DAMAGED).touch()
+        for node in world.of("trainer"):
+            if node.process is not None and node.process.alive:
+                world.conductor.kill(node.process)
+        return True
+
+    def _whole(self, checkpoint: Path) -> bool:
+        return not (checkpoint / DAMAGED).exists()
+
+
+DAMAGED: Final = "damaged"
+"""A file that marks a checkpoint that was damaged already."""

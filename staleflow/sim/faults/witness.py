@@ -1,0 +1,376 @@
+"""The witness: it reads every message between a shipped client and the servers and notes it in the journal.
+
+It stands at the transport seam, so a shipped client does not know of it. A message is noted before it leaves and an
+answer when it arrives. ``Rogue`` stands at the same seam and sends what no shipped client does.
+"""
+
+import asyncio
+import random
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.codec import Data, decode_reply, decode_request
+from staleflow.protocols.wire.messages import (
+    Abort,
+    Assign,
+    Batch,
+    BeginPublish,
+    Commands,
+    CommitPublish,
+    Detach,
+    Done,
+    Finished,
+    GetChunk,
+    GetDelta,
+    Join,
+    Joined,
+    NextBatch,
+    NextGroups,
+    PublishTo,
+    Pulled,
+    PushGroups,
+    PushItem,
+    Refusal,
+    Registered,
+    Reply,
+    Report,
+    Request,
+    Result,
+    Results,
+)
+from staleflow.protocols.wire.tensors import arrays, specs_and_frames
+from staleflow.protocols.wire.trajectory import GroupPayload
+from staleflow.runtime.client import Client
+from staleflow.runtime.errors import Refused
+from staleflow.runtime.limits import TransportLimits
+from staleflow.runtime.transport import Link, OnMessage, Transport
+from staleflow.sim.faults.journal import Acknowledged, Committed, Heard, Key
+from staleflow.sim.faults.payload import group_payload, is_written, other_bytes, sha_of
+from staleflow.sim.faults.plan import MAX_NEW_TOKENS, NEAR
+from staleflow.sim.faults.scene import Scene
+from staleflow.sim.faults.virtual import Process
+
+T = TypeVar("T")
+
+AGAIN_SHARE: Final = 0.04
+"""Pushes that are sent again."""
+OTHER_SHARE: Final = 0.4
+"""Of those, with other bytes."""
+ABORTED_SHARE: Final = 0.2
+"""Aborted leases that are pushed all the same."""
+ABORTED_TOKENS: Final = 3
+POISON_SHARE: Final = 0.1
+POISONED_TOKEN: Final = 1_000_000
+"""Beyond every vocabulary."""
+FUTURE: Final = Version(1_000_000)
+"""A version that no run reaches."""
+FUTURE_SHARE: Final = 0.2
+"""Joins beside which somebody joins from the future."""
+OTHER_RANK_SHARE: Final = 0.2
+"""Batches that another rank asks for too."""
+OTHER_TERM_SHARE: Final = 0.03
+"""Publishes beside which somebody publishes under a term that the scheduler never gave."""
+
+
+class Witness:
+    """The network as one process has it. ``shipped``: what leaves comes from a shipped client."""
+
+    def __init__(self, scene: Scene, process: Process, transport: Transport, *, shipped: bool = True) -> None:
+        self.scene = scene
+        self.process = process
+        self.worker = WorkerId("")
+        """Its identity, once it has connected."""
+        self.shipped = shipped
+        self.fetched = False
+        """Bytes of the version under way came in messages."""
+        self.uploads: dict[int, BeginPublish] = {}
+        """By number. A commit may go over another connection than the begin."""
+        self._transport = transport
+        self._rogue: Rogue | None = None
+
+    @property
+    def rogue(self) -> "Rogue":
+        if self._rogue is None:
+            self._rogue = Rogue(self)
+        return self._rogue
+
+    def aside(self) -> "Witness":
+        """Return the same for a client that misbehaves under the same identity."""
+        return Witness(self.scene, self.process, self._transport, shipped=False)
+
+    def bind(self, address: str, **_: object) -> tuple[Link, str]:
+        raise NotImplementedError("clients bind nothing")
+
+    def connect(self, address: str, route: bytes, *, limits: TransportLimits, on_message: OnMessage) -> Link:
+        self.worker = self.worker or WorkerId(route.rpartition(b"/")[0].decode())
+        line = Line(self, address, on_message)
+        line.link = self._transport.connect(address, route, limits=limits, on_message=line.take)
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """A push whose answer has not come."""
+
+    keys: list[tuple[Key, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    """A version that is whole, and waits to be registered."""
+
+    begin: BeginPublish
+    sha: str
+
+
+class Line:
+    """One connection of a client."""
+
+    def __init__(self, witness: Witness, address: str, on_message: OnMessage) -> None:
+        self.link: Link
+        self._witness = witness
+        self._scene = witness.scene
+        self._address = address
+        self._on_message = on_message
+        self._waiting: dict[int, object] = {}
+        """What is to be known of a request when its answer comes, by number."""
+
+    def start(self) -> None:
+        self.link.start()
+
+    def close(self, linger_ms: int | None = None) -> None:
+        self.link.close(linger_ms)
+
+    def send(self, parts: Sequence[Data]) -> bool:
+        id, body = decode_request(parts[0])
+        if id not in self._waiting:
+            self._note(id, body, parts[1:])
+        return self.link.send(parts)
+
+    def take(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
+        id, reply = decode_reply(head[0])
+        if id in self._waiting and not (isinstance(reply, Refusal) and reply.code is Code.BUSY):
+            self._answered(self._waiting.pop(id), reply)
+        self._on_message(head, frames, oversize)
+
+    # --- what leaves ---------------------------------------------------------------------------------------------
+
+    def _note(self, id: int, body: Request, frames: Sequence[Data]) -> None:
+        journal, witness = self._scene.journal, self._witness
+        match body:
+            case Report():
+                self._waiting[id] = self._scene.conductor.now_s
+            case PushGroups() if body.items:
+                self._waiting[id] = self._pushed(body.items, frames)
+            case GetChunk() | GetDelta():
+                witness.fetched = True
+            case Pulled():
+                self._waiting[id] = None
+                self._pulled(body)
+            case NextBatch() | NextGroups() | Finished():
+                self._waiting[id] = body
+            case Join():
+                self._waiting[id] = body
+                if witness.shipped:
+                    witness.rogue.saw_join(self._address)
+            case BeginPublish():
+                self._waiting[id] = body
+                if witness.shipped:
+                    witness.rogue.saw_publish(self._address, body)
+            case CommitPublish() if (begin := witness.uploads.get(body.upload)) is not None:
+                self._waiting[id] = _Commit(begin, body.manifest.sha)
+                journal.published.setdefault((begin.lineage, begin.version), set()).add(body.manifest.sha)
+            case Detach():
+                self._waiting[id] = None
+                self._scene.counts["a rollout worker left"] += body.worker in journal.heard
+            case _:
+                pass
+
+    def _pushed(self, items: Sequence[PushItem], frames: Sequence[Data]) -> _Push:
+        scene, start, keys = self._scene, 0, list[tuple[Key, str]]()
+        for item in items:
+            end = start + len(item.frames)
+            views = [memoryview(frame).cast("B") for frame in frames[start:end]]
+            payload, start = GroupPayload.from_arrays(arrays(item.frames, views)), end
+            key, sha = Key(item.group, item.lease), sha_of(payload)
+            scene.journal.send(key, item.worker, sha, scene.conductor.now_s, payload)
+            keys.append((key, sha))
+            if self._witness.shipped:
+                self._check_pushed(key, payload)
+                self._witness.rogue.saw_push(self._address, key, payload)
+        return _Push(keys)
+
+    def _check_pushed(self, key: Key, payload: GroupPayload) -> None:
+        journal = self._scene.journal
+        journal.looked["rollout: groups"] += 1
+        origins = [lease for lease in reversed(journal.assigned.get(key.group, {})) if lease <= key.lease]
+        if payload.num_samples != self._scene.samples or not is_written(
+            self._scene.seed, key.group, origins, payload, self._scene.started
+        ):
+            journal.wrong.append(f"{self._witness.worker} pushes what no engine wrote of group {key.group}")
+
+    def _pulled(self, pulled: Pulled) -> None:
+        witness, scene = self._witness, self._scene
+        if pulled.ok:
+            where = "near" if scene.host_of(witness.process.name) == NEAR else "far"
+            scene.counts[f"weights, {where}: {'over the network' if witness.fetched else 'mapped'}"] += 1
+            scene.journal.pulled.append((pulled.lineage, pulled.version, pulled.sha))
+        else:
+            scene.counts["pull failed"] += 1
+        witness.fetched = False
+
+    # --- what arrives --------------------------------------------------------------------------------------------
+
+    def _answered(self, asked: object, reply: Reply) -> None:
+        match asked, reply:
+            case float(), Commands():
+                heard = self._scene.journal.heard.setdefault(self._witness.worker, [])
+                heard.append(Heard(asked, self._scene.conductor.now_s))
+                self._commanded(reply)
+            case _Push(), Results():
+                self._settled(asked, reply.results)
+            case _Push(), Refusal():
+                self._settled(asked, [Result(code=reply.code)] * len(asked.keys))
+            case NextBatch() | NextGroups(), Batch():
+                self._sealed(asked.trainer_term, reply)
+            case BeginPublish(), PublishTo():
+                self._witness.uploads[reply.upload] = asked
+            case _Commit(), Registered():
+                self._committed(asked)
+            case Join(), Refusal() if reply.code is Code.BAD_VERSION:
+                self._scene.counts["a trainer came from a bad version"] += 1
+            case Finished(), Done():
+                self._scene.finished = True
+                self._scene.journal.gave_up += [asked.error] if asked.error else []
+            case None, Refusal():
+                self._scene.counts[f"news refused: {reply.code}"] += 1
+            case _:
+                pass
+
+    def _commanded(self, commands: Commands) -> None:
+        for command in commands.commands:
+            if isinstance(command, Assign):
+                self._scene.journal.assigned.setdefault(command.group, {})[command.lease] = None
+                self._witness.rogue.saw_assign(self._scene.where.trajectories[command.shard], command)
+            elif isinstance(command, Abort):
+                self._witness.rogue.saw_abort(command)
+
+    def _sealed(self, term: TrainerTerm, batch: Batch) -> None:
+        self._scene.journal.batches[batch.batch] = batch
+        if self._witness.shipped:
+            self._witness.rogue.saw_batch(self._address, term, batch)
+
+    def _committed(self, commit: _Commit) -> None:
+        journal, begin = self._scene.journal, commit.begin
+        one = Committed(begin.trainer_term, begin.lineage, begin.version, commit.sha, begin.batch)
+        if any((old.lineage, old.version) == (one.lineage, one.version) for old in reversed(journal.committed)):
+            self._scene.counts["a damaged version was published again"] += 1
+        journal.committed.append(one)
+
+    def _settled(self, push: _Push, results: Sequence[Result]) -> None:
+        journal = self._scene.journal
+        for (key, sha), result in zip(push.keys, results, strict=True):
+            if result.code is None or result.code is Code.DUPLICATE:
+                journal.acknowledged.append(Acknowledged(key, sha, self._scene.conductor.now_s))
+            elif result.code is not Code.BUSY:
+                journal.refused[result.code] += 1
+
+
+class Rogue:
+    """Sends, in the name of a client, what the client itself never would: nothing of it may have a second effect."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._scene = witness.scene
+        self._process = witness.process
+        self._worker = witness.worker
+        self._transport = witness.aside()
+        self._rng = random.Random(witness.scene.rng.getrandbits(64))
+        self._clients: dict[str, Client] = {}
+        self._assigned: dict[int, tuple[str, Assign]] = {}
+
+    # --- beside a rollout worker ---------------------------------------------------------------------------------
+
+    def saw_assign(self, address: str, assign: Assign) -> None:
+        self._assigned[assign.lease] = (address, assign)
+        if self._scene.poison and self._rng.random() < POISON_SHARE:
+            written = (assign.lineage, assign.version, 2 * MAX_NEW_TOKENS)
+            payload = group_payload(self._scene.seed, assign.group, assign.lease, written, self._scene.samples)
+            if self._rng.random() < 0.5:
+                written = (assign.lineage, assign.version, ABORTED_TOKENS)
+                payload = group_payload(self._scene.seed, assign.group, assign.lease, written, self._scene.samples)
+                payload.token_ids[0] = POISONED_TOKEN
+            key = Key(assign.group, assign.lease)
+            self._scene.journal.poisoned.add((key, sha_of(payload)))
+            self._spawn(self._push(address, key, payload, 0.0))
+
+    def saw_push(self, address: str, key: Key, payload: GroupPayload) -> None:
+        """Push the same once more, now or much later, or other bytes under the same lease."""
+        self._assigned.pop(key.lease, None)
+        if self._rng.random() < AGAIN_SHARE:
+            delay_s = self._rng.choice((0.0, 0.05, 1.0, 3 * self._scene.lease_s))
+            other = self._rng.random() < OTHER_SHARE
+            self._scene.counts["pushed other bytes" if other else "pushed again"] += 1
+            self._spawn(self._push(address, key, other_bytes(payload) if other else payload, delay_s))
+
+    def saw_abort(self, abort: Abort) -> None:
+        """Push the aborted lease."""
+        address, assign = self._assigned.pop(abort.lease, ("", None))
+        if assign is not None and self._rng.random() < ABORTED_SHARE:
+            self._scene.counts["pushed what was aborted"] += 1
+            written = (assign.lineage, assign.version, ABORTED_TOKENS)
+            key = Key(assign.group, assign.lease)
+            payload = group_payload(self._scene.seed, *key, written, self._scene.samples)
+            self._spawn(self._push(address, key, payload, self._rng.random()))
+
+    async def _push(self, address: str, key: Key, payload: GroupPayload, delay_s: float) -> None:
+        """Not in the last moments of a run: what is refused then is not deleted before the disks are read."""
+        await asyncio.sleep(delay_s)
+        if not self._scene.finishing:
+            specs, frames = specs_and_frames(payload.to_arrays())
+            item = PushItem(group=key.group, lease=key.lease, worker=self._worker, truncated=False, frames=specs)
+            await self._ask(address, PushGroups(items=[item]), Results, frames)
+
+    # --- beside a trainer ----------------------------------------------------------------------------------------
+
+    def saw_join(self, scheduler: str) -> None:
+        """Join from a version that the run does not have."""
+        if self._rng.random() < FUTURE_SHARE:
+            join = Join(trainer=self._worker, lineage=Lineage(0), version=FUTURE)
+            self._spawn(self._ask(scheduler, join, Joined))
+
+    def saw_publish(self, parameters: str, begin: BeginPublish) -> None:
+        """Publish under a term that the scheduler never gave: if it counted, no trainer could publish any more."""
+        if self._rng.random() < OTHER_TERM_SHARE:
+            term = TrainerTerm(begin.trainer_term + 2**40)
+            other = BeginPublish(trainer_term=term, lineage=begin.lineage, version=Version(0), batch=None, nbytes=1)
+            self._spawn(self._ask(parameters, other, PublishTo, what="a term that nobody was given"))
+
+    def saw_batch(self, scheduler: str, term: TrainerTerm, batch: Batch) -> None:
+        """Ask for the same step as another rank, which must get the same batch."""
+        if self._rng.random() < OTHER_RANK_SHARE:
+            self._spawn(self._other_rank(scheduler, NextBatch(trainer_term=term, step=Step(batch.step), rank=1), batch))
+
+    async def _other_rank(self, scheduler: str, ask: NextBatch, batch: Batch) -> None:
+        other = await self._ask(scheduler, ask, Batch)
+        if other is not None and other.batch == batch.batch and other.digest != batch.digest:
+            self._scene.journal.wrong.append(f"two ranks got batch {batch.batch} with two digests")
+
+    # --- how -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        self._process.loop.create_task(work)
+
+    async def _ask(
+        self, address: str, body: Request, wanted: type[T], frames: Sequence[Data] = (), *, what: str = "a rogue"
+    ) -> T | None:
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = Client(address, worker=self._worker, transport=self._transport)
+        try:
+            return await client.ask(body, wanted, frames, timeout_s=None)
+        except Refused as no:
+            self._scene.counts[f"{what}: {no.code}"] += 1
+            return None
