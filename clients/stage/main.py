@@ -61,8 +61,8 @@ async def work_until(
     opened: AbstractAsyncContextManager[tuple[Stage, int]],
     transport: Transport,
 ) -> None:
-    """Work until stopped or until the run is over. ``opened`` gives what makes the columns of ``stage``, and the calls of
-    user code that it has under way at most."""
+    """Work until stopped or until the run is over. ``opened`` gives what makes the columns of ``stage``, and the limit
+    of concurrent calls of user code."""
     working = asyncio.create_task(_work(config, name, scheduler, stage, opened, transport))
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -258,7 +258,7 @@ class Service:
             call.reply(Done())
         elif self.phase.closed and kind is messages.Attach and not self.phase.finished:
             call.refuse(Code.BUSY, "the scheduler ends", RETRY_MS)  # its successor takes them
-        elif (kind is messages.Attach and self._has_no_use_for(body)) or (self.phase.closed and kind not in _QUESTIONS):
+        elif self._has_no_use_for(body) or (self.phase.closed and kind not in _QUESTIONS):
             call.refuse(Code.DENIED, RUN_IS_OVER)
         else:
             handler(call, body)
@@ -490,8 +490,10 @@ class Service:
             self._finished_ms = self._finished_ms or now
             self._instances.drain()
 
-    def _has_no_use_for(self, body: messages.Attach) -> bool:
-        """Whether that process comes too late. A draining run still needs its stages and its trainer."""
+    def _has_no_use_for(self, body: messages.Request) -> bool:
+        """Whether a process attaches too late. A draining run still needs its stages and its trainer."""
+        if not isinstance(body, messages.Attach):
+            return False
         return body.role in _WORKERS and (self.phase.finished or (body.role == "rollout" and bool(self.phase.drained)))
 
     def _end_drain(self, now: int) -> None:

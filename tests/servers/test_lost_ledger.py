@@ -282,7 +282,7 @@ async def _answers(run: Run) -> bool:
 
 
 async def _none_pushed(run: Run) -> bool:
-    return (await run.status(run.where.scheduler))["ledger"]["pushed"] == 0
+    return bool((await run.status(run.where.scheduler))["ledger"]["pushed"] == 0)
 
 
 def _wait_for(path: Path) -> None:

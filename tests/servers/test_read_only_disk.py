@@ -140,4 +140,4 @@ async def _serves_for(run: Run, seconds: float) -> None:
 
 async def _holds(run: Run, groups: int) -> bool:
     held = (await run.status(run.where.trajectories[0]))["groups"]
-    return sum(held.values()) == groups
+    return bool(sum(held.values()) == groups)

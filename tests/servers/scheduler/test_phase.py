@@ -168,8 +168,9 @@ def test_the_trainer_learns_that_no_batch_comes_once_nothing_is_under_way(run: A
     assert next_batch(run, 1) is None
     call = run.waiting()
     run.service.tick()
-    assert isinstance(call(), NoMoreBatches)
-    assert "night" in call().why
+    no_more = call()
+    assert isinstance(no_more, NoMoreBatches)
+    assert "night" in no_more.why
     assert not status(run)["finished"], "the trainer reports the end, after its checkpoint"
 
 
