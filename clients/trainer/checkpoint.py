@@ -63,7 +63,7 @@ class DamagedCheckpoint(Exception):
 
 
 class Overtaken(Exception):
-    """A trainer of a later lineage has saved this version, or has removed what was being written; the text says which."""
+    """A later lineage has saved this version, or has removed what was being written; the text says which."""
 
 
 class Checkpoints:
