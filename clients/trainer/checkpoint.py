@@ -73,7 +73,7 @@ class Damage:
 
 
 class Overtaken(Exception):
-    """A trainer of a later lineage has saved this version, or has removed what was being written."""
+    """A later lineage has saved this version, or has removed what was being written; the text says which."""
 
 
 class Checkpoints:

@@ -71,21 +71,7 @@ ALL_KINDS: Final = (
 FINITE: Final = "finite epochs with failing prompts"
 """A condition of whole runs, not a fault."""
 
-WITHHELD: Final[tuple[str, ...]] = (
-    "a rollout worker fails everything",
-    "a stage worker fails everything",
-    "poisoned payload",
-    "the same name twice",
-    "a lost store of the scheduler",
-    "an older store of the scheduler",
-    "a damaged checkpoint",
-    FINITE,
-    "PAUSED",
-    "WASTED",
-    "RETRIED",
-    "POISONED",
-    "HISTORY",
-)
+WITHHELD: Final[tuple[str, ...]] = ()
 """Kinds of faults, conditions and names of rules that the product does not survive yet. No plan has them, and no rule
 among them is judged: a name that is taken out here is switched on."""
 
