@@ -94,6 +94,8 @@ class Journal:
     committed: list[Committed] = field(default_factory=list[Committed])
     pulled: list[tuple[Lineage, Version, str]] = field(default_factory=list[tuple[Lineage, Version, str]])
     heard: dict[str, list[Heard]] = field(default_factory=dict[str, list[Heard]])
+    tried_stages: dict[GroupId, set[str]] = field(default_factory=dict[GroupId, set[str]])
+    """Stage workers that had a group, whatever came of it."""
     poisoned: set[tuple[Key, str]] = field(default_factory=set[tuple[Key, str]])
     """(group and lease, sha) of pushes that no engine of the run can have written."""
     failed_stages: dict[GroupId, list[FailedStage]] = field(default_factory=dict[GroupId, list[FailedStage]])

@@ -17,6 +17,9 @@ OLDER_S: Final = (2.0, 10.0)
 For = Callable[[float, Callable[[], object]], None]
 """The world is in trouble for so many seconds, then the function is called."""
 
+MAX_HOLD_S: Final = 60.0
+"""Longest hold of a worker that fails everything, at the scheduler or at a shard."""
+
 
 class Mishaps:
     """Ways to cause them; each returns whether it did."""
@@ -67,6 +70,7 @@ class Mishaps:
 
         def over() -> None:
             spell.until_s = world.conductor.now_s
+            world.held_until_s = spell.until_s + MAX_HOLD_S
             world.scene.broken.discard(name)
 
         self._for(self._seconds(), over)

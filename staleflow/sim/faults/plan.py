@@ -68,6 +68,19 @@ ALL_KINDS: Final = (
     "a damaged checkpoint",
 )
 
+HARMLESS: Final = frozenset(
+    {
+        "slow disk",
+        "flip a byte of the weights",
+        "a rollout worker fails everything",
+        "a stage worker fails everything",
+        "poisoned payload",
+        "the same name twice",
+        "a damaged checkpoint",
+    }
+)
+"""Faults that take no worker and no message away."""
+
 FINITE: Final = "finite epochs with failing prompts"
 """A condition of whole runs, not a fault."""
 
@@ -100,6 +113,11 @@ class Plan:
 
     finite: bool = False
     """The prompts are used up after a few epochs: the run ends by itself."""
+
+    @property
+    def loses_workers(self) -> bool:
+        """Whether a worker or its messages may be lost: then the only one that is left may be the broken one."""
+        return any(kind not in HARMLESS for kind in self.kinds)
 
     def host_of(self, name: str) -> str:
         """The machine of a process: relays, and every second engine where there are some, are on others than the rest;

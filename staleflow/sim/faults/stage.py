@@ -31,6 +31,8 @@ class CheckedStage:
         self._rng = random.Random(scene.rng.getrandbits(64))
 
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+        for group in groups:
+            self._scene.journal.tried_stages.setdefault(group.group, set()).add(self._name)
         await asyncio.sleep(SLOW_S if self._rng.random() < SLOW_SHARE else GROUP_S * len(groups))
         return [self._one(group) for group in groups]
 

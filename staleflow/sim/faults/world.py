@@ -26,6 +26,7 @@ from staleflow.protocols.wire.messages import (
     GetManifest,
     GetStatus,
     InstanceStats,
+    ModelLimits,
     NextBatch,
     Operations,
     RegisterCheckpoint,
@@ -50,6 +51,7 @@ from staleflow.sim.faults.learner import Learner
 from staleflow.sim.faults.lockstep import Lockstep
 from staleflow.sim.faults.machine import Machine, SimClock
 from staleflow.sim.faults.network import Network
+from staleflow.sim.faults.payload import VOCABULARY
 from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import opened_stage
@@ -140,6 +142,8 @@ class World:
         """Their addresses, which all hosts reach."""
         self.troubles = 0
         """Faults that go on at present."""
+        self.held_until_s = 0.0
+        """Until then workers that failed everything may be on hold."""
         self.ended = False
         self._why: object = ""
         """What the scheduler said last of what its trainer waits for."""
@@ -348,6 +352,7 @@ class World:
             transport=Witness(scene, process, self.network.transport(process)),
             background=thread,
         )
+        client.model = ModelLimits(vocabulary=VOCABULARY)
         learner = Learner(scene, thread)
         await trainer.work_until(
             stop, client, lambda stopping: trainer.train(config, self.run_dir, client, learner, stopping), thread.run
@@ -409,8 +414,9 @@ class World:
         return self.scene.finished
 
     def calm(self) -> bool:
-        """Nothing is wrong with anybody at this moment."""
-        return not self.troubles and all(node.runs for node in self.nodes.values() if node.wanted)
+        """Whether nothing is wrong with any process, and no worker is still held back for what it failed at."""
+        sound = not self.troubles and self.conductor.now_s >= self.held_until_s
+        return sound and all(node.runs for node in self.nodes.values() if node.wanted)
 
     def _look(self) -> None:
         """See whether the scheduler works, and whether the run makes progress when nothing is in its way."""
