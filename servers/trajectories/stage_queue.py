@@ -4,9 +4,11 @@
 - A ticket ends when its worker is gone, has failed, or has used up its time. The group is then first in the queue
   again, for a worker that has not failed it yet; where there is none, for the same worker after a back-off.
 - A group leaves the queue for good after ``MAX_TRIES`` such tries, or when every one of several workers has failed it.
-- A worker that fails ``HOLD_AFTER`` groups in a row is held: it gets nothing for a time that doubles with each failure
-  that follows, then one group as a probe. Its first success ends that. Without the hold the worker that fails at once
-  is always free, is always served first, and takes the groups of the workers that do their work.
+- A worker that fails ``HOLD_AFTER`` groups in a row is held: it gets nothing for a time that doubles with each other
+  group that it fails, then one group as a probe. Its first success ends that. Without the hold the worker that fails at
+  once is always free, is always served first, and takes the groups of the workers that do their work.
+- A probe is a group that the worker has not failed yet, if one waits, and a repeated failure of one group lengthens no
+  hold: where single groups are bad, they are soon all that is left, and prove nothing about their worker.
 - A worker may take more while it has some: a ticket lasts for those before it.
 
 Pure: time comes in as ``now_s``.
@@ -14,7 +16,7 @@ Pure: time comes in as ``now_s``.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -58,7 +60,7 @@ class _Worker:
     calls: int = 0
     """Most calls of user code that it has under way at once; 0: unknown."""
     failures: int = 0
-    """Since its last success."""
+    """Groups that it has failed since its last success, each counted once."""
     since_s: float = 0.0
     """When the first of these was."""
     why: str = ""
@@ -129,7 +131,7 @@ class StageQueue:
         one = self._known(worker)
         if one.holds:
             most = 0 if one.has or now_s < one.held_until_s else 1
-        keys = list(islice((key for key in self._waiting if self._may_have(worker, key, now_s)), most))
+        keys = list(islice(self._for(worker, now_s, fresh_first=bool(one.holds)), most))
         until_s = now_s + math.ceil((one.has + len(keys)) / at_once) * seconds_each
         tickets: list[Ticket] = []
         for key in keys:
@@ -203,6 +205,18 @@ class StageQueue:
         ticket = self._taken.get(key)
         return None if ticket is None or ticket.number != number or ticket.worker != worker else ticket
 
+    def _for(self, worker: str, now_s: float, *, fresh_first: bool) -> Iterator[Key]:
+        """Yield the groups that this worker may have, longest waiting first; or those first that it has not failed."""
+        possible = (key for key in self._waiting if self._may_have(worker, key, now_s))
+        if not fresh_first:
+            return possible
+        fresh = (key for key in self._waiting if not self._has_failed(worker, key))
+        return chain(fresh, possible)  # a probe takes the first one only
+
+    def _has_failed(self, worker: str, key: Key) -> bool:
+        tries = self._tries.get(key)
+        return tries is not None and worker in tries.workers
+
     def _may_have(self, worker: str, key: Key, now_s: float) -> bool:
         tries = self._tries.get(key)
         if tries is None or worker not in tries.workers:
@@ -215,11 +229,12 @@ class StageQueue:
         self._end(ticket)
         one = self._known(ticket.worker)
         one.since_s = one.since_s if one.failures else now_s
-        one.failures += 1
+        again = self._has_failed(ticket.worker, ticket.key)
+        one.failures += not again
         one.why = why
         if one.failures >= HOLD_AFTER and ticket.number >= one.held_from:
-            one.held_until_s = now_s + min(MIN_HOLD_S * 2.0**one.holds, MAX_HOLD_S)
-            one.holds += 1
+            one.holds += not (again and one.holds)
+            one.held_until_s = now_s + min(MIN_HOLD_S * 2.0 ** (one.holds - 1), MAX_HOLD_S)
             one.held_from = self._next
 
     def _tried(self, ticket: Ticket, failed_s: float | None = None) -> bool:
