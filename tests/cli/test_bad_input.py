@@ -46,9 +46,15 @@ def test_a_configuration_that_is_not_there(cli: Cli) -> None:
     refused(cli("run"), "which configuration?")
     refused(cli("run", "."), ". is a directory; to continue the run in it: staleflow run --resume .")
     refused(cli("run", "--resume"), "which run? For example: staleflow run --resume runs/")
-    refused(
-        cli("run", "--resume", "--run-dir", "x", "seed=1"), "a run keeps its configuration: seed=1 is for a new one"
-    )
+    refused(cli("run", "--resume", "--run-dir", "x"), 'run directory is "x"; it has no config.json')
+
+
+def test_a_key_that_a_resumed_run_may_not_change(cli: Cli, short_dir: Path) -> None:
+    from staleflow.configs.load import load, write_resolved
+
+    write_resolved(load(SIMULATED), short_dir / "r")
+    words = "seed is 1; a run keeps its configuration: --resume may change trainer.steps"
+    refused(cli("run", "--resume", "--run-dir", "r", "seed=1"), words, ["r"])
 
 
 def test_a_model_directory_without_tokenizer(cli: Cli, short_dir: Path) -> None:

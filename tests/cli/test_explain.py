@@ -26,7 +26,8 @@ def test_a_table_is_told_with_all_of_its_keys(cli: Cli) -> None:
     lines = cli("explain", "[stage]").out.splitlines()
     assert lines[0] == "[[stage]]"
     heads = [line.split()[0] for line in lines if line and not line.startswith((" ", "["))]
-    assert heads == ["name", "run", "makes", "needs", "options", "workers", "batch", "timeout_s", "retries"]
+    limits = ["workers", "concurrency", "batch", "timeout_s", "retries"]
+    assert heads == ["name", "run", "makes", "needs", "options", *limits]
 
 
 def test_the_last_part_of_a_key_is_enough(cli: Cli) -> None:

@@ -114,7 +114,7 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
         ({"ev": "rollback", "to_version": 3, "lineage": 1}, "rolled back to version 3: lineage 1 begins", "bad"),
         (
             {"ev": "overload", "on": True, "resource": "map", "used": 0.91},
-            "the map is full at 91 %: new work waits",
+            "the map is full (91 % of the map used): new work waits",
             "bad",
         ),
         ({"ev": "pull", "worker": "a.b", "version": 3, "ok": False}, "a could not load version 3", "bad"),

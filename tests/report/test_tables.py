@@ -44,7 +44,7 @@ def test_a_group_has_its_story(tmp_path: Path) -> None:
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     assert set(dir(staleflow)) == {
-        *("BadVersion", "ConfigError", "Fenced", "NoBatch", "Refused", "Unavailable"),
+        *("BadVersion", "ConfigError", "Fenced", "ModelLimits", "NoBatch", "Refused", "Unavailable"),
         *("Result", "Run", "Trace", "TrainerClient", "connect", "load", "run", "__version__"),
     }
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -13,6 +13,7 @@ from staleflow.clients.trainer.backend import Stopped
 from staleflow.clients.trainer.batches import TrainBatch
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.runtime.supervised import SLOT_VARIABLE
 from tests.clients.trainer.service import Service, serving
 
 
@@ -149,7 +150,10 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_whose_weights_are_published
     assert [batch.step for batch in again] == [older, older + 1, older + 2]
 
 
-def test_the_older_of_two_trainers_is_fenced_on_everything_it_does(service: Service) -> None:
+def test_the_older_of_two_trainers_is_fenced_on_everything_it_does(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SLOT_VARIABLE, "of-the-trainer")  # the newer takes the name of the older, which is alive
     with joined(service) as older:
         step = one(older).step
         with joined(service) as newer:
