@@ -338,7 +338,7 @@ async def test_too_many_pending_calls_of_one_peer_are_refused_busy(network: "Net
         header = (await peer.hear())[0]
         assert msgspec.msgpack.decode(header)[1:] == [
             id,
-            ["Refusal", "busy", "3 calls of this peer wait for their answers", 1_000],
+            ["Refusal", "busy", "3 calls of this peer wait for their answers", 1_000, 0],
         ]
     assert (len(held), endpoint.counts.busy) == (3, 2)
     network.dealer(ipc).zmq.send(STATUS)  # another peer is not concerned

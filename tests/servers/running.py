@@ -52,6 +52,7 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client, worker_id
 from staleflow.runtime.daemon import Stop
 from staleflow.runtime.endpoint import Endpoint
+from staleflow.runtime.supervised import SLOT_VARIABLE
 from staleflow.servers.parameters import main as parameters
 from staleflow.servers.scheduler.main import open_service, open_store
 from staleflow.servers.trajectories import main as trajectories
@@ -152,11 +153,13 @@ class Run:
         store.close()
 
     def process(self, role: str, shard: int | None = None) -> None:
-        """Start a server as a process of its own."""
+        """Start a server as a process of its own, as a supervisor does."""
         code = _PROCESS.format(role=role, shard="" if shard is None else f", {shard}")
         name = role if shard is None else f"{role}-{shard}"
+        env = os.environ | {SLOT_VARIABLE: name}  # a restarted one succeeds the dead one
+        command = (sys.executable, "-c", code)
         with (self.run_dir / f"{name}.err").open("wb") as err:
-            self._processes[name] = subprocess.Popen([sys.executable, "-c", code, str(self.run_dir)], stderr=err)
+            self._processes[name] = subprocess.Popen([*command, str(self.run_dir)], stderr=err, env=env)
 
     def ended(self, name: str) -> tuple[int, str]:
         """Exit code of a process that ends by itself, and the last line that it said."""
@@ -212,7 +215,8 @@ class Trainer:
         self.joined = Joined(trainer_term=TrainerTerm(0), lineage=Lineage(0), version=Version(-1))
 
     async def join(self, version: int = 0) -> Joined:
-        hello = Attach(worker=self.worker, name="trainer", role="trainer")
+        """A later trainer takes the place of this one, as when a supervisor restarts it."""
+        hello = Attach(worker=self.worker, name="trainer", role="trainer", slot="trainer")
         attached = await self.scheduler.ask(hello, Attached)
         held = Version(max(attached.version, version))
         join = Join(trainer=self.worker, lineage=attached.lineage, version=held, model=self.model)

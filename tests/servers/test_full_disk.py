@@ -244,8 +244,7 @@ async def test_a_shard_and_a_parameter_server_start_on_a_full_disk_with_what_the
             run.process("parameters")
             held = (await run.status(run.where.trajectories[0]))["groups"]
             assert sum(held.values()) == len(leased)
-            (version,) = (await run.status(run.where.parameters))["versions"]
-            assert (version["registered"], version["corrupt"]) == (True, "")
+            await eventually(lambda: _serves_its_version(run))
         disk.empty()
         items, _ = await StageWorker(run).take(most=4)
         assert items
@@ -256,6 +255,13 @@ async def test_a_shard_and_a_parameter_server_start_on_a_full_disk_with_what_the
 
 async def _said(caplog: pytest.LogCaptureFixture, what: str) -> bool:
     return what in caplog.text
+
+
+async def _serves_its_version(run: Run) -> bool:
+    """False until the restarted parameter server has attached."""
+    (version,) = (await run.status(run.where.parameters))["versions"]
+    assert version["corrupt"] == ""
+    return bool(version["registered"])
 
 
 async def _finished(cast: Cast) -> bool:

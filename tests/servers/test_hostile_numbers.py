@@ -27,6 +27,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.runtime.errors import Unavailable
+from tests.servers.parameters.test_service import files
 from tests.servers.running import WEIGHTS, Run, payload
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config, sha
@@ -141,5 +142,5 @@ async def test_a_version_larger_than_the_disk_is_refused_before_the_disk_is_fill
     )
     with pytest.raises(Unavailable, match=r"it has 70368744177664 bytes, \d+ are free"):
         await run.client(run.where.parameters, trainer.worker).ask(ask, PublishTo, timeout_s=0.5)
-    assert list((run.run_dir / "parameters").iterdir()) == []
+    assert files(run) == set()
     assert (await trainer.publish(0, WEIGHTS)).version == 0

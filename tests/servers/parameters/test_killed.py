@@ -13,7 +13,7 @@ from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import BeginPublish, Done, PublishChunk, PublishTo
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import Versions
-from tests.servers.parameters.test_service import BYTES, begin, versions
+from tests.servers.parameters.test_service import BYTES, begin, files, versions
 from tests.servers.running import Run
 
 MILLION: dict[str, np.ndarray] = {"w": np.random.default_rng(0).random(1_000_000, dtype=np.float32)}
@@ -33,7 +33,7 @@ async def test_half_a_version_is_gone_after_a_kill(make_run: Callable[..., Run])
     assert await versions(run) == {}
     with pytest.raises(Refused, match="begin again"):
         await client.ask(PublishChunk(upload=to.upload, offset=200), Done, [BYTES[200:]])
-    assert list((run.run_dir / "parameters").iterdir()) == []
+    assert files(run) == set()
 
 
 async def test_a_version_is_whole_or_absent_whenever_the_server_dies(make_run: Callable[..., Run]) -> None:

@@ -230,7 +230,7 @@ async def test_a_relay_named_as_the_server_is_refused_and_touches_nothing_of_it(
     (grown.run.run_dir / "relays").mkdir()
     before = sorted(path.name for path in (grown.run.run_dir / "parameters").iterdir())
     assert [name for name in before if name.endswith(".bin")]
-    with pytest.raises(ConfigError, match="it refuses parameters: parameters is the name of a process of role"):
+    with pytest.raises(ConfigError, match='it refuses parameters: name is "parameters", which is reserved'):
         await serve_until(Stop(), grown.run.config, grown.run.run_dir, "parameters", grown.run.where.scheduler)
     assert sorted(path.name for path in (grown.run.run_dir / "parameters").iterdir()) == before
 

@@ -31,6 +31,7 @@ from staleflow.protocols.wire.messages import (
     Registered,
 )
 from staleflow.protocols.wire.tensors import Array
+from staleflow.runtime import reached
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters import uploads as uploads_module
@@ -67,6 +68,11 @@ async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BY
     return await client.ask(CommitPublish(upload=to.upload, manifest=manifest()), Registered)
 
 
+def files(run: Run) -> set[str]:
+    """The files of versions and uploads: all but the note of what the folder has reached."""
+    return {path.name for path in (run.run_dir / "parameters").iterdir()} - {reached.FILE}
+
+
 async def versions(run: Run) -> dict[int, dict[str, Any]]:
     listed: list[dict[str, Any]] = (await run.status(run.where.parameters))["versions"]
     return {version["version"]: version for version in listed}
@@ -84,7 +90,7 @@ async def test_a_version_that_is_published_again_is_answered_the_same(run: Run) 
     first = await trainer.publish(0, WEIGHTS)
     assert await trainer.publish(0, WEIGHTS) == first
     assert list(await versions(run)) == [0]
-    assert sorted(path.suffix for path in (run.run_dir / "parameters").iterdir() if path.suffix) == [".bin", ".json"]
+    assert files(run) == {"0-0.bin", "0-0.json"}
 
 
 async def test_a_version_with_other_bytes_is_a_conflict_and_the_first_wins(run: Run) -> None:
@@ -95,7 +101,7 @@ async def test_a_version_with_other_bytes_is_a_conflict_and_the_first_wins(run: 
         await trainer.publish(0, {"w": np.zeros(3, np.float32)})
     assert no.value.code is Code.CONFLICT
     assert await versions(run) == before
-    assert {path.name for path in (run.run_dir / "parameters").iterdir()} == {"0-0.bin", "0-0.json"}
+    assert files(run) == {"0-0.bin", "0-0.json"}
 
 
 async def test_what_a_publisher_left_goes_after_a_while_unless_it_may_still_become_a_version(
@@ -231,7 +237,7 @@ async def test_bytes_that_are_not_those_of_the_manifest_are_refused(run: Run) ->
     with pytest.raises(Refused, match=r"tensor w .* is not what its digest says"):
         await upload(run, trainer, begin(trainer), BYTES[:-1] + b"?")
     assert await versions(run) == {}
-    assert list((run.run_dir / "parameters").iterdir()) == []
+    assert files(run) == set()
     assert (await upload(run, trainer, begin(trainer))).version == 0
 
 
@@ -491,5 +497,5 @@ async def test_a_disk_without_room_makes_a_publish_wait(run: Run, monkeypatch: p
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(Exception, match="No space left on device"):
             await client.ask(begin(trainer), PublishTo, timeout_s=0.5)
-    assert list((run.run_dir / "parameters").iterdir()) == []
+    assert files(run) == set()
     assert (await upload(run, trainer, begin(trainer))).version == 0
