@@ -1,14 +1,15 @@
 """Nothing can ever progress: when that is certain, the run ends with the reason; while it is likely, ``why`` says it.
 
-A suspicion comes first. It stops new leases; it becomes certain when nothing is leased or pushed any more, and a group
-that succeeds meanwhile clears it. So no run ends while anything under way may still help. Suspicious is only what no
-engine, stage or trainer that is attached could change:
+A suspicion comes first. It stops new leases, and a group that succeeds meanwhile clears it. It becomes certain when
+nothing is leased or pushed any more; groups that are pushed do not delay the end where a stage fails every group. So no
+run ends while anything under way may still help. Suspicious is only what no engine, stage or trainer that is attached
+could change:
 
 - the step needs groups, and the prompts are used up;
 - each prompt that is left failed ``MANY_TIMES``;
 - every instance refused a thousand different prompts in a row, or every prompt there is, without a push in between;
-- no group of this run ever came as far as this stage, or this environment, should bring it: many failed, for a minute;
-- no group ever came through the stages, and each worker of one has failed everything for a minute.
+- no group of this run ever passed the stages, or the environment: all failed, for a minute, and many of them;
+- no group of this run ever passed the stages, and each worker of one stage has failed every group for a minute.
 
 A rollout worker that was lost in the last minutes may come back and serve what the others do not.
 """
@@ -45,7 +46,7 @@ class Deadlock:
         stage_fails: Callable[[int], tuple[str, StageFailing] | None] = lambda for_ms: None,
     ) -> None:
         """``awaits``: whether a lost process of a role may still come back. ``stage_fails``: a stage whose workers have
-        all failed everything for so many ms, with one of them."""
+        all failed every group for so many ms, with one of them."""
         self._stage_fails = stage_fails
         self._config = config
         self._interpreter = interpreter
@@ -56,7 +57,8 @@ class Deadlock:
     # --- certain ---------------------------------------------------------------------------------------------
 
     def is_certain(self) -> bool:
-        """Whether nothing is under way that could clear a suspicion. Groups in a stage that fails everything cannot."""
+        """Whether nothing is under way that could clear a suspicion. A pushed group cannot where a stage fails every
+        group: each must pass all stages."""
         counts = self._interpreter.machine.state_counts()
         return not counts["leased"] and (not counts["pushed"] or self._failing_stage() is not None)
 
@@ -98,7 +100,7 @@ class Deadlock:
         return f"{what}, {count} so far and none succeeded. The newest: {detail}. More in logs/ of the run directory"
 
     def _failing_stage(self) -> tuple[str, StageFailing] | None:
-        """Return the stage that no group of this run ever passed, and whose workers fail everything."""
+        """Return a stage whose workers fail every group, with one of them, while no group ever passed the stages."""
         totals = self._interpreter.totals.counts
         passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
         return None if passed else self._stage_fails(FAILING_MS)

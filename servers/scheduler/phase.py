@@ -25,7 +25,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Phase:
-    """Only ever moves forward, but for ``stuck``."""
+    """Only ever moves forward, but for ``suspected`` and ``stuck``."""
 
     session: str = ""
     suspected: str = ""

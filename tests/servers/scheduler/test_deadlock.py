@@ -314,7 +314,7 @@ def test_few_failures_however_old_end_nothing(tmp_path: Path) -> None:
 def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_run(
     tmp_path: Path, before: ReleaseWhy | None, failing_ms: int, workers: int, ends: bool
 ) -> None:
-    """They are held, so that few groups are given up, and what is pushed waits for ever."""
+    """They are held, so that few groups are given up. What is pushed waits for ever, and does not delay the end."""
     table = Table(tmp_path / "run", config())
     seat = Seat(table, "a")
     if before is not None:
@@ -328,9 +328,20 @@ def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_ru
     table.call("trajectories-0", StageLoads(shard=0, loads=[load], used_share=0.1), lambda _: None)
     assert "reward-0 fails every group of the stage reward, 40 in a row, and is held: judge: refused" in table.why
     said = (
-        "step 0 can never be trained: every group fails in the stage reward, 40 in a row at reward-0 and none succeeded"
+        "step 0 can never be trained: every group fails in the stage reward at reward-0, 40 so far and none succeeded. "
+        "The newest: judge: refused. "
     )
-    assert told(table).startswith(said) == ends
+    assert told(table) == "", "four groups are under way, and one of them may be filtered or have a reward"
+    assert table.service.phase.suspected.startswith(said) == ends
+    begun = table.interpreter.totals.counts.reserves
+    through_the_shard(seat, 1, ReleaseWhy.ABORTED, "judge: refused")
+    seat.report()
+    assert (table.interpreter.totals.counts.reserves == begun) == ends, "nothing begins meanwhile"
+    for assign in list(seat.held.values()):
+        assert table.push(assign, "a") is None
+        del seat.held[assign.lease]
+    table.after(TICK_MS)
+    assert [refusal.detail.startswith(said) for refusal in table.refused] == [True] * ends
 
 
 @pytest.mark.parametrize("restarted", [False, True])
