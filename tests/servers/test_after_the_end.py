@@ -58,6 +58,8 @@ async def test_a_worker_that_comes_too_late_says_so_and_ends_with_0(run: Run, wo
 
 async def test_only_the_end_of_the_run_is_no_mistake(run: Run) -> None:
     class Says:
+        address = "ipc:///none"
+
         def __init__(self, detail: str) -> None:
             self.detail = detail
 

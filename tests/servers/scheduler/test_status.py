@@ -128,7 +128,7 @@ def test_a_shard_that_refuses_pushes_is_named_before_the_group_that_waits_for_it
     full = "trajectory server 0 is full (89 % of trajectories.map_mb): pushes wait"
     assert why("") == waits
     assert why("map") == f"{full} until a checkpoint lets go; {waits}"
-    assert why("disk") == f"the disk of trajectory server 0 is full: pushes wait until there is room; {waits}"
+    assert why("disk") == f"trajectory server 0: its disk is full; pushes wait; {waits}"
     kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(1))
     assert table.ask("trainer", kept) == CheckpointRegistered(oldest=Version(1))
     fit = "the groups of 2 batches must fit in 90 % of it, so a new run needs a larger one"
