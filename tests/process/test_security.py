@@ -64,7 +64,7 @@ def test_a_run_with_keys_trains_unpickles_nothing_and_shows_no_secret(
     run_dir: Path, keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heard = run_dir.parent / "heard"
-    monkeypatch.setenv("PYTHONPATH", str(HOOK))
+    monkeypatch.setenv("PYTHONPATH", str(HOOK), prepend=os.pathsep)
     monkeypatch.setenv("AUDIT_TO", str(heard))
     secrets = [read_key(path).secret for path in keys.glob("*.key")]
     settings, scheduler = overrides(keys)
