@@ -176,8 +176,9 @@ class Rollout(Actor):
         self.journal.write("sent", worker=self.me, lineage=lineage, version=version, **names)
         self.counts["sent"] += 1
         try:
-            answer = await self.shards[lease.shard].ask(PushGroups(items=[item]), Results, frames, timeout_s=None)
-            code = answer.results[0].code
+            shard, push = self.shards[lease.shard], PushGroups(items=[item])
+            while (code := (await shard.ask(push, Results, frames, timeout_s=None)).results[0].code) is Code.BUSY:
+                await shard.ask(PushGroups(items=[]), Results, timeout_s=None)  # the same bytes again, once it has room
         except Refused as no:
             code = no.code
         self.journal.write("answered", code="" if code is None else code.value, **names)

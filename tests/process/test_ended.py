@@ -1,5 +1,6 @@
 """A run that died or goes on without its scheduler, and the workers that come to it."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -33,7 +34,8 @@ def test_a_run_whose_processes_were_all_killed_is_reported_as_dead_with_the_comm
         family = run.family()
         run.process.kill()
         for process in family:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends by itself without its supervisor
+                process.kill()
         psutil.wait_procs(family, timeout=20)
     steps = [event["version"] for event in run.events() if event["ev"] == "publish"][-1]
     died = f"the run died at step {steps} of 400; resume with: staleflow run --run-dir {run_dir} --resume"
