@@ -23,7 +23,7 @@ from unittest import mock
 from staleflow.clients.parameters import chunks, mapped, publish, relays, written
 from staleflow.clients.stage import main as stage_main
 from staleflow.protocols.coordination import migration
-from staleflow.runtime import weights
+from staleflow.runtime import supervised, weights
 from staleflow.servers.parameters import relay, service, tree
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
 
@@ -63,6 +63,8 @@ class Machine:
         """Files in it cannot grow."""
         self.kill_at_rename: tuple[Path, Callable[[], Process | None]] | None = None
         """The next rename into this folder kills that process, right before or right after it."""
+        self.unsupervised: set[Process] = set()
+        """Processes that no supervisor started: they fill no slot and take no name from a live process."""
         self.counts: Counter[str] = Counter()
         self._synced: dict[tuple[int, int], int] = {}
         self._conductor = conductor
@@ -88,6 +90,7 @@ class Machine:
                     (os, "posix_fallocate", self._allocate(os.posix_fallocate)),
                     (os, "replace", self._rename(os.replace)),
                     (os, "rename", self._rename(os.rename)),
+                    (supervised, "slot", self._slot),
                     (tree, "FANOUT", 1),
                     (migration, "MIN_AGE_MS", 200),  # groups here are written in a second
                     (migration, "MIN_LEFT_S", 0.05),
@@ -112,6 +115,10 @@ class Machine:
         """Bytes of the file that a power failure leaves."""
         found = path.stat()
         return min(self._synced.get((found.st_dev, found.st_ino), 0), found.st_size)
+
+    def _slot(self) -> str:
+        process = current()
+        return "" if process in self.unsupervised else process.name
 
     def _host(self) -> str:
         return self._host_of(current().name)

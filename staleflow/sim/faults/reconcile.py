@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
+from staleflow.runtime.clock import MAX_GAP_S
 from staleflow.servers.trajectories.service import RETAIN_EVERY_S
 from staleflow.sim.faults.journal import Journal, Key
 from staleflow.sim.faults.mishaps import MAX_HOLD_S
@@ -22,7 +23,8 @@ from staleflow.sim.faults.world import History, Spell
 
 TICK_S = 0.06
 PAUSE_SLACK_S = 0.3
-"""The scheduler notices a pause at its next tick, and a report may have arrived just before."""
+"""The scheduler notices a pause at its next tick, and a report may have arrived just before. The first ``MAX_GAP_S`` of
+each pause count as time in which it ran."""
 WASTED_AT_ONCE, WASTED_PER_S = 40, 4.0
 """Groups that a broken worker may be given at first, and then a second."""
 
@@ -52,7 +54,7 @@ class Rule(StrEnum):
     POISONED = "a group that no engine of the run can have written is not taken"
     HISTORY = "a server does not work on a store that is older than what others know of it, or empty"
     ENDED = "a run that can go on is not ended"
-    PROGRESS = "a run without trouble does not stand still for three times the life of a lease"
+    PROGRESS = "a run without trouble does not stand still for longer than leases and retries take"
 
 
 @dataclass(slots=True)
@@ -314,12 +316,13 @@ def _paused(found: Findings, journal: Journal, history: History, told: Told, lea
             continue
         heard = [one.answered_s for one in journal.heard.get(reserve["worker"], ()) if one.answered_s < over_s]
         since_s = max(reserve["m"] / 1e9, *heard[-1:])
-        pauses = (min(spell.until_s, over_s) - max(spell.since_s, since_s) for spell in history.paused)
-        paused_s = sum(pause_s for pause_s in pauses if pause_s > 0)
-        if paused_s:
+        spans = (min(spell.until_s, over_s) - max(spell.since_s, since_s) for spell in history.paused)
+        if pauses := [span_s for span_s in spans if span_s > 0]:
+            paused_s = sum(pauses)
+            counted_s = MAX_GAP_S * len(pauses)
             found.check(
                 Rule.PAUSED,
-                over_s - since_s - paused_s > lease_s - PAUSE_SLACK_S,
+                over_s - since_s - paused_s + counted_s > lease_s - PAUSE_SLACK_S,
                 "lease {} of {} expired while the scheduler stood still for {:.1f} s",
                 lease,
                 reserve["worker"],

@@ -60,6 +60,7 @@ from staleflow.sim.faults.witness import Witness
 
 START_S = 0.3
 LOOK_S = 0.1
+BAD_PROMPTS_S = 30.0
 MOST_FAILURES = 20
 """Servers that ended by themselves, after which a run is over."""
 
@@ -237,6 +238,7 @@ class World:
                 self.history.failures.append(f"{node.name}, twice, at {self.conductor.now_s:.3f}: {_story(error)}")
 
         process = self.conductor.spawn(node.name, main)
+        self.machine.unsupervised.add(process)
         process.on_end.append(ended)
         return process
 
@@ -443,8 +445,12 @@ class World:
 
     @property
     def patience_s(self) -> float:
-        """The longest that a run without trouble may stand still."""
-        return 3 * self.scene.lease_s
+        """The longest that a run without trouble may stand still.
+
+        A prompt that no stage can judge is tried for some seconds, and several may follow each other in the last place
+        of a batch.
+        """
+        return 3 * self.scene.lease_s + BAD_PROMPTS_S
 
 
 def _out_of_place(rng: random.Random) -> list[bytes]:
