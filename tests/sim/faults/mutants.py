@@ -29,6 +29,7 @@ from staleflow.protocols.consistency.ledger import Ledger
 from staleflow.protocols.consistency.lineage import Lineages
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.protocols.consistency.window import Window
+from staleflow.protocols.wire.delta import comparable
 from staleflow.protocols.wire.messages import Registered, Result
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.servers.parameters.catalog import Catalog
@@ -326,10 +327,9 @@ def _newer_digest(real: Any) -> Any:
     return digest
 
 
-def _always_done(real: Any) -> Any:
-    async def done(*args: Any) -> bool:
-        await real(*args)
-        return True
+def _takes_the_base(_: Any) -> Any:
+    async def done(self: Any, source: Any, asked: Any, manifest: Any, base: Any, coming: Any) -> bool:
+        return bool(comparable(base.manifest, manifest))
 
     return done
 
@@ -553,10 +553,10 @@ MUTANTS = (
     Mutant("nothing is ever forgotten", Shard, "retain", _retains_everything, _rules("GARBAGE")),
     Mutant("masked tokens are not counted", Group, "masked", _masks_nothing, _rules("I1")),
     Mutant(
-        "a delta that fails is taken for the version",
+        "the base of a delta is taken for the version",
         Remote,
         "_by_delta",
-        _always_done,
+        _takes_the_base,
         _rules("SERVED"),
         KILLS,
         seed=28,
