@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import staleflow
-from staleflow.configs.load import load, read_run
+from staleflow.configs.load import load, read_run, write_resolved
 from staleflow.runtime.errors import Unavailable
 from tests.process.running import CONFIGS, Run, audited
 
@@ -135,7 +135,7 @@ def by_hand(run_dir: Path) -> Iterator[ByHand]:
 
 
 def test_a_drained_run_whose_processes_were_started_by_hand_ends_too(by_hand: ByHand, run_dir: Path) -> None:
-    staleflow.configs.load.write_resolved(load(CONFIGS / "simulated.toml", LONGER), run_dir)
+    write_resolved(load(CONFIGS / "simulated.toml", LONGER), run_dir)
     for words in (*by_hand.SERVERS, *by_hand.WORKERS):
         by_hand.start(*words)
     by_hand.until_trained(4)

@@ -28,7 +28,7 @@ NEAR: Final = "near"
 LOST: Final = "lose a shard's disk"
 """Nobody promises that this costs nothing; what was there is made again, and the run goes on."""
 
-ALL_KINDS: Final = (
+KINDS: Final = (
     "kill",
     "kill at a commit",
     "kill at a rename",
@@ -81,16 +81,6 @@ HARMLESS: Final = frozenset(
 )
 """Faults that take no worker and no message away."""
 
-FINITE: Final = "finite epochs with failing prompts"
-"""A condition of whole runs, not a fault."""
-
-WITHHELD: Final[tuple[str, ...]] = ()
-"""Kinds of faults, conditions and names of rules that the product does not survive yet. No plan has them, and no rule
-among them is judged: a name that is taken out here is switched on."""
-
-KINDS: Final = tuple(kind for kind in ALL_KINDS if kind not in WITHHELD)
-"""The faults of plans."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -136,7 +126,7 @@ def plan_of(seed: int) -> Plan:
     """The plan of a seed; the same for ever, as long as this file is."""
     rng = random.Random(f"staleflow faults {seed}")
     shards = rng.choice((1, 1, 2, 3))
-    finite = FINITE not in WITHHELD and random.Random(f"epochs {seed}").random() < 0.1
+    finite = random.Random(f"epochs {seed}").random() < 0.1
     bound = rng.choice(("trajectory", "trajectory", "token"))
     batch_size = rng.choice((2, 6, 12, 24))
     group_size = rng.choice((1, 2, 4))

@@ -18,7 +18,7 @@ from staleflow.servers.trajectories.service import RETAIN_EVERY_S
 from staleflow.sim.faults.journal import Journal, Key
 from staleflow.sim.faults.mishaps import MAX_HOLD_S
 from staleflow.sim.faults.payload import Learned, manifest_of, weights_of
-from staleflow.sim.faults.plan import WITHHELD, Plan
+from staleflow.sim.faults.plan import Plan
 from staleflow.sim.faults.world import History, Spell
 
 TICK_S = 0.06
@@ -212,7 +212,6 @@ def reconcile(
     found.violations += [(Rule.ALIVE, why) for why in history.failures]
     found.checks[Rule.PROGRESS.name] += 1
     found.violations += [(Rule.PROGRESS, why) for why in history.stalls]
-    found.violations = [(rule, why) for rule, why in found.violations if rule.name not in WITHHELD]
     return found
 
 

@@ -46,7 +46,7 @@ def test_the_first_is_told_at_once_and_the_rest_of_its_second_as_one(tmp_path: P
 
 def test_other_codes_and_auth_have_their_own_second(tmp_path: Path) -> None:
     trace = Told(tmp_path)
-    noted = Rejects(trace, lambda *_: None)
+    noted = Rejects(trace, lambda _, __: None)
     noted.refused("a", STALE, 0)
     noted.plain("a", "message", "malformed", 0)
     noted.auth("a", "rollout", "", ok=True, now_ms=0)
@@ -56,7 +56,7 @@ def test_other_codes_and_auth_have_their_own_second(tmp_path: Path) -> None:
 
 def test_a_flood_of_peers_costs_bounded_memory(tmp_path: Path) -> None:
     trace = Told(tmp_path)
-    noted = Rejects(trace, lambda *_: None)
+    noted = Rejects(trace, lambda _, __: None)
     flood = rejects.MAX_PEERS + 1000
     for number in range(flood):
         noted.plain(f"peer-{number}", "message", "malformed", 0)

@@ -161,6 +161,7 @@ def test_a_worker_that_fails_every_group_is_held_with_a_back_off_that_a_success_
     for ticket in queue.take("w", 8, now_s=now_s, seconds_each=99):  # all of one moment are one hold
         fail(queue, ticket, now_s=now_s)
     waits: list[float] = []
+    (failing,) = queue.failing()
     for _ in range(8):
         (failing,) = queue.failing()
         assert failing.worker == "w"
