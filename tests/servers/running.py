@@ -251,11 +251,16 @@ class Rollout:
     async def attach(self, capacity: int) -> None:
         self.scheduler = self.run.client(self.run.where.scheduler, self.worker)
         self.shards = [self.run.shard(self.worker, shard) for shard in range(len(self.run.where.trajectories))]
-        hello = Attach(worker=self.worker, name="rollout-0", role="rollout", capacity=capacity)
+        slot = "rollout-0"  # as of one supervisor: the next one succeeds it at once
+        hello = Attach(worker=self.worker, name="rollout-0", role="rollout", capacity=capacity, slot=slot)
         await eventually(lambda: self._all_shards(hello))
 
     async def _all_shards(self, hello: Attach) -> bool:
         return all((await self.scheduler.ask(hello, Attached)).shards)
+
+    async def until_room(self, shard: int = 0) -> None:
+        """Return once the shard takes pushes: it has room, and has learned the limits of the model."""
+        await self.shards[shard].ask(PushGroups(items=[]), Results, timeout_s=20)
 
     async def leases(self, count: int) -> list[Assign]:
         """At least so many leases that are held."""

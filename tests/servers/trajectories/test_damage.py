@@ -21,8 +21,10 @@ from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
     Expected,
     FetchGroups,
+    GetModelLimits,
     Groups,
     Inventory,
+    ModelLimits,
     Op,
     Operations,
     RegisterQuarantine,
@@ -70,8 +72,16 @@ class Ledger:
     async def ask(self, body: Request, *_: object, **__: object) -> Reply:
         if isinstance(body, Inventory):
             return Expected(groups=[], shas=[])
+        if isinstance(body, GetModelLimits):
+            await self._other_model(body)
+            return ModelLimits()
         assert isinstance(body, Operations)
         return Results(results=[self._one(op) for op in body.ops])
+
+    async def _other_model(self, body: GetModelLimits) -> None:
+        """Wait for another model than the known one; there is never one."""
+        if body.known is not None:
+            await asyncio.Event().wait()
 
     def _one(self, op: Op) -> Result:
         if isinstance(op, RegisterQuarantine):

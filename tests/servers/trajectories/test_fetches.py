@@ -90,7 +90,8 @@ async def test_payload_travels_once_to_each_reader_of_another_host_and_to_none_o
 async def test_ranks_share_what_they_have_to_work_through_prompts_and_environments_too(
     make_run: Callable[..., Run],
 ) -> None:
-    run = make_run(trainer={"backend": "simulated", "batch_size": 4, "steps": 10})
+    trainer_section = {"backend": "simulated", "batch_size": 4, "steps": 10}
+    run = make_run(trainer=trainer_section, environment={"run": "anywhere:Anything"})
     run.scheduler()
     run.trajectories()
     run.parameters()

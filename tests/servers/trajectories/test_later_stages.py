@@ -24,7 +24,11 @@ ALGORITHM = {"algorithm": {"kl_coef": 0.1, "advantage": "gae"}}
 @pytest.fixture
 async def run(make_run: Callable[..., Run]) -> Run:
     """Three stages: reward, reference, critic."""
-    run = make_run(**NOWHERE, trainer=ALGORITHM, rollout={"filter": "zero_spread"})
+    return started(make_run)
+
+
+def started(make_run: Callable[..., Run], **more: Any) -> Run:
+    run = make_run(**NOWHERE, **more, trainer=ALGORITHM, rollout={"filter": "zero_spread"})
     run.scheduler()
     run.trajectories()
     run.parameters()
@@ -85,7 +89,8 @@ async def test_a_group_goes_through_every_stage_in_order_and_the_trainer_gets_wh
     assert found["stage/critic/values"].tolist() == VALUES.tolist()
 
 
-async def test_a_column_has_a_value_for_tokens_of_an_environment_too(run: Run) -> None:
+async def test_a_column_has_a_value_for_tokens_of_an_environment_too(make_run: Callable[..., Run]) -> None:
+    run = started(make_run, environment={"run": "anywhere:Anything"})
     await pushed(run, read=2)
     groups = await judged(run, "reward", REWARDS)
     assert await judged(run, "reference", {"logprobs": LOGPROBS}) == groups
@@ -176,7 +181,7 @@ async def test_columns_that_are_none_are_refused_by_name_and_release_the_group(
 async def attach(run: Run, name: str, stage: str) -> None:
     worker = worker_id(name)
     client = run.client(run.where.scheduler, worker)
-    await client.ask(Attach(worker=worker, name=name, role="stage", stage=stage), Attached)
+    await client.ask(Attach(worker=worker, name=name, role="stage", stage=stage, slot=name), Attached)
 
 
 async def test_a_second_critic_is_refused_by_name_but_a_new_process_takes_over_its_name(run: Run) -> None:

@@ -107,6 +107,7 @@ async def test_what_a_worker_pushes_again_onto_an_empty_disk_goes_through_its_st
     await run.stop("trajectories-0")
     shutil.rmtree(run.run_dir / "trajectories-0")
     run.trajectories()
+    await rollout.until_room()
     assert {result.code for result in await rollout.push(*assigns)} == {None}
     ask = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     with pytest.raises(Unavailable, match=r"busy: group .* is in its stages once more"):

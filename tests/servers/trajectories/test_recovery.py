@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from staleflow.protocols.wire.messages import Assign, FetchGroups, GetRows, Groups, Rows, StageItem
+from staleflow.servers.trajectories.shard import Shard
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 
 WIDE = {
@@ -100,7 +103,15 @@ async def _unregistered(run: Run) -> bool:
     return bool(status["groups"])
 
 
-async def test_a_push_that_is_sent_again_before_the_shard_has_recovered_is_answered(run: Run) -> None:
+async def test_a_push_that_is_sent_again_before_the_shard_has_recovered_is_answered(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recover, may_recover = Shard.recover, asyncio.Event()
+
+    async def recover_later(shard: Shard) -> None:
+        await may_recover.wait()
+        await recover(shard)
+
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     rollout = await run.rollout()
@@ -109,11 +120,13 @@ async def test_a_push_that_is_sent_again_before_the_shard_has_recovered_is_answe
     stage = StageWorker(run)
     await stage.finish((await stage.take())[0])
     await run.stop("trajectories-0")
-    await run.stop("scheduler")
-    run.trajectories()  # waits for the scheduler before it takes up what it has
+    monkeypatch.setattr(Shard, "recover", recover_later)
+    run.trajectories()
+    await rollout.until_room()  # it knows the model, and has taken up nothing
     again = asyncio.create_task(rollout.push(leased, timeout_s=None))
     await asyncio.sleep(0)  # it is sent; what is answered on the same connection afterwards came after it
     await rollout.shards[0].ask(GetRows(groups=[leased.group]), Rows)
-    run.scheduler()
+    assert not again.done()
+    may_recover.set()
     async with asyncio.timeout(10):
         assert [result.code for result in await again] == [None]

@@ -239,7 +239,13 @@ async def test_why_names_the_stage_that_groups_wait_in_and_how_many_workers_it_h
         "limit": "",
         "failing": [],
     }
-    assert rows["mix"] == {"stage": "mix", "after": ["left", "right", "reward"], "workers": 1, "waiting": 0, "taken": 0}
+    assert rows["mix"] == rows["left"] | {
+        "stage": "mix",
+        "after": ["left", "right", "reward"],
+        "workers": 1,
+        "waiting": 0,
+        "taken": 0,
+    }
 
 
 class Ledger:
