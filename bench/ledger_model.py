@@ -66,6 +66,8 @@ def _do(pair: SameAsTheBuffers, what: str, draw: random.Random) -> None:
             pair.release(index=index, filtered=draw.random() < 0.5)
         case "rollback":
             pair.rollback(back=draw.randint(1, 3))
+        case "checkpoint":
+            pair.checkpoint(keep=draw.randint(1, 3))
         case "occupy" | "finish" | "drop" | "migrate" | "quarantine":
             getattr(pair, what)(index=index)
         case _:
