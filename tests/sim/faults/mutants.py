@@ -190,11 +190,11 @@ def _told_when_it_comes(real: Any) -> Any:
 
 
 def _told_before_registered(real: Any) -> Any:
-    def register(self: Shard, held: Any) -> None:
+    def register(self: Shard, held: Any, **how: Any) -> None:
         waiting, held.waiting = held.waiting, []
         for then in waiting:
             then(Result())
-        real(self, held)
+        real(self, held, **how)
 
     return register
 
