@@ -20,10 +20,11 @@ import msgspec
 
 from staleflow.configs.durable import make_folder, sync_path, sync_tree
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
+from staleflow.runtime.sealed_json import seal, unseal
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 HEAD = "checkpoint.json"
 _PART = ".part"
 _DAMAGED = ".damaged"
@@ -97,7 +98,7 @@ class Checkpoints:
             write(part)
             files = {name: _stored(part / name) for name in _names(part)}
             head = Head(schema=SCHEMA, run=self._run, state=state, files=files)
-            (part / HEAD).write_bytes(msgspec.json.format(msgspec.json.encode(head), indent=2) + b"\n")
+            (part / HEAD).write_bytes(seal(head))
             sync_tree(part)
             self._replace(part, final, state.lineage)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a folder that is gone
@@ -178,8 +179,8 @@ class Checkpoints:
 
     def _read_head(self, path: Path) -> Head:
         try:
-            head = msgspec.json.decode((path / HEAD).read_bytes(), type=Head)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            head = msgspec.convert(unseal((path / HEAD).read_bytes()), Head)
+        except (OSError, ValueError) as error:  # msgspec.ValidationError is a ValueError
             raise DamagedCheckpoint(f"{HEAD}: {error}") from error
         if head.schema != SCHEMA:
             raise DamagedCheckpoint(f"schema is {head.schema}; it must be {SCHEMA}")

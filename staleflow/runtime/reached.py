@@ -14,6 +14,7 @@ from staleflow.configs.durable import write_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import Attached
+from staleflow.runtime.sealed_json import seal, unseal
 from staleflow.runtime.trace import RESTORE
 
 FILE = "run"
@@ -76,8 +77,8 @@ def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
     """What each checkpoint knows. A head that cannot be read is left out: the trainer names that damage."""
     for path in sorted((run_dir / CHECKPOINTS).glob("*/checkpoint.json")):
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=_Checkpoint)
-        except (OSError, msgspec.DecodeError):
+            found = msgspec.convert(unseal(path.read_bytes()), _Checkpoint)
+        except (OSError, ValueError):
             continue
         yield path.parent, Reached(run=found.run, lineage=found.state.lineage, version=found.state.version)
 
@@ -85,11 +86,11 @@ def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
 def read(folder: Path) -> Reached:
     """The note in a folder; an empty one where there is none that can be read."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Reached)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.convert(unseal((folder / FILE).read_bytes()), Reached)
+    except (OSError, ValueError):
         return Reached()
 
 
 def write(folder: Path, known: Reached, *, sync: bool) -> None:
     """Replace the note. ``OSError``."""
-    write_durably(folder / FILE, msgspec.json.encode(known), sync=sync)
+    write_durably(folder / FILE, seal(known), sync=sync)

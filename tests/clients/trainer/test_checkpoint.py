@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from staleflow.clients.trainer.checkpoint import Checkpoints, DamagedCheckpoint, Overtaken, TrainerState
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
+from staleflow.runtime.reached import of_checkpoints
+from staleflow.runtime.sealed_json import seal, unseal
 
 
 def checkpoints(folder: Path, *, run: str = "r1", keep: int = 2) -> Checkpoints:
@@ -128,8 +129,21 @@ def test_a_checkpoint_of_another_run_is_not_used(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_schema_is_not_used(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path)
     head = kept.save(state(5), write) / "checkpoint.json"
-    head.write_bytes(msgspec.json.encode(msgspec.json.decode(head.read_bytes()) | {"schema": 9}))
+    head.write_bytes(seal(unseal(head.read_bytes()) | {"schema": 9}))
     assert versions(kept) == []
+
+
+def test_a_changed_bit_of_the_head_is_damage_and_never_another_run_or_version(tmp_path: Path) -> None:
+    kept = checkpoints(tmp_path)
+    head = kept.save(state(5), write) / "checkpoint.json"
+    good = head.read_bytes()
+    known = list(of_checkpoints(kept.folder.parent))
+    assert [(found.run, found.version) for _, found in known] == [("r1", 5)]
+    for place in range(len(good)):
+        damaged = bytearray(good)
+        damaged[place] ^= 1 << place % 7
+        head.write_bytes(damaged)
+        assert list(of_checkpoints(kept.folder.parent)) in ([], known), good[place : place + 20]
 
 
 def test_versions_of_a_lost_history_are_removed(tmp_path: Path) -> None:
