@@ -165,7 +165,8 @@ class Faults:
             if node.process is not None and node.process.alive:
                 world.conductor.kill(node.process)
         path = world.run_dir / "trace.jsonl"
-        if world.plan.config.scheduler.durability == "power" and path.exists():
+        swapped = world.nodes["scheduler"].swapped  # then the trace is what tells that the ledger is an older one
+        if world.plan.config.scheduler.durability == "power" and path.exists() and not swapped:
             synced = world.machine.synced(path)
             with path.open("r+b") as file:
                 file.truncate(self._rng.randint(synced, path.stat().st_size))

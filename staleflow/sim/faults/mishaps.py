@@ -1,10 +1,13 @@
 """Faults beside the protocol: workers that fail at everything, payload that no engine writes, older stores."""
 
+import math
 import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from staleflow.runtime.memory_store import Tables
 from staleflow.sim.faults.payload import LONG
@@ -130,8 +133,13 @@ class Mishaps:
         return True
 
     def _swap_older(self, older: Tables, seq: int) -> None:
-        if self._world.seq() > seq and not self._world.ended and not self._world.scene.finishing:
+        if self._traced() > seq and not self._world.ended and not self._world.scene.finishing:
             self._swap(older)
+
+    def _traced(self) -> int:
+        """The last line of the trace's file: a file that was cut to where an older ledger ends does not disprove it."""
+        lines = (self._world.run_dir / "trace.jsonl").read_bytes().split(b"\n")[:-1]
+        return int(msgspec.json.decode(lines[-1])["seq"]) if lines else 0
 
     def _swap(self, other: Tables) -> bool:
         """The scheduler finds another store than it left. It must refuse it until the operator has put back its own."""
@@ -163,6 +171,8 @@ class Mishaps:
         found = sorted((path for path in folder.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
         if len(found) < 2 or not self._whole(found[-2]) or not self._whole(found[-1]):
             return False
+        if int(found[-2].name) < self._oldest_kept():
+            return False  # without room, payload is kept for the newest alone: nothing else can be resumed from
         path = self._rng.choice([path for path in sorted(found[-1].iterdir()) if path.stat().st_size])
         data = bytearray(path.read_bytes())
         data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
@@ -172,6 +182,15 @@ class Mishaps:
             if node.process is not None and node.process.alive:
                 world.conductor.kill(node.process)
         return True
+
+    def _oldest_kept(self) -> float:
+        """The oldest version that the run can go back to; none while a trajectory server may lack room for more."""
+        world = self._world
+        if any(node.disk is not None and (node.disk.full or node.disk.crowded) for node in world.of("trajectories")):
+            return math.inf
+        lines = (world.run_dir / "trace.jsonl").read_bytes().splitlines()
+        newest = next((line for line in reversed(lines) if b'"ev":"checkpoint"' in line), None)
+        return 0 if newest is None else int(msgspec.json.decode(newest)["version"])
 
     def _whole(self, checkpoint: Path) -> bool:
         return not (checkpoint / DAMAGED).exists()
