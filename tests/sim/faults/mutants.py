@@ -611,7 +611,8 @@ MUTANTS = (
         "Piece",
         _pieces_are_kept,
         _rules("SERVED"),
-        KILLS,
+        ("flip a byte of a payload", "flip a byte of a column", "kill"),
+        seed=5,
     ),
     Mutant(
         "the trainer trains what the token bound masks", batches._Columns, "mask", _nothing_is_masked, _rules("SERVED")
