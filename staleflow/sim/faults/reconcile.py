@@ -311,7 +311,7 @@ def _leases(found: Findings, journal: Journal, history: History, told: Told, lea
 
 def _paused(found: Findings, journal: Journal, history: History, told: Told, lease_s: float) -> None:
     for lease, (over_s, why) in told.over.items():
-        if why != "expired" or (reserve := told.reserved.get(lease)) is None:
+        if (reserve := told.reserved.get(lease)) is None:
             continue
         heard = [one.answered_s for one in journal.heard.get(reserve["worker"], ()) if one.answered_s < over_s]
         since_s = max(reserve["m"] / 1e9, *heard[-1:])
@@ -321,7 +321,7 @@ def _paused(found: Findings, journal: Journal, history: History, told: Told, lea
             counted_s = MAX_GAP_S * len(pauses)
             found.check(
                 Rule.PAUSED,
-                over_s - since_s - paused_s + counted_s > lease_s - PAUSE_SLACK_S,
+                why != "expired" or over_s - since_s - paused_s + counted_s > lease_s - PAUSE_SLACK_S,
                 "lease {} of {} expired while the scheduler stood still for {:.1f} s",
                 lease,
                 reserve["worker"],
