@@ -316,7 +316,9 @@ def _paused(found: Findings, journal: Journal, history: History, told: Told, lea
         heard = [one.answered_s for one in journal.heard.get(reserve["worker"], ()) if one.answered_s < over_s]
         since_s = max(reserve["m"] / 1e9, *heard[-1:])
         spans = (min(spell.until_s, over_s) - max(spell.since_s, since_s) for spell in history.paused)
-        if pauses := [span_s for span_s in spans if span_s > 0]:
+        pauses = [span_s for span_s in spans if span_s > 0]
+        outlived = over_s - since_s > lease_s  # it would have expired if its pauses had counted
+        if pauses and (why == "expired" or outlived):
             paused_s = sum(pauses)
             counted_s = MAX_GAP_S * len(pauses)
             found.check(
