@@ -198,7 +198,7 @@ def rows_of(batch: TrainBatch, which: NDArray[np.int64]) -> TrainBatch:
     """Some rows of a batch, as a batch of their own."""
     chosen: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
     chosen |= {name: value[which] for name, value in chosen.items() if isinstance(value, np.ndarray)}
-    chosen["rows"] = tuple(batch.rows[row] for row in which)
+    chosen["rows"] = tuple(batch.rows[int(row)] for row in which)
     for stages in ("token_stages", "sample_stages"):
         chosen[stages] = {name: column[which] for name, column in chosen[stages].items()}
     return TrainBatch(**chosen)
