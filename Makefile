@@ -48,7 +48,7 @@ unit: .venv/.installed ## unit, property, simulation, process and wheel tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup -m "not long" tests
 
 test-backends: .venv/.installed ## long: every trainer backend on one rank and two, against plain torch
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/clients/trainer/test_backends.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 tests/clients/trainer/backends/test_backends.py
 
 test-long: .venv/.installed ## long: every test that make test leaves out
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 0 -m long tests
@@ -63,8 +63,8 @@ test-long: .venv/.installed ## long: every test that make test leaves out
 	touch $@
 
 test-vllm: .venv-vllm/.installed ## the tests that need vLLM, in an environment of their own
-	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -n 0 tests/clients/rollout/test_vllm_model.py \
-		tests/clients/rollout/test_vllm_engine.py tests/process/test_vllm_run.py
+	OMP_NUM_THREADS=1 $(VLLM_BIN)/pytest -n 0 tests/clients/rollout/engines/vllm/test_model.py \
+		tests/clients/rollout/engines/vllm/test_engine.py tests/process/test_vllm_run.py
 
 bench: .venv/.installed ## the tables of bench/, each with a peer or the raw limit beside it
 	@missed=; for name in $(BENCHES); do echo "bench.$$name"; $(BIN)/python -m bench.$$name || missed="$$missed $$name"; done; \
@@ -87,7 +87,7 @@ flat: .venv/.installed ## long: a million trajectories through one server, whose
 	nice -n 19 $(BIN)/python -m bench.flat --trajectories 1000000
 
 reference: .venv/.installed ## pages and pictures of docs/ that are made from the code
-	$(BIN)/python -m staleflow.reference docs
+	$(BIN)/python -m docs.generate docs
 
 docs: .venv/.installed reference ## docs/ as a site in site/
 	$(BIN)/zensical build --strict

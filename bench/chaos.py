@@ -24,7 +24,7 @@ from typing import Any
 import click
 
 from staleflow.cli.progress import bar
-from staleflow.runtime.audit import audit
+from staleflow.trace.audit.report import audit
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 GOAL = 0.9

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.lmdb_store import Store
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpacked
+from staleflow.store.lmdb import Store
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 GROUP_TOKENS = 8 * 512

@@ -8,8 +8,8 @@ import psutil
 import zmq
 
 from bench.control_load import LIMITS, LINEAGE, OPS_A_MESSAGE, SHA, UNDER_WAY, Counts, cpu_seconds
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Version, WorkerId
+from staleflow.net.zmq_stream import DrainedSocket
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Segment, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_reply, encode_request
 from staleflow.protocols.wire.messages import (
     Assign,
@@ -22,7 +22,6 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
-from staleflow.runtime.drained import DrainedSocket
 
 GROUPS_A_REPORT = 4
 """About what a worker is told at once when many are attached."""

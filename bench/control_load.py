@@ -14,8 +14,9 @@ from functools import partial
 import psutil
 import zmq
 
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.net.limits import TransportLimits
+from staleflow.net.zmq_stream import DrainedSocket
+from staleflow.protocols.consistency.ids import LeaseId, Lineage, Segment, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import decode_reply, encode_request
 from staleflow.protocols.wire.messages import (
     Abort,
@@ -43,8 +44,6 @@ from staleflow.protocols.wire.messages import (
     Request,
     Results,
 )
-from staleflow.runtime.drained import DrainedSocket
-from staleflow.runtime.limits import TransportLimits
 
 OPS_A_MESSAGE = 32
 UNDER_WAY = 1

@@ -26,7 +26,7 @@ from rich.table import Table
 from bench.control_echo import echo_load, serve_echo
 from bench.control_load import Counts, Load
 from bench.progress import tracked
-from staleflow.configs.load import addresses
+from staleflow.configs.loading.load import addresses
 from staleflow.configs.schema import Config, Coordination, Durability, Prompts, Reward, Scheduler, Staleness, Trainer
 from staleflow.servers.scheduler.main import serve
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.configs.schema import Config
-from staleflow.servers.scheduler.deck import Deck
+from staleflow.servers.scheduler.prompts.queue import Deck
 from staleflow.sim.cost import StepCost
 from staleflow.sim.workload import Workload
 

@@ -10,7 +10,7 @@ from bench.coordination_table import Line, Table
 from bench.coordination_world import DISPATCH, Job, Publish, Size, run, world
 from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.view import Order, Snapshot
-from staleflow.servers.scheduler import cycle
+from staleflow.servers.scheduler.coordination import cycle
 
 KEPT, AGAIN = 20, 5
 """The slowest decisions are made again, so often each, in processor time of their thread: what else the machine does

@@ -25,15 +25,15 @@ import uvloop
 from bench.hostile import BIG, TINY, Hostile
 from bench.progress import tracked
 from staleflow.cli.main import main as staleflow
+from staleflow.net.allow_list import AllowList
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call, Endpoint
+from staleflow.net.keys import read_key
+from staleflow.net.limits import TransportLimits
+from staleflow.net.listener import Listener
+from staleflow.net.transport import Sockets, Transport
 from staleflow.protocols.consistency.ids import Step, WorkerId
 from staleflow.protocols.wire.messages import Done, Metrics
-from staleflow.runtime.allowed import AllowList
-from staleflow.runtime.client import Client
-from staleflow.runtime.endpoint import Call, Endpoint
-from staleflow.runtime.keys import read_key
-from staleflow.runtime.limits import TransportLimits
-from staleflow.runtime.listener import Listener
-from staleflow.runtime.transport import Sockets, Transport
 
 MIB = 1 << 20
 UNDER_WAY = 8

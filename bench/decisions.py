@@ -19,7 +19,7 @@ from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, Worke
 from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.routing import Routing
 from staleflow.protocols.coordination.view import Cost, Instance, Next, Snapshot
-from staleflow.servers.scheduler.snapshots import MOST_STARTS
+from staleflow.servers.scheduler.coordination.snapshots import MOST_STARTS
 
 
 def fleet(instances: int) -> Snapshot:

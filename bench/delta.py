@@ -30,15 +30,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.progress import tracked
-from staleflow.clients.parameters import Puller
-from staleflow.configs.load import addresses, read_run
+from staleflow.clients.weights import Puller
+from staleflow.configs.loading.load import addresses, read_run
+from staleflow.net.client import worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.delta import LEVEL, Span, apply, encode, spans
 from staleflow.protocols.wire.manifest import lay_out
 from staleflow.protocols.wire.messages import Manifest
-from staleflow.runtime.client import worker_id
-from staleflow.runtime.errors import Refused
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
 APART = (1, 2, 4, 8)

@@ -32,7 +32,7 @@ what came between two questions of what may go, which are two seconds apart; ten
 _PROCESS = """
 import sys
 from pathlib import Path
-from staleflow.configs.load import read_run
+from staleflow.configs.loading.load import read_run
 from staleflow.servers.{role}.main import serve
 sys.exit(serve(read_run(Path(sys.argv[1])), Path(sys.argv[1]){shard}))
 """

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from staleflow.clients.parameters import Publisher
-from staleflow.configs.load import addresses, from_json, write_resolved
+from staleflow.clients.weights import Publisher
+from staleflow.configs.loading.load import addresses, from_json, write_resolved
 from staleflow.configs.schema import Config
+from staleflow.net.client import Client, worker_id
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import (
     Assign,
@@ -42,7 +43,6 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client, worker_id
 
 GROUP_SIZE = 16
 BATCH = 32
@@ -61,7 +61,7 @@ def config_of(run_dir: Path, steps: int) -> Config:
     prompts.write_bytes(b"".join(b'{"prompt": "%d"}\n' % number for number in range(ROWS)))
     table = {
         "prompts": {"path": str(prompts)},
-        "reward": {"run": "staleflow.quickstart.task:reward"},
+        "reward": {"run": "staleflow.examples.quickstart.task:reward"},
         "staleness": {"max_staleness": 2},
         "rollout": {"engine": "simulated", "group_size": GROUP_SIZE, "max_inflight": GROUP_SIZE * BATCH * 3},
         "trainer": {"backend": "simulated", "batch_size": BATCH, "steps": steps},

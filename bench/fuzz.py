@@ -40,7 +40,7 @@ TRACED_EVERY = 16
 MOST_CORPUS = 400
 MOST_HEADER = 4_096
 """Bytes of a message that others are made from: doubled again and again they would only grow."""
-ROOMS = ("/servers/", "/protocols/", "/runtime/")
+ROOMS = ("/servers/", "/protocols/", "/staleflow/net/", "/staleflow/store/")
 
 
 @dataclass(slots=True)

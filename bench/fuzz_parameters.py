@@ -10,16 +10,16 @@ from typing import cast
 from bench.disk import bytes_of
 from bench.fuzz_messages import Raw, Said
 from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read, signature
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Request
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
-from staleflow.servers.attached import Tasks
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Versions
+from staleflow.servers.runner import Tasks
 
 READER, TRAINER, RELAY = WorkerId("rollout-0"), WorkerId("trainer"), WorkerId("relay-0")
 MOST_VERSIONS = 8

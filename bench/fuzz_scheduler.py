@@ -9,17 +9,16 @@ from bench.fuzz_messages import Raw, Said
 from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read, signature
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.groups import GroupView, State
-from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Segment, Step, Version, WorkerId
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Op
-from staleflow.runtime.audit import audit
-from staleflow.runtime.audit_books import Rule
-from staleflow.runtime.memory_store import MemoryStore
-from staleflow.servers.scheduler.interpreter import TABLES
+from staleflow.servers.scheduler.ledger.interpreter import TABLES
 from staleflow.servers.scheduler.main import open_service
+from staleflow.store.memory import MemoryStore
+from staleflow.trace.audit.report import audit
+from staleflow.trace.audit.state import Rule
 
 WORKER, SHARD, TRAINER, PARAMETERS = (WorkerId(name) for name in ("rollout-0", "trajectories-0", "trainer", "server"))
 MANY_STEPS = 10**6

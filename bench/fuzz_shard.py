@@ -12,23 +12,23 @@ import numpy as np
 
 from bench.fuzz_messages import Raw, Said
 from bench.fuzz_target import UNREADABLE, Ears, Finding, must_be_unchanged, read, signature
+from staleflow.configs.loading.prompt_rows import PromptRows
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
+from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Operations, Request, Result, Results
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.host import boot_id
-from staleflow.runtime.lmdb_store import Store
-from staleflow.runtime.prompts import PromptRows
-from staleflow.servers.attached import Tasks
+from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.main import make_service
 from staleflow.servers.trajectories.records import Key, pushed
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpacked
+from staleflow.store.lmdb import Store
 
 WORKER, STAGE, TRAINER = WorkerId("rollout-0"), WorkerId("reward-0"), WorkerId("trainer")
 SAMPLES, TOKENS = 2, 5

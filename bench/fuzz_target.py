@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from bench.fuzz_messages import Raw, Said
+from staleflow.net.endpoint import Call
+from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.wire.codec import ProtocolError, decode_reply, decode_request, encode_reply
 from staleflow.protocols.wire.messages import BeginPublish, FinishStage, Refusal, Reply, Request, Results
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.memory import MemoryEndpoint
 
 UNREADABLE = "unreadable"
 WAITS = "waits"

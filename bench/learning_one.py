@@ -13,10 +13,10 @@ import torch
 from bench.learning_report import Run
 from bench.learning_run import Loop, Problem
 from bench.learning_task import HELD_OUT, LONGEST, Row, model_of, problems, reward
-from staleflow.clients.rollout.tokens import encoder, open_tokenizer
-from staleflow.configs.checks import consistent
+from staleflow.clients.tokens import encoder, open_tokenizer
+from staleflow.configs.rules.checks import consistent
 from staleflow.configs.schema import Config
-from staleflow.quickstart.model import EOS_ID
+from staleflow.examples.quickstart.model import EOS_ID
 
 
 def config_of(key: dict[str, Any], directory: Path) -> Config:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from staleflow.clients.rollout.engine import Request, Sampling, Trajectory
+from staleflow.clients.rollout.engines.base import Request, Sampling, Trajectory
+from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
 from staleflow.clients.rollout.groups import payload
-from staleflow.clients.rollout.transformers_engine import TransformersEngine
-from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
-from staleflow.clients.trainer.tensors import to_arrays
-from staleflow.clients.trainer.torch_files import load_model
+from staleflow.clients.trainer.backends.files import load_model
+from staleflow.clients.trainer.backends.tensors import to_arrays
+from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.effects import Dropped, Effect, Released, Sealed

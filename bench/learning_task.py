@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3ForCausalLM
 
-from staleflow.quickstart.model import character_tokenizer, shape, warm_up
+from staleflow.examples.quickstart.model import character_tokenizer, shape, warm_up
 
 SHORTEST, LONGEST = 3, 8
 """Digits of a problem."""

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.progress import tracked
-from staleflow.protocols.consistency.events import Consume, Event, Join, Occupy, Publish, Push, Renew, Reserve, Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.events import Consume, Event, Join, Occupy, Publish, Push, Renew, Reserve
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 

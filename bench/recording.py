@@ -15,7 +15,7 @@ from pathlib import Path
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from staleflow.configs.load import read_run
+from staleflow.configs.loading.load import read_run
 from staleflow.monitor.history import History
 from staleflow.monitor.look import Look
 from staleflow.monitor.model import board

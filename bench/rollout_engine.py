@@ -17,8 +17,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.progress import tracked
-from staleflow.clients.rollout.engine import Request, Sampling
-from staleflow.clients.rollout.transformers_engine import TransformersEngine
+from staleflow.clients.rollout.engines.base import Request, Sampling
+from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
 
 
 @click.command()

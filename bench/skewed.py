@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.progress import tracked
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.configs.schema import Config
-from staleflow.runtime.trace import read_events
 from staleflow.sim.measure import steps_per_min
 from staleflow.sim.result import StepRow
 from staleflow.sim.simulate import TRACE, simulate
+from staleflow.trace.writer import read_events
 
 CONFIG = Path(__file__).parent.parent / "configs" / "skewed.toml"
 WITHIN = 0.1

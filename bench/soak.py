@@ -30,13 +30,13 @@ import msgspec
 from rich.console import Console
 
 import staleflow
-from staleflow.runtime.audit import FileRule
-from staleflow.runtime.audit_books import Rule as AuditRule
 from staleflow.sim.faults.__main__ import told
 from staleflow.sim.faults.plan import KINDS
 from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import Outcome, run_seed
 from staleflow.sim.faults.virtual import BEGIN_S
+from staleflow.trace.audit.report import FileRule
+from staleflow.trace.audit.state import Rule as AuditRule
 
 RESULTS = Path(__file__).parent / "results"
 PER_SEED = 10_000

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from bench.progress import tracked
 from bench.skewed import real
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.sim.simulate import simulate
 
 CONFIG = Path(__file__).parent.parent / "configs" / "streaming.toml"

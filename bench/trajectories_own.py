@@ -24,10 +24,10 @@ import uvloop
 
 from bench.trajectories_measure import PRODUCERS, TAKE, TRAJECTORY_BYTES, Row, watch
 from staleflow.clients.rollout.pushes import Pusher
-from staleflow.clients.rollout.slabs import SlabWriter
-from staleflow.clients.trainer.batches import assemble
-from staleflow.clients.trainer.stream import BatchStream
-from staleflow.configs.load import addresses, read_run, write_resolved
+from staleflow.clients.rollout.slab_writer import SlabWriter
+from staleflow.clients.trainer.data.batch import assemble
+from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.configs.loading.load import addresses, read_run, write_resolved
 from staleflow.configs.schema import (
     Config,
     Coordination,
@@ -40,6 +40,8 @@ from staleflow.configs.schema import (
     Trainer,
     Trajectories,
 )
+from staleflow.net.client import Client, worker_id
+from staleflow.process.host import reuse_memory
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import (
     Assign,
@@ -60,8 +62,6 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
 from staleflow.protocols.wire.tensors import Array
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.host import reuse_memory
 
 GROUP = 8
 """Trajectories of a group."""
@@ -77,7 +77,7 @@ REWARDS = np.linspace(0, 1, GROUP, dtype=np.float32)
 _PROCESS = """
 import sys
 from pathlib import Path
-from staleflow.configs.load import read_run
+from staleflow.configs.loading.load import read_run
 from staleflow.servers.{role}.main import serve
 sys.exit(serve(read_run(Path(sys.argv[1])), Path(sys.argv[1]){shard}))
 """
@@ -168,7 +168,7 @@ def _config_of(shape: Shape, run_dir: Path) -> Config:
     prompts.write_bytes(b"".join(b'{"prompt": "%d"}\n' % number for number in range(ROWS)))
     config = Config(
         prompts=Prompts(path=str(prompts)),
-        reward=Reward(run="staleflow.quickstart.task:reward"),
+        reward=Reward(run="staleflow.examples.quickstart.task:reward"),
         staleness=Staleness(max_staleness=shape.max_staleness),
         rollout=Rollout(engine="simulated", group_size=GROUP),
         coordination=Coordination(routing="least_loaded", admission="fill"),

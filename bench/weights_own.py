@@ -14,10 +14,12 @@ from typing import Any
 import uvloop
 from numpy.typing import NDArray
 
-from staleflow.clients.parameters import Publisher, Puller
-from staleflow.clients.parameters.pull import PulledVersion
-from staleflow.configs.load import addresses, from_json
+from staleflow.clients.weights import Publisher, Puller
+from staleflow.clients.weights.pull import PulledVersion
+from staleflow.configs.loading.load import addresses, from_json
 from staleflow.configs.schema import Config
+from staleflow.net.endpoint import Call, Endpoint
+from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -30,12 +32,10 @@ from staleflow.protocols.wire.messages import (
     Status,
     VersionsInUse,
 )
-from staleflow.runtime.daemon import Stop
-from staleflow.runtime.endpoint import Call, Endpoint
 from staleflow.servers.parameters.main import serve_until
 
 CONFIG = b"""{
-    "prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.quickstart.task:reward"},
+    "prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.examples.quickstart.task:reward"},
     "rollout": {"engine": "simulated"}, "trainer": {"backend": "simulated"}
 }"""
 

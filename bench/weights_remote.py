@@ -36,9 +36,13 @@ import uvloop
 import zmq
 from numpy.typing import NDArray
 
-from staleflow.clients.parameters import Publisher, Puller, mapped, relays
-from staleflow.configs.load import addresses, config_sha, from_json
+from staleflow.clients.weights import Publisher, Puller, mapped, relays
+from staleflow.configs.loading.load import addresses, config_sha, from_json
 from staleflow.configs.schema import Config
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call, Endpoint
+from staleflow.process.daemon import Stop
+from staleflow.process.host import reuse_memory
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -51,12 +55,10 @@ from staleflow.protocols.wire.messages import (
     Status,
     VersionsInUse,
 )
-from staleflow.runtime.client import Client
-from staleflow.runtime.daemon import Stop
-from staleflow.runtime.endpoint import Call, Endpoint
-from staleflow.runtime.host import reuse_memory
 from staleflow.servers.parameters import main as root
-from staleflow.servers.parameters import relay, relay_main, tree
+from staleflow.servers.parameters import tree
+from staleflow.servers.parameters.relay import main as relay_main
+from staleflow.servers.parameters.relay import service as relay
 
 Arrays = dict[str, NDArray[np.uint16]]
 
@@ -132,7 +134,7 @@ def raw_limit(nbytes: int, *, hops: int = 0) -> float:
 
 def config_of(port: int, delta: str) -> Config:
     return from_json(
-        b"""{"prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.quickstart.task:reward"},
+        b"""{"prompts": {"path": "p.jsonl"}, "reward": {"run": "staleflow.examples.quickstart.task:reward"},
         "rollout": {"engine": "simulated"}, "trainer": {"backend": "simulated"},
         "parameters": {"bind": "tcp://127.0.0.1:%d", "keep_versions": %d, "delta": "%s"}}"""
         % (port, FRESH - 1, delta.encode())

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from staleflow.net.client import BlockingClient, worker_id
+from staleflow.net.transport import SOCKETS, Transport
 from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done, Drain, GetStatus, Status
-from staleflow.runtime.client import BlockingClient, worker_id
-from staleflow.runtime.transport import SOCKETS, Transport
 
 
 class Admin:

@@ -6,13 +6,13 @@ import logging
 import msgspec
 
 from staleflow.configs.errors import ConfigError
+from staleflow.net.addresses import reachable
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused, RunOver
+from staleflow.net.retry import Backoff
+from staleflow.process import readiness
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import Attach, Attached
-from staleflow.runtime import supervised
-from staleflow.runtime.address import reachable
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused, RunOver
-from staleflow.runtime.retry import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
     Waits for servers that are still to come, and a bounded time for a name whose owner may have died. ``RunOver`` after
     the end, ``ConfigError`` when the run does not take this worker.
     """
-    request = msgspec.structs.replace(request, slot=request.slot or supervised.slot())
+    request = msgspec.structs.replace(request, slot=request.slot or readiness.slot())
     backoff, attempt = Backoff(0.1, 1.0), 0
     while True:
         waiting = "waiting for the scheduler at %s, which does not answer"
@@ -42,7 +42,7 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
         finally:
             notice.cancel()
         if answer.shards and all(answer.shards) and (answer.parameters or not parameters):
-            supervised.tell_attached()
+            readiness.tell_attached()
             return msgspec.structs.replace(
                 answer,
                 shards=[reachable(shard, scheduler.address) for shard in answer.shards],

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.configs.errors import MISSING, ConfigError
-from staleflow.configs.row_files import read_rows
+from staleflow.configs.loading.row_files import read_rows
 
 KEY = "rollout.simulated.trace"
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from staleflow.api import Result, Run, Trace, connect, run
-    from staleflow.clients.trainer.backend import NoBatch
+    from staleflow.clients.trainer.backends.base import NoBatch
     from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
     from staleflow.configs.errors import ConfigError
-    from staleflow.configs.load import load
+    from staleflow.configs.loading.load import load
+    from staleflow.net.errors import Refused, Unavailable
     from staleflow.protocols.wire.messages import ModelLimits
-    from staleflow.runtime.errors import Refused, Unavailable
 
 __all__ = [
     "BadVersion",
@@ -34,12 +34,12 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.runtime.errors"
+_TRAINER, _ERRORS = "staleflow.clients.trainer.client", "staleflow.net.errors"
 _ELSEWHERE = {
     "BadVersion": _TRAINER,
     "Fenced": _TRAINER,
     "ModelLimits": "staleflow.protocols.wire.messages",
-    "NoBatch": "staleflow.clients.trainer.backend",
+    "NoBatch": "staleflow.clients.trainer.backends.base",
     "TrainerClient": _TRAINER,
     "Refused": _ERRORS,
     "Unavailable": _ERRORS,

@@ -20,23 +20,23 @@ import msgspec
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import addresses, from_json, load, read_run
-from staleflow.configs.presence import present
+from staleflow.configs.loading.load import addresses, from_json, load, read_run
+from staleflow.configs.loading.presence import present
 from staleflow.configs.schema import Config
+from staleflow.metrics.reader import metric_lines
 from staleflow.monitor.sources import phase_of
 from staleflow.monitor.story import events_about
+from staleflow.net.permissions import Role
+from staleflow.net.security import LOOKING, client_sockets
+from staleflow.process.sanitize import printable
 from staleflow.report.writers import with_writers
-from staleflow.runtime.audit import AuditReport, audit
-from staleflow.runtime.metric_lines import metric_lines
-from staleflow.runtime.printable import printable
-from staleflow.runtime.roles import Role
-from staleflow.runtime.security import LOOKING, client_sockets
-from staleflow.runtime.trace import read_events
-from staleflow.runtime.trace_lines import decoded
 from staleflow.supervisor import rundir, summary
 from staleflow.supervisor.addresses import check_free, may_answer
 from staleflow.supervisor.supervisor import Supervisor
 from staleflow.supervisor.view import Snapshot, View
+from staleflow.trace.audit.report import AuditReport, audit
+from staleflow.trace.reader import decoded
+from staleflow.trace.writer import read_events
 
 if TYPE_CHECKING:
     from staleflow.clients.trainer.client import TrainerClient
@@ -237,7 +237,7 @@ class Run:
     def trainer(self, name: str = "trainer", *, rank: int = 0, world: int = 1) -> "TrainerClient":
         """A training loop's side of the service: ``join``, ``batches``, ``commit``. docs/python.md has a whole loop."""
         from staleflow.clients.trainer.client import TrainerClient
-        from staleflow.configs.load import config_sha
+        from staleflow.configs.loading.load import config_sha
 
         sockets = client_sockets(self.config.security, Role.TRAINER)
         return TrainerClient(
@@ -343,7 +343,7 @@ class Trace:
         return f"Trace({str(self.path)!r}, {lines:,} lines, run {run})"
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Each event as it stands in the file; ``ev`` says which, ``staleflow.runtime.trace_events`` what it has."""
+        """Each event as it stands in the file; ``ev`` says which, ``staleflow.trace.events`` what it has."""
         return read_events(self.path)
 
     def check(self) -> AuditReport:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.skewed import CONFIG, read
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.sim.simulate import TRACE, simulate
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from staleflow.runtime.metric_names import PREFIX
-from staleflow.servers.scheduler.exposition import FAMILIES, names
+from staleflow.metrics.names import PREFIX
+from staleflow.servers.scheduler.status.prometheus import FAMILIES, names
 
 BOARD: dict[str, Any] = json.loads((Path(__file__).parent.parent / "docs" / "grafana" / "staleflow.json").read_text())
 OWN_LABELS = {"instance"}

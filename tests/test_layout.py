@@ -76,7 +76,9 @@ def test_the_wheel_holds_every_module_once_and_nothing_generic(wheel: Path) -> N
             p.relative_to(ROOT).as_posix() for p in (ROOT / room).rglob("*") if p.suffix in {".py", ".toml"}
         )
         assert sorted(n.removeprefix("staleflow/") for n in names if n.startswith(f"staleflow/{room}/")) == tracked
-    assert {"staleflow/starter/config.toml", "staleflow/starter/reward.py"} <= set(names)  # of staleflow init
+    assert {"staleflow/examples/starter/config.toml", "staleflow/examples/starter/reward.py"} <= set(
+        names
+    )  # of staleflow init
 
 
 @pytest.mark.xdist_group("wheel")

@@ -13,7 +13,7 @@ from staleflow.supervisor.chaos import Kind
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "operations.md").read_text()
-FOLDERS = ("servers", "clients", "staleflow/runtime", "staleflow/supervisor")
+FOLDERS = ("servers", "clients", *(f"staleflow/{name}" for name in ("net", "store", "trace", "process", "supervisor")))
 LOUD = ("warning", "error", "exception", "critical")
 
 

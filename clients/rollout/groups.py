@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engine import AsyncEngine, Request, Sampling, TokenSegment, Trajectory
-from staleflow.configs.coordination import groups_held, samples_started
+from staleflow.clients.rollout.engines.base import AsyncEngine, Request, Sampling, TokenSegment, Trajectory
+from staleflow.configs.rules.coordination import groups_held, samples_started
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import Assign

@@ -10,22 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.attachment import attach as attach_to
-from staleflow.clients.parameters import Puller
-from staleflow.clients.rollout.chat_speech import ByteSpeech
-from staleflow.clients.rollout.engine import AsyncEngine
-from staleflow.clients.rollout.engine_thread import EngineThread
-from staleflow.clients.rollout.environment import Environments
+from staleflow.clients.rollout.engines.base import AsyncEngine
+from staleflow.clients.rollout.engines.simulated import SimulatedEngine
+from staleflow.clients.rollout.engines.thread import EngineThread
+from staleflow.clients.rollout.episodes.chat.template import ByteSpeech
+from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
-from staleflow.clients.rollout.simulated_engine import SimulatedEngine
 from staleflow.clients.rollout.worker import Encode, Worker
-from staleflow.configs.load import config_sha, model_dir
+from staleflow.clients.weights import Puller
+from staleflow.configs.loading.load import config_sha, model_dir
 from staleflow.configs.schema import Config
+from staleflow.net.client import Client, worker_id
+from staleflow.net.permissions import Role
+from staleflow.net.security import client_sockets
+from staleflow.net.transport import Transport
+from staleflow.process.daemon import Stop, run
 from staleflow.protocols.wire.messages import Attach
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.daemon import Stop, run
-from staleflow.runtime.roles import Role
-from staleflow.runtime.security import client_sockets
-from staleflow.runtime.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +123,12 @@ async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encod
             simulated = SimulatedEngine(rollout.simulated, slots=rollout.max_inflight, seed=config.seed)
             return EngineThread(simulated, drain=drain), text_bytes
         case "transformers":
-            from staleflow.clients.rollout.transformers_model import open_transformers
+            from staleflow.clients.rollout.engines.transformers.model import open_transformers
 
             stepped, encode = await asyncio.to_thread(open_transformers, config, model_dir(config, run_dir))
             return EngineThread(stepped, drain=drain), encode
         case "vllm":
-            from staleflow.clients.rollout.vllm_model import open_vllm
+            from staleflow.clients.rollout.engines.vllm.model import open_vllm
 
             return await open_vllm(config, model_dir(config, run_dir))
 
@@ -139,7 +139,7 @@ def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe
         return None
     if config.rollout.engine == "simulated":
         return Environments(config, engine, ByteSpeech(), recipe)
-    from staleflow.clients.rollout.chat_tokens import open_speech
+    from staleflow.clients.rollout.episodes.chat.tokenizer import open_speech
 
     return Environments(config, engine, open_speech(model_dir(config, run_dir)), recipe)
 

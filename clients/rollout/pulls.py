@@ -8,13 +8,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from staleflow.clients.parameters import CorruptWeights, Puller
-from staleflow.clients.rollout.engine import AsyncEngine, LoadError
+from staleflow.clients.rollout.engines.base import AsyncEngine, LoadError
+from staleflow.clients.weights import CorruptWeights, Puller
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Done, Pulled
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from staleflow.clients.rollout.groups import truncated
-from staleflow.clients.rollout.slabs import SlabWriter
+from staleflow.clients.rollout.slab_writer import SlabWriter
+from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Assign, Place, PushGroups, PushItem, Result, Results
 from staleflow.protocols.wire.tensors import Array, pieces, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.portions import Portion, Stuck
 
 MOST_GROUPS = 64
 MOST_BYTES = 32 << 20

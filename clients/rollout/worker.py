@@ -18,16 +18,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.parameters import Puller
-from staleflow.clients.rollout.engine import AsyncEngine, EngineError, RequestError
-from staleflow.clients.rollout.environment import Environments
-from staleflow.clients.rollout.environment_runner import EpisodeFailed
+from staleflow.clients.rollout.engines.base import AsyncEngine, EngineError, RequestError
+from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
+from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Begun, Held, Recipe, Samples, interrupt, leave
-from staleflow.clients.rollout.moving import ROWS_BYTES, arrived, hand_over
 from staleflow.clients.rollout.pulls import Pulls
 from staleflow.clients.rollout.pushes import Pusher
-from staleflow.clients.rollout.slabs import SlabWriter
+from staleflow.clients.rollout.slab_writer import SlabWriter
+from staleflow.clients.rollout.transfers import ROWS_BYTES, arrived, hand_over
+from staleflow.clients.weights import Puller
 from staleflow.configs.errors import ConfigError
+from staleflow.net.adaptive_chunks import Portion
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused, Unavailable
+from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -49,10 +53,6 @@ from staleflow.protocols.wire.messages import (
     Yield,
 )
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.portions import Portion
-from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
 

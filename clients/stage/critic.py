@@ -26,7 +26,7 @@ from staleflow.clients.stage.reference import Limits, finite, on_device, within
 from staleflow.clients.stage.sequences import rows_of
 from staleflow.clients.stage.worker import Made, StageGroup
 from staleflow.clients.trainer.algorithms.gae import gae, token_rewards
-from staleflow.clients.trainer.torch_files import load_model
+from staleflow.clients.trainer.backends.files import load_model
 from staleflow.configs.schema import Algorithm, Config
 from staleflow.protocols.wire.stages import REWARD_COLUMN, STAGE
 from staleflow.protocols.wire.trajectory import GroupPayload

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from staleflow.configs.durable import make_folder, replace_durably
+from staleflow.configs.durable_files import make_folder, replace_durably
 from staleflow.configs.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -10,21 +10,21 @@ from pathlib import Path
 from staleflow.clients.attachment import attach as attach_to_run
 from staleflow.clients.stage.model_stage import Judge, ModelStage
 from staleflow.clients.stage.reward import reward_stage
-from staleflow.clients.stage.texts import Decode, ids_as_text, tokenizer_decoder
 from staleflow.clients.stage.user_stage import user_stage
 from staleflow.clients.stage.worker import Stage, StageWorker
+from staleflow.clients.texts import Decode, ids_as_text, tokenizer_decoder
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import config_sha, model_dir
+from staleflow.configs.loading.load import config_sha, model_dir
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph, groups_at_once, stages
+from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import Refused, Unavailable
+from staleflow.net.permissions import Role
+from staleflow.net.security import client_sockets
+from staleflow.net.transport import Transport
+from staleflow.process import daemon
 from staleflow.protocols.wire.messages import Attach, Detach, Done, GetStatus, Status
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
-from staleflow.runtime import daemon
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.roles import Role
-from staleflow.runtime.security import client_sockets
-from staleflow.runtime.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}[stage]
     directory = Path(own) if own else initial
     if own:
-        from staleflow.clients.rollout.tokens import check_same_tokens
+        from staleflow.clients.tokens import check_same_tokens
 
         check_same_tokens(f"{stage}.path", directory, initial)
     if stage == REFERENCE:

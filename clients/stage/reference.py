@@ -13,7 +13,7 @@ from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.sequences import Rows, rows_of
 from staleflow.clients.stage.worker import Failed, Made, StageGroup
 from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
-from staleflow.clients.trainer.torch_files import load_model
+from staleflow.clients.trainer.backends.files import load_model
 
 COLUMN = "logprobs"
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.stage.runner import RewardFailed, RewardRunner, Sample
-from staleflow.clients.stage.texts import Decode
 from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.texts import Decode
+from staleflow.clients.user_code.runner import RewardFailed, RewardRunner, Sample
 from staleflow.configs.schema import Reward
 from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD, short_name
 from staleflow.protocols.wire.trajectory import GroupPayload

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.trainer.batches import micro_batches
+from staleflow.clients.trainer.data.batch import micro_batches
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 

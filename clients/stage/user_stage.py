@@ -5,13 +5,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from staleflow.clients.stage import pipe
-from staleflow.clients.stage.group_child import noun_of
-from staleflow.clients.stage.process import Program
 from staleflow.clients.stage.reward import completions
-from staleflow.clients.stage.runner import CallFailed, CallRunner
-from staleflow.clients.stage.texts import Decode
 from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.texts import Decode
+from staleflow.clients.user_code import pipe
+from staleflow.clients.user_code.group_child import noun_of
+from staleflow.clients.user_code.process import Program
+from staleflow.clients.user_code.runner import CallFailed, CallRunner
 from staleflow.configs.schema import Stage as StageSettings
 from staleflow.configs.stages import Node
 from staleflow.protocols.wire.codec import ProtocolError
@@ -63,7 +63,7 @@ async def user_stage(settings: StageSettings, node: Node, decode: Decode) -> Asy
         makes=list(node.makes),
     )
     program = Program(
-        module="staleflow.clients.stage.group_child",
+        module="staleflow.clients.user_code.group_child",
         key=f"stage {settings.name}",
         noun=noun_of(settings.name),
         load=load,

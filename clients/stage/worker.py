@@ -15,18 +15,18 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.mapped import MappedSlabs, Unmapped, Unreadable, checked
 from staleflow.clients.out_of_memory import out_of_memory
+from staleflow.clients.slab_reader import MappedSlabs, Unmapped, Unreadable, checked
+from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.client import Client
+from staleflow.process.host import boot_id
+from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FinishStage, Results, StageItem, StageResult, StageWork, TakeStage
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client
-from staleflow.runtime.host import boot_id
-from staleflow.runtime.portions import Portion, Stuck
-from staleflow.runtime.seldom import Seldom
 
 log = logging.getLogger(__name__)
 

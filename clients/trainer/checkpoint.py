@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.configs.durable import make_folder, sync_path, sync_tree
+from staleflow.configs.durable_files import make_folder, sync_path, sync_tree
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
-from staleflow.runtime.sealed_json import seal, unseal
+from staleflow.store.sealed_json import seal, unseal
 
 log = logging.getLogger(__name__)
 

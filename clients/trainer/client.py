@@ -25,11 +25,16 @@ from typing import Any, Protocol, Self, TypeVar, cast
 import uvloop
 
 from staleflow.clients.attachment import attach
-from staleflow.clients.parameters import Publisher
-from staleflow.clients.trainer.backend import Drained, Published, Stopped
-from staleflow.clients.trainer.batches import TrainBatch
-from staleflow.clients.trainer.pieces import Piece, PieceStream
-from staleflow.clients.trainer.stream import BatchStream
+from staleflow.clients.trainer.backends.base import Drained, Published, Stopped
+from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.data.micro_batches import Piece, PieceStream
+from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.weights import Publisher
+from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import Refused, Unavailable
+from staleflow.net.permissions import Role
+from staleflow.net.security import client_sockets
+from staleflow.net.transport import Transport
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import (
@@ -48,11 +53,6 @@ from staleflow.protocols.wire.messages import (
     RegisterCheckpoint,
     Status,
 )
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.roles import Role
-from staleflow.runtime.security import client_sockets
-from staleflow.runtime.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -501,7 +501,7 @@ def as_weights(weights: Mapping[str, Any] | Published) -> Published:
         return weights
     given = cast(Mapping[str, Any], weights)
     if any(hasattr(value, "detach") for value in given.values()):
-        from staleflow.clients.trainer.tensors import to_arrays
+        from staleflow.clients.trainer.backends.tensors import to_arrays
 
         return to_arrays(given)
     return given

@@ -7,24 +7,25 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from staleflow.clients.stage.texts import tokenizer_decoder
-from staleflow.clients.trainer.backend import Backend, NoBatch, OutOfMemory, Stopped, StreamingBackend
+from staleflow.clients.texts import tokenizer_decoder
+from staleflow.clients.trainer.backends.base import Backend, NoBatch, OutOfMemory, Stopped, StreamingBackend
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
-from staleflow.clients.trainer.followed import Followed
-from staleflow.clients.trainer.lockstep import Leader, follow
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
+from staleflow.clients.trainer.ranks.follower import Followed
+from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.samples import FILE, Samples
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
-from staleflow.configs.load import config_sha, model_dir
+from staleflow.configs.loading.load import config_sha, model_dir
 from staleflow.configs.ranks import place
 from staleflow.configs.schema import Config
-from staleflow.runtime import daemon, reached
-from staleflow.runtime.roles import Role
-from staleflow.runtime.security import client_sockets
+from staleflow.net.permissions import Role
+from staleflow.net.security import client_sockets
+from staleflow.process import daemon
+from staleflow.trace import run_history
 
 if TYPE_CHECKING:
-    from staleflow.clients.trainer.ranks import ManyRanks, OneRank
+    from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
     from staleflow.clients.trainer.torch_trainer import TorchTrainer
 
 log = logging.getLogger(__name__)
@@ -103,11 +104,13 @@ def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threa
 def train(config: Config, run_dir: Path, client: TrainerClient, backend: Backend, stopping: threading.Event) -> None:
     """Attach, then train until the last step or until ``stopping``. Closes the backend."""
     try:
-        found = [*reached.of_checkpoints(run_dir)]  # before the attach: an older trainer may still save newer ones
+        found = [*run_history.of_checkpoints(run_dir)]  # before the attach: an older trainer may still save newer ones
         attached = client.attach()
         for path, known in found:
-            reached.check(known, attached, path)
-        checkpoints = Checkpoints(run_dir / reached.CHECKPOINTS, run=client.run, keep=config.trainer.keep_checkpoints)
+            run_history.check(known, attached, path)
+        checkpoints = Checkpoints(
+            run_dir / run_history.CHECKPOINTS, run=client.run, keep=config.trainer.keep_checkpoints
+        )
         loop = TrainingLoop(
             config,
             client=client,
@@ -141,10 +144,10 @@ def _samples(config: Config, run_dir: Path) -> Samples | None:
 def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
     """What the loop drives: the configured backend, or that of every rank at once."""
     if config.trainer.backend == "simulated":
-        from staleflow.clients.trainer.simulated_trainer import SimulatedTrainer
+        from staleflow.clients.trainer.backends.simulated import SimulatedTrainer
 
         return SimulatedTrainer(config.trainer.simulated_step_s, config.trainer.batch_size)
-    from staleflow.clients.trainer.ranks import OneRank, open_ranks
+    from staleflow.clients.trainer.backends.collectives import OneRank, open_ranks
 
     ranks = open_ranks(config.trainer.backend)
     backend = _torch_backend(config, run_dir, ranks)
@@ -158,7 +161,7 @@ def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
 
 def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: threading.Event) -> None:
     """A rank above 0: its own backend and its own way to the batches; what to do when comes from rank 0."""
-    from staleflow.clients.trainer.ranks import ManyRanks, open_ranks
+    from staleflow.clients.trainer.backends.collectives import ManyRanks, open_ranks
 
     ranks = open_ranks(config.trainer.backend)
     assert isinstance(ranks, ManyRanks)
@@ -171,7 +174,7 @@ def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: thre
 
 def _torch_backend(config: Config, run_dir: Path, ranks: "OneRank | ManyRanks") -> "TorchTrainer":
     """``ConfigError`` when the model or the held-out prompts cannot be read, or the backend is not installed."""
-    from staleflow.clients.trainer.evaluation import open_evaluation
+    from staleflow.clients.trainer.evaluation.factory import open_evaluation
     from staleflow.clients.trainer.torch_trainer import TorchTrainer
 
     directory = model_dir(config, run_dir)

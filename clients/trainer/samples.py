@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.stage.texts import Decode
-from staleflow.clients.trainer.batches import NO_VERSION, TrainBatch
-from staleflow.runtime.printable import json_line
+from staleflow.clients.texts import Decode
+from staleflow.clients.trainer.data.batch import NO_VERSION, TrainBatch
+from staleflow.process.sanitize import json_line
 
 log = logging.getLogger(__name__)
 

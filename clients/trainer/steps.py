@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from staleflow.clients.trainer.backend import Backend, StepResult, Stopping, StreamingBackend, Untrainable
-from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.backends.base import Backend, StepResult, Stopping, StreamingBackend, Untrainable
 from staleflow.clients.trainer.client import TrainerClient
-from staleflow.clients.trainer.pieces import joined
+from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.data.micro_batches import joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

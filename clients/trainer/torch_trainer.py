@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from staleflow.clients.out_of_memory import out_of_memory
-from staleflow.clients.trainer.accompanied import accompany, lead
-from staleflow.clients.trainer.backend import (
+from staleflow.clients.trainer.algorithms.objective import Objective, tokens_of
+from staleflow.clients.trainer.backends.base import (
     OutOfMemory,
     Published,
     StepResult,
@@ -32,19 +32,19 @@ from staleflow.clients.trainer.backend import (
     Untrainable,
     batch_values,
 )
-from staleflow.clients.trainer.batches import TrainBatch, micro_batches, rows_of
-from staleflow.clients.trainer.blame import Blame
-from staleflow.clients.trainer.evaluation import Evaluation
-from staleflow.clients.trainer.learner import Learner, make_learner
-from staleflow.clients.trainer.objective import Objective, tokens_of
-from staleflow.clients.trainer.packing import packs
-from staleflow.clients.trainer.passes import completion_logprobs, keeps_apart
-from staleflow.clients.trainer.ranks import ManyRanks, OneRank
-from staleflow.clients.trainer.schedule import learning_rate
-from staleflow.clients.trainer.speed import Speed
-from staleflow.clients.trainer.tensors import Streamed, to_arrays
-from staleflow.clients.trainer.torch_files import checkpoint_gradients, load_model, save_model, save_streamed
-from staleflow.clients.trainer.weight_files import WeightFiles, open_model
+from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
+from staleflow.clients.trainer.backends.files import checkpoint_gradients, load_model, save_model, save_streamed
+from staleflow.clients.trainer.backends.flops import Speed
+from staleflow.clients.trainer.backends.forward import completion_logprobs, keeps_apart
+from staleflow.clients.trainer.backends.learner import Learner, make_learner
+from staleflow.clients.trainer.backends.lr_schedule import learning_rate
+from staleflow.clients.trainer.backends.packing import packs
+from staleflow.clients.trainer.backends.sharded_files import WeightFiles, open_model
+from staleflow.clients.trainer.backends.tensors import Streamed, to_arrays
+from staleflow.clients.trainer.data.batch import TrainBatch, micro_batches, rows_of
+from staleflow.clients.trainer.evaluation.held_out import Evaluation
+from staleflow.clients.trainer.evaluation.sharded import accompany, lead
+from staleflow.clients.trainer.quarantine import Blame
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 
 if TYPE_CHECKING:
-    from staleflow.protocols.consistency.events import Segment
+    from staleflow.protocols.consistency.ids import Segment
 
 
 class ReleaseWhy(StrEnum):

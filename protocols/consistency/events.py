@@ -1,18 +1,19 @@
 """Inputs of the machine: what the world says happened or asks for. Closed, frozen, keyword-only."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from staleflow.protocols.consistency.effects import DropWhy, ReleaseWhy
-from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
-
-
-class Segment(NamedTuple):
-    """Tokens of a group that one version wrote, summed over its samples."""
-
-    lineage: Lineage
-    version: Version
-    tokens: int
+from staleflow.protocols.consistency.ids import (
+    BatchId,
+    GroupId,
+    LeaseId,
+    Lineage,
+    Segment,
+    Step,
+    TrainerTerm,
+    Version,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

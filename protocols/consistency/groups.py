@@ -4,8 +4,7 @@ from enum import IntEnum
 from typing import Final, NamedTuple
 
 from staleflow.protocols.consistency.effects import Member
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Step, Version, WorkerId
 
 
 class State(IntEnum):

@@ -1,6 +1,6 @@
 """The nouns of the protocol. Each is one thing; a number of one kind is never taken for a number of another."""
 
-from typing import NewType
+from typing import NamedTuple, NewType
 
 GroupId = NewType("GroupId", int)
 """The trajectories of one prompt: ``epoch * rows + row`` of the prompt source. Never reused once trained or dropped."""
@@ -25,3 +25,11 @@ BatchId = NewType("BatchId", int)
 
 WorkerId = NewType("WorkerId", str)
 """One attached process, unique to its lifetime: a name and a nonce (``rollout-0.9f2c``)."""
+
+
+class Segment(NamedTuple):
+    """Tokens of a group that one version wrote, summed over its samples."""
+
+    lineage: Lineage
+    version: Version
+    tokens: int

@@ -9,9 +9,18 @@ from collections.abc import Iterable, Sequence
 from staleflow.protocols.consistency.batches import Batch, digest
 from staleflow.protocols.consistency.effects import Sealed
 from staleflow.protocols.consistency.errors import RestoreError
-from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.groups import NO_CLAIM, Group, State
-from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.ids import (
+    BatchId,
+    GroupId,
+    LeaseId,
+    Lineage,
+    Segment,
+    Step,
+    TrainerTerm,
+    Version,
+    WorkerId,
+)
 from staleflow.protocols.consistency.ledger import PAGE_ROWS, STEP_ROWS, Ledger
 
 Cell = int | str | bool | None

@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, Lineage, Version
+from staleflow.protocols.consistency.ids import GroupId, Lineage, Segment, Version
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.stages import LOGPROB_TOLERANCE, STAGE, Column, Kind, column_of
 from staleflow.protocols.wire.tensors import Array

@@ -11,6 +11,9 @@ import logging
 from contextlib import suppress
 from typing import Any
 
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
+from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire.messages import (
@@ -21,9 +24,6 @@ from staleflow.protocols.wire.messages import (
     Status,
     VersionsInUse,
 )
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.seldom import Seldom
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.turns import Looks
 from staleflow.servers.parameters.versions import (

@@ -8,10 +8,10 @@ import asyncio
 from collections import OrderedDict
 
 from staleflow.configs.schema import DeltaKind
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.delta import WIDTHS, encode
 from staleflow.protocols.wire.messages import GetDelta, Manifest
-from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import Stored, Versions
 
 KEPT_BYTES = 256 << 20

@@ -6,20 +6,20 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from staleflow.configs.durable import make_folder
+from staleflow.configs.durable_files import make_folder
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import addresses, config_sha
+from staleflow.configs.loading.load import addresses, config_sha
 from staleflow.configs.schema import Config
+from staleflow.net.client import Client, worker_id
+from staleflow.net.security import server_sockets
+from staleflow.net.transport import SOCKETS, Transport
+from staleflow.process.daemon import Stop, run
+from staleflow.process.host import raise_file_limit
 from staleflow.protocols.wire.messages import Attach, Attached
-from staleflow.runtime import reached
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.daemon import Stop, run
-from staleflow.runtime.host import raise_file_limit
-from staleflow.runtime.security import server_sockets
-from staleflow.runtime.transport import SOCKETS, Transport
-from staleflow.servers.attached import Tasks, serve_attached
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Versions
+from staleflow.servers.runner import Tasks, serve_attached
+from staleflow.trace import run_history
 
 NAME = "parameters"
 
@@ -91,7 +91,7 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
         return service
 
     def on_attached(attached: Attached) -> None:
-        reached.check(versions.reached, attached, run_dir / NAME)
+        run_history.check(versions.reached, attached, run_dir / NAME)
         versions.reach(attached.run)
         services[0].run = attached.run
 

@@ -15,6 +15,12 @@ from typing import Any, NamedTuple
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import DeltaKind
+from staleflow.net.addresses import check_connect
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call
+from staleflow.net.errors import Refused
+from staleflow.process.host import boot_id
+from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.manifest import MOST_BYTES, check
@@ -38,13 +44,6 @@ from staleflow.protocols.wire.messages import (
     Status,
     Unpin,
 )
-from staleflow.runtime.address import check_connect
-from staleflow.runtime.client import Client
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.host import boot_id
-from staleflow.runtime.seldom import Seldom
-from staleflow.servers.attached import Tasks
 from staleflow.servers.parameters import turns
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.parameters.deltas import Deltas
@@ -52,6 +51,7 @@ from staleflow.servers.parameters.tree import Tree
 from staleflow.servers.parameters.turns import Turns
 from staleflow.servers.parameters.uploads import Upload, Uploads
 from staleflow.servers.parameters.versions import About, NoRoom, Scarce, Stored, VersionKey, Versions
+from staleflow.servers.runner import Tasks
 
 log = logging.getLogger(__name__)
 

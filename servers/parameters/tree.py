@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.runtime.address import is_loopback
+from staleflow.net.addresses import is_loopback
 
 FANOUT = 4
 """Relays right below one place."""

@@ -3,8 +3,8 @@
 import asyncio
 from collections import Counter
 
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
-from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import Stored, Versions
 
 MOST_PIECES = 64

@@ -10,10 +10,10 @@ import asyncio
 import secrets
 from dataclasses import dataclass
 
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire.messages import BeginPublish, Manifest, Registered
-from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import About, Staged, Versions
 
 REMEMBERED = 16

@@ -21,16 +21,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from staleflow.configs.durable import make_folder, sync_path
+from staleflow.configs.durable_files import make_folder, sync_path
 from staleflow.configs.schema import Durability
+from staleflow.process.host import file_system
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.manifest import Digest, check
 from staleflow.protocols.wire.messages import Manifest
-from staleflow.runtime import reached
-from staleflow.runtime.disk import spared, state_of
-from staleflow.runtime.host import file_system
-from staleflow.runtime.shared_file import SCARCE, hold, take
+from staleflow.store.disk_errors import spared, state_of
+from staleflow.store.shared_file import SCARCE, hold, take
+from staleflow.trace import run_history
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Versions:
         self._spare = folder / "spare.part"
         self.stored: dict[VersionKey, Stored] = {}
         make_folder(folder)
-        self.reached = reached.read(folder)
+        self.reached = run_history.read(folder)
         """The run and its newest registered version, as noted in the folder."""
         self._collect()
 
@@ -212,10 +212,10 @@ class Versions:
         lags until the next one."""
         was = self.reached
         newest = max(VersionKey(was.lineage, was.version), key or VersionKey(Lineage(0), Version(-1)))
-        self.reached = reached.Reached(run=run, lineage=newest.lineage, version=newest.version)
+        self.reached = run_history.Reached(run=run, lineage=newest.lineage, version=newest.version)
         if self.reached != was:
             try:
-                reached.write(self._folder, self.reached, sync=self._sync)
+                run_history.write(self._folder, self.reached, sync=self._sync)
             except OSError as error:
                 log.warning("the newest version is not noted in %s: %s", self._folder, error)
 

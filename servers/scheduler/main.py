@@ -6,30 +6,31 @@ import logging
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import addresses
+from staleflow.configs.loading.load import addresses
 from staleflow.configs.metrics import read_token
 from staleflow.configs.schema import Config
+from staleflow.net.endpoint import Endpoint
+from staleflow.net.security import server_sockets
+from staleflow.net.transport import SOCKETS, Sockets, Transport
+from staleflow.process.clock import WALL, Clock, RunningClock
+from staleflow.process.daemon import Stop, run
+from staleflow.process.host import raise_file_limit
+from staleflow.process.metrics_http import ScrapeServer
 from staleflow.protocols.consistency.errors import RestoreError
 from staleflow.protocols.wire.messages import PROTOCOL
-from staleflow.runtime import crashes, reached
-from staleflow.runtime.checked_store import CheckedStore
-from staleflow.runtime.clock import WALL, Clock, RunningClock
-from staleflow.runtime.daemon import Stop, run
-from staleflow.runtime.endpoint import Endpoint
-from staleflow.runtime.host import raise_file_limit
-from staleflow.runtime.scrape import ScrapeServer
-from staleflow.runtime.security import server_sockets
-from staleflow.runtime.store import Store, StoreCorrupt, StoreFull, StoreInUse
-from staleflow.runtime.trace import Trace, TraceError
-from staleflow.runtime.trace_events import Open, Recovered
-from staleflow.runtime.transport import SOCKETS, Sockets, Transport
-from staleflow.servers.scheduler import identity as identities
-from staleflow.servers.scheduler.deck import Deck
-from staleflow.servers.scheduler.fresh import BLOCK, Clustering
-from staleflow.servers.scheduler.identity import Identity
-from staleflow.servers.scheduler.interpreter import TABLES, Interpreter
-from staleflow.servers.scheduler.lengths import Lengths
+from staleflow.servers.scheduler.ledger import identity as identities
+from staleflow.servers.scheduler.ledger.identity import Identity
+from staleflow.servers.scheduler.ledger.interpreter import TABLES, Interpreter
+from staleflow.servers.scheduler.lengths.expected import Lengths
+from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts.stream import BLOCK, Clustering
 from staleflow.servers.scheduler.service import TICK_S, Service
+from staleflow.store import crash_recovery
+from staleflow.store.base import Store, StoreCorrupt, StoreFull, StoreInUse
+from staleflow.store.checksummed import CheckedStore
+from staleflow.trace import run_history
+from staleflow.trace.events import Open, Recovered
+from staleflow.trace.writer import Trace, TraceError
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ LATER_S = 0.002
 def serve(config: Config, run_dir: Path, session: str = "") -> int:
     """Serve until SIGTERM; the process's exit code. ``session``: as of ``open_service``."""
     raise_file_limit()
-    crashes.note_crashes(run_dir / "scheduler")
+    crash_recovery.note_crashes(run_dir / "scheduler")
 
     async def main(stop: Stop) -> None:
         store = open_store(config, run_dir)
@@ -60,7 +61,9 @@ def open_store(config: Config, run_dir: Path) -> CheckedStore:
     """The run's store, made if it is missing. ``ConfigError`` if it is in use, too small or not a store."""
     settings, path = config.scheduler, run_dir / "scheduler"
     try:
-        store = crashes.open_store(path, tables=TABLES, map_bytes=settings.map_mb << 20, durability=settings.durability)
+        store = crash_recovery.open_store(
+            path, tables=TABLES, map_bytes=settings.map_mb << 20, durability=settings.durability
+        )
     except StoreInUse as error:
         raise ConfigError("run directory", str(run_dir), f"{error}") from error
     except (StoreCorrupt, StoreFull) as error:
@@ -114,8 +117,8 @@ def open_service(
 
 def _check_rest(run_dir: Path, identity: Identity, lineage: int = 0, version: int = -1) -> None:
     """``ConfigError`` when another part of the run directory is of another run, or newer than the ledger."""
-    for path, known in reached.of_run(run_dir):
-        reached.check_ledger(path, known, run=identity.run, lineage=lineage, version=version)
+    for path, known in run_history.of_run(run_dir):
+        run_history.check_ledger(path, known, run=identity.run, lineage=lineage, version=version)
 
 
 def _deck(config: Config, lengths: Lengths | None) -> Deck:

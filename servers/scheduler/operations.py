@@ -5,6 +5,8 @@ What a shard sends again because an answer was lost has its effect once and is a
 
 from typing import assert_never
 
+from staleflow.net.endpoint import Call
+from staleflow.net.permissions import Role
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Code, Refused, Released, ReleaseWhy
 from staleflow.protocols.consistency.errors import TransitionError
@@ -23,16 +25,14 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
-from staleflow.runtime.disk import trouble
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.roles import Role
-from staleflow.servers.scheduler.answers import Answers
-from staleflow.servers.scheduler.failures import Failures
-from staleflow.servers.scheduler.interpreter import Interpreter
-from staleflow.servers.scheduler.metrics import Metrics
-from staleflow.servers.scheduler.rejects import Rejects
-from staleflow.servers.scheduler.setbacks import Setbacks
-from staleflow.servers.scheduler.yields import Yields
+from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.handoff import Yields
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.rejects import Rejects
+from staleflow.servers.scheduler.prompts.failures import Setbacks
+from staleflow.servers.scheduler.status.step_metrics import Metrics
+from staleflow.store.disk_errors import trouble
 
 MOST_TOKENS = 1 << 40
 """Of one group: what is counted over a run still fits the store's 64 bits."""

@@ -11,44 +11,44 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
-from staleflow.configs.load import RESOLVED, write_resolved
+from staleflow.configs.loading.load import RESOLVED, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
+from staleflow.net.endpoint import Call
+from staleflow.net.errors import RUN_IS_OVER
+from staleflow.net.transport import stranger
+from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Done
-from staleflow.runtime import trace_events
-from staleflow.runtime.disk import trouble
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.errors import RUN_IS_OVER
-from staleflow.runtime.seldom import Seldom
-from staleflow.runtime.store import FULL_SHARE
-from staleflow.runtime.transport import stranger
-from staleflow.servers.scheduler import phase as phases
-from staleflow.servers.scheduler.answers import RETRY_MS, Answers
-from staleflow.servers.scheduler.attachments import Attachments
-from staleflow.servers.scheduler.cycle import Cycle
-from staleflow.servers.scheduler.deadlock import Deadlock
-from staleflow.servers.scheduler.describing import Describing
-from staleflow.servers.scheduler.exposition import Exposition
-from staleflow.servers.scheduler.failures import Failures
-from staleflow.servers.scheduler.identity import Identity
-from staleflow.servers.scheduler.instances import Instances
-from staleflow.servers.scheduler.interpreter import Interpreter
-from staleflow.servers.scheduler.metrics import Metrics
-from staleflow.servers.scheduler.model_limits import KnownLimits
+from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.cycle import Cycle
+from staleflow.servers.scheduler.coordination.handoff import Yields
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.ledger import phase as phases
+from staleflow.servers.scheduler.ledger.identity import Identity
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.model_limits import KnownLimits
+from staleflow.servers.scheduler.ledger.pending_replies import RETRY_MS, Answers
+from staleflow.servers.scheduler.ledger.rejects import Rejects
+from staleflow.servers.scheduler.ledger.training import Training
 from staleflow.servers.scheduler.operations import GroupOperations
-from staleflow.servers.scheduler.pulls import PullReports
-from staleflow.servers.scheduler.registry import Registry
-from staleflow.servers.scheduler.rejects import Rejects
-from staleflow.servers.scheduler.setbacks import Setbacks
-from staleflow.servers.scheduler.stage_loads import Loads
-from staleflow.servers.scheduler.status import StatusView
-from staleflow.servers.scheduler.training import Training
-from staleflow.servers.scheduler.yields import Yields
+from staleflow.servers.scheduler.prompt_features import Describing
+from staleflow.servers.scheduler.prompts.failures import Setbacks
+from staleflow.servers.scheduler.status.deadlock import Deadlock
+from staleflow.servers.scheduler.status.prometheus import Exposition
+from staleflow.servers.scheduler.status.stage_loads import Loads
+from staleflow.servers.scheduler.status.status import StatusView
+from staleflow.servers.scheduler.status.step_metrics import Metrics
+from staleflow.servers.scheduler.workers.attachments import Attachments
+from staleflow.servers.scheduler.workers.pull_reports import PullReports
+from staleflow.servers.scheduler.workers.registry import Registry
+from staleflow.store.base import FULL_SHARE
+from staleflow.store.disk_errors import trouble
+from staleflow.trace import events as trace_events
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ Consumes rows that the deck is about to deal, produces their features; waits ins
 
 import asyncio
 
+from staleflow.configs.loading.prompt_rows import PromptRows
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.wire.messages import Describe, Described
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.prompts import PromptRows
 from staleflow.servers.trajectories.prompt_features import described
 
 

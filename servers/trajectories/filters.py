@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from staleflow.configs.algorithm import FilterName
+from staleflow.configs.rules.algorithm import FilterName
 from staleflow.protocols.wire.stages import REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array
 

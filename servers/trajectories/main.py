@@ -5,24 +5,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from staleflow.configs.algorithm import filter_of
-from staleflow.configs.coordination import samples_started
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import addresses, config_sha
+from staleflow.configs.loading.load import addresses, config_sha
+from staleflow.configs.loading.prompt_rows import PromptRows, open_prompts
+from staleflow.configs.rules.algorithm import filter_of
+from staleflow.configs.rules.coordination import samples_started
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import calls_a_group, check_row, graph, seconds_a_group
+from staleflow.net.client import Client, worker_id
+from staleflow.net.security import server_sockets
+from staleflow.net.transport import SOCKETS, Transport
+from staleflow.process.daemon import Stop, run
+from staleflow.process.host import raise_file_limit
 from staleflow.protocols.wire.messages import Attach, Attached
 from staleflow.protocols.wire.payload_limits import PayloadLimits
-from staleflow.runtime import reached
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.crashes import note_crashes, open_store
-from staleflow.runtime.daemon import Stop, run
-from staleflow.runtime.host import raise_file_limit
-from staleflow.runtime.prompts import PromptRows, open_prompts
-from staleflow.runtime.security import server_sockets
-from staleflow.runtime.store import Store, StoreCorrupt, StoreFull, StoreInUse
-from staleflow.runtime.transport import SOCKETS, Transport
-from staleflow.servers.attached import Tasks, serve_attached
+from staleflow.servers.runner import Tasks, serve_attached
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.service import TrajectoryService
@@ -31,6 +28,9 @@ from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.stage_calls import StageCalls
 from staleflow.servers.trajectories.stage_times import StageTimes, path_of
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+from staleflow.store.base import Store, StoreCorrupt, StoreFull, StoreInUse
+from staleflow.store.crash_recovery import note_crashes, open_store
+from staleflow.trace import run_history
 
 GC_OBJECTS = 50_000
 """New objects between two looks of the garbage collector: else it takes half the time of a start with many records."""
@@ -92,7 +92,7 @@ async def serve_until(
         return make_service(config, shard, store, prompts, scheduler, tasks, times)
 
     def on_attached(attached: Attached) -> None:
-        reached.check(store.reached, attached, run_dir / name_of(shard))
+        run_history.check(store.reached, attached, run_dir / name_of(shard))
         store.reach(attached.run)
 
     times = StageTimes(path_of(run_dir, shard)) if slabs else None

@@ -7,12 +7,12 @@ durable, and when there is no room the oldest go; their groups are begun anew.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.messages import PartialFrames
 from staleflow.protocols.wire.partial_samples import check_partial
 from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits
-from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories.records import Key
 
 MOST_BYTES = 256 << 20

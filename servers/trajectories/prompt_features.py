@@ -18,10 +18,10 @@ from zlib import crc32
 
 import numpy as np
 
-from staleflow.configs.row_files import PROMPT
+from staleflow.configs.loading.prompt_rows import PromptRows
+from staleflow.configs.loading.row_files import PROMPT
 from staleflow.protocols.wire.messages import FEATURES
 from staleflow.protocols.wire.tensors import Array
-from staleflow.runtime.prompts import PromptRows
 
 LONGEST = 20_000
 """Characters of a prompt that are looked at."""

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Segment, WorkerId
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import Place, PushItem, RegisterPush
 from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits

@@ -7,10 +7,10 @@ no answer to the operations in it: nothing may be forgotten because of one.
 import asyncio
 from collections.abc import Callable
 
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import Op, Operations, RegisterReject, Result, Results
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
 
 BATCH = 256
 """Operations of one message."""

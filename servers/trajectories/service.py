@@ -17,6 +17,11 @@ from typing import Any
 
 import msgspec
 
+from staleflow.configs.loading.prompt_rows import PromptRows
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call
+from staleflow.net.errors import Refused
+from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -48,13 +53,7 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import made_columns
-from staleflow.runtime.client import Client
-from staleflow.runtime.disk import trouble
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.host import boot_id
-from staleflow.runtime.prompts import PromptRows
-from staleflow.servers.attached import Tasks
+from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.describing import describe
 from staleflow.servers.trajectories.holdings import Held, Phase, place_of
 from staleflow.servers.trajectories.partials import Partials
@@ -66,6 +65,7 @@ from staleflow.servers.trajectories.stage_calls import StageCalls
 from staleflow.servers.trajectories.stage_reports import report_stages
 from staleflow.servers.trajectories.stock import take_stock
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpacked
+from staleflow.store.disk_errors import trouble
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from staleflow.configs.stages import Node
+from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import (
@@ -31,9 +32,6 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
-from staleflow.runtime.disk import Resource, trouble
-from staleflow.runtime.seldom import Seldom
-from staleflow.runtime.store import FULL_SHARE, StoreFull
 from staleflow.servers.trajectories.filters import Filter
 from staleflow.servers.trajectories.holdings import Held, Holdings, Incoming, Phase
 from staleflow.servers.trajectories.records import Key, Pushed, register_push
@@ -41,6 +39,8 @@ from staleflow.servers.trajectories.registrar import Registrar, Then, Untold
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.stage_queue import StageQueue
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, Loaded, TrajectoryStore
+from staleflow.store.base import FULL_SHARE, StoreFull
+from staleflow.store.disk_errors import Resource, trouble
 
 log = logging.getLogger(__name__)
 

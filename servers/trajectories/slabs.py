@@ -21,16 +21,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from staleflow.configs.durable import make_folder
+from staleflow.configs.durable_files import make_folder
+from staleflow.net.errors import Refused
+from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import Data, ProtocolError
 from staleflow.protocols.wire.messages import GetSlab, Place, Slab
 from staleflow.protocols.wire.tensors import ALIGNMENT
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.host import boot_id
-from staleflow.runtime.shared_file import SCARCE
 from staleflow.servers.trajectories.records import Key
+from staleflow.store.shared_file import SCARCE
 
 MOST_SLAB_BYTES = 16 << 20
 LEAST_SLAB_BYTES = 1 << 20

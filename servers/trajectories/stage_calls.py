@@ -17,15 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from staleflow.configs.section import MOST_GROUPS
+from staleflow.net.endpoint import Call
+from staleflow.process.host import boot_id
+from staleflow.process.pauses import Pauses
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FinishStage, StageItem, StageWork, TakeStage
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.host import boot_id
-from staleflow.runtime.pauses import Pauses
-from staleflow.servers.attached import Tasks
+from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.holdings import Held, place_of
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import Ticket

@@ -8,11 +8,11 @@ is decided by it.
 import asyncio
 import logging
 
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Done, StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.stages import MAX_FAILING, NAMED
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import Failing
 

@@ -7,10 +7,10 @@ again. Waits inside one call at a time.
 import asyncio
 import logging
 
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Expected, Inventory
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories.shard import AGAIN_S, Shard
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.disk import state_of
-from staleflow.runtime.reached import Reached
-from staleflow.runtime.shared_file import SCARCE
-from staleflow.runtime.store import (
+from staleflow.servers.trajectories.records import Key, Pushed, Record
+from staleflow.servers.trajectories.slabs import Slabs
+from staleflow.store.base import (
     FULL_SHARE,
     DiskFull,
     Read,
@@ -33,8 +32,9 @@ from staleflow.runtime.store import (
     key_number,
     number_key,
 )
-from staleflow.servers.trajectories.records import Key, Pushed, Record
-from staleflow.servers.trajectories.slabs import Slabs
+from staleflow.store.disk_errors import state_of
+from staleflow.store.shared_file import SCARCE
+from staleflow.trace.run_history import Reached
 
 TABLES = ("records", "payloads", "columns", "turns")
 _SHA_BYTES = 32

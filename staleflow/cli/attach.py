@@ -78,10 +78,10 @@ def command(
     import threading
 
     from staleflow.clients.attachment import SILENCE_S
-    from staleflow.configs.load import addresses
-    from staleflow.configs.presence import check_packages
-    from staleflow.runtime.errors import RunOver
-    from staleflow.runtime.supervised import slot
+    from staleflow.configs.loading.load import addresses
+    from staleflow.configs.loading.presence import check_packages
+    from staleflow.net.errors import RunOver
+    from staleflow.process.readiness import slot
     from staleflow.supervisor import lifeline
     from staleflow.supervisor.joining import check_not_ended, joined
 
@@ -121,15 +121,15 @@ def command(
 
 
 def _relay(config: "Config", run_dir: Path, name: str, scheduler: str, bind: str | None, mb_per_s: float) -> int:
-    from staleflow.servers.parameters import relay_main as relay
+    from staleflow.servers.parameters.relay import main as relay
 
     return relay.attach(config, run_dir, name, scheduler, bind or relay.BIND, mb_per_s)
 
 
 def _ranks(config: "Config", asked: int | None) -> int:
     """How many this process must start; 1 in a process that is a rank itself."""
-    from staleflow.configs.checks import check_ranks
     from staleflow.configs.ranks import launched, place
+    from staleflow.configs.rules.checks import check_ranks
 
     nproc = place().world if launched() else asked or config.trainer.nproc
     if asked not in (None, nproc):

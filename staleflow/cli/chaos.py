@@ -56,7 +56,7 @@ def command(
     """
     if kinds and "stop" not in kinds:
         options.refuse("only --kind stop takes it", "stop_for")
-    from staleflow.configs.load import read_run
+    from staleflow.configs.loading.load import read_run
     from staleflow.supervisor.chaos import Chaos, Kind, victims
 
     config = read_run(run_dir)

@@ -64,7 +64,7 @@ def _unmeasured(bad: list[str]) -> "list[Finding]":
 
 def _measured(config_file: Path | None, overrides: tuple[str, ...], run_dir: Path) -> "list[Finding]":
     from staleflow.cli.progress import bar
-    from staleflow.configs.load import load
+    from staleflow.configs.loading.load import load
     from staleflow.supervisor.sustained import sustained
 
     config = load(config_file, overrides) if config_file else None

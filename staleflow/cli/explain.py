@@ -9,7 +9,7 @@ import click
 from staleflow.cli import options
 
 if TYPE_CHECKING:
-    from staleflow.configs.describe import Key, Table
+    from staleflow.configs.loading.describe import Key, Table
 
 MOST_COLUMNS = 100
 
@@ -29,7 +29,7 @@ def command(key: str) -> int:
       staleflow explain max_staleness
       staleflow explain off_policy/max
     """
-    from staleflow.configs.describe import tables
+    from staleflow.configs.loading.describe import tables
 
     found = list(tables())
     name = key.strip("[]") if key.startswith("[") else key
@@ -46,7 +46,7 @@ def _overview(found: "list[Table]") -> Iterator[str]:
 
 def _of(name: str, found: "list[Table]") -> Iterator[str]:
     """The lines about a table, a key or a metric; ``ConfigError`` when it is none of them."""
-    from staleflow.runtime.metric_names import METRICS
+    from staleflow.metrics.names import METRICS
 
     if name in METRICS:
         yield f"{click.style(name, bold=True)}  metric; {METRICS[name].unit or 'a number'}"
@@ -100,8 +100,8 @@ def _wrapped(text: str) -> Iterator[str]:
 
 def _unknown(name: str) -> None:
     from staleflow.configs.errors import ConfigError
-    from staleflow.configs.explain import nearest
-    from staleflow.runtime.metric_names import METRICS
+    from staleflow.configs.loading.explain import nearest
+    from staleflow.metrics.names import METRICS
 
     if "/" in name:
         close = difflib.get_close_matches(name, METRICS, n=1)

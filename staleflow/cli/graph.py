@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from staleflow.configs.algorithm import filter_of
+from staleflow.configs.rules.algorithm import filter_of
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import Node, batch_of, concurrency_of, graph, groups_at_once, seconds_a_group, workers_of
 from staleflow.protocols.wire.stages import REWARD, is_per_token, short_name

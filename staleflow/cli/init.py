@@ -49,7 +49,7 @@ def _files(folder: Path) -> dict[Path, str]:
     """What is to be written, by path."""
     from importlib.resources import files
 
-    shipped = files("staleflow.starter")
+    shipped = files("staleflow.examples.starter")
     texts = {name: (shipped / name).read_text(encoding="utf-8") for name in COPIED}
     texts["config.toml"] = texts["config.toml"].replace(NAME, _name(folder))
     texts |= {"prompts.jsonl": _rows("prompts"), "held_out.jsonl": _rows("held_out")}
@@ -65,7 +65,7 @@ def _rows(source: str) -> str:
     """A JSONL file of the quickstart's problems."""
     import json
 
-    from staleflow.configs.imports import load_object
+    from staleflow.configs.loading.imports import load_object
 
-    rows = load_object(f"staleflow.quickstart.task:{source}")(seed=0, limit=LIMIT)
+    rows = load_object(f"staleflow.examples.quickstart.task:{source}")(seed=0, limit=LIMIT)
     return "".join(f"{json.dumps(row)}\n" for row in rows)

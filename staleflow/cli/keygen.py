@@ -32,7 +32,7 @@ def command(folder: Path, add: str | None, name: str | None) -> int:
         return 0
     if name is not None:
         raise ConfigError("--name", name, "it needs --add")
-    from staleflow.runtime.key_folder import make_keys
+    from staleflow.net.key_folder import make_keys
 
     for path in make_keys(folder):
         click.echo(path)
@@ -42,9 +42,9 @@ def command(folder: Path, add: str | None, name: str | None) -> int:
 def _add(folder: Path, role: str, name: str | None) -> Path:
     import os
 
-    from staleflow.runtime.allowed import Holder, read_allowed, write_allowed
-    from staleflow.runtime.keys import ALLOWED, check_name, new_pair, read_key, write_key
-    from staleflow.runtime.roles import Role
+    from staleflow.net.allow_list import Holder, read_allowed, write_allowed
+    from staleflow.net.keys import ALLOWED, check_name, new_pair, read_key, write_key
+    from staleflow.net.permissions import Role
 
     server = read_key(folder / f"{Role.SERVER}.key").public
     holders = read_allowed(folder / ALLOWED)

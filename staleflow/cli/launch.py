@@ -52,7 +52,7 @@ def command(
       staleflow launch --on kubernetes configs/cluster.toml launch.image=registry/staleflow:1 --out deploy
       staleflow launch --on ray configs/cluster.toml
     """
-    from staleflow.configs.load import load
+    from staleflow.configs.loading.load import load
     from staleflow.launch import placement
 
     _fit(engine, dry_run, out)
@@ -206,7 +206,7 @@ def _in_ray(config: "Config", run: "Config") -> Iterator[tuple[str, str]]:
 
 
 def _slurm(config: "Config", run_dir: Path | None, out: Path | None, *, resume: bool, dry_run: bool) -> int:
-    from staleflow.configs.load import write_resolved
+    from staleflow.configs.loading.load import write_resolved
     from staleflow.launch import slurm
     from staleflow.launch.keys import ensure_keys
     from staleflow.supervisor import rundir

@@ -12,8 +12,8 @@ import click
 
 import staleflow
 from staleflow.configs.errors import ConfigError
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.printable import printable
+from staleflow.net.errors import Refused, Unavailable
+from staleflow.process.sanitize import printable
 
 SECTIONS = {
     "Begin": ("init", "run"),

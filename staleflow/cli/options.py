@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Dotted keys of a configuration that begin so."""
-    from staleflow.configs.explain import keys
+    from staleflow.configs.loading.explain import keys
 
     return [key for key in keys() if key.startswith(incomplete)]
 
@@ -28,7 +28,7 @@ def complete_override(context: click.Context, parameter: click.Parameter, incomp
     """``key=``, or the values that the key may have; the words before are split at ``=`` by bash."""
     from click.shell_completion import CompletionItem
 
-    from staleflow.configs.explain import choices
+    from staleflow.configs.loading.explain import choices
 
     given = [str(word) for word in context.params.get(parameter.name or "") or ()]
     apart = given[-2:][0] if given[-1:] == ["="] else given[-1] if given and not incomplete else ""
@@ -89,7 +89,7 @@ def run_meant(run_dir: Path | None, instead: str = "RUN_DIR or --connect ADDRESS
 
 def read_within(run_dir: Path, read: "Callable[[], T]") -> "T":
     """Return ``read()``, which reads files of ``run_dir``. ``ConfigError`` if their file system hangs."""
-    from staleflow.runtime.patience import READ_TIMEOUT_S, within
+    from staleflow.process.hung_files import READ_TIMEOUT_S, within
 
     try:
         return within(READ_TIMEOUT_S, read)
@@ -105,7 +105,7 @@ def run_config(
 
     Nothing is written unless everything fits, ``check`` too: a run directory never changes its configuration.
     """
-    from staleflow.configs.load import load, read_run
+    from staleflow.configs.loading.load import load, read_run
     from staleflow.supervisor.rundir import check_owner, first, same
 
     check_owner(run_dir)

@@ -82,7 +82,7 @@ def command(
 
 def _draw(source: Path, overrides: tuple[str, ...], mermaid: bool) -> int:
     from staleflow.cli import graph
-    from staleflow.configs.load import load, read_run
+    from staleflow.configs.loading.load import load, read_run
 
     if source.is_dir() and overrides:
         raise ConfigError("override", overrides[0], "a run has its configuration already")
@@ -103,7 +103,7 @@ def _etas(text: str) -> list[int]:
 
 def _config(source: Path, overrides: tuple[str, ...], place: Path) -> "Config":
     """The configuration to be searched round; of a run directory with what its trace says."""
-    from staleflow.configs.load import load, read_run
+    from staleflow.configs.loading.load import load, read_run
 
     if not source.is_dir():
         return load(source, overrides)

@@ -22,8 +22,8 @@ def command(run_dir: Path | None, out: Path | None) -> int:
       staleflow report runs/quickstart-20261121-053000
       staleflow report runs/mine --out /tmp/mine.html
     """
+    from staleflow.process.sanitize import printable
     from staleflow.report.page import report
-    from staleflow.runtime.printable import printable
     from staleflow.supervisor.rundir import died
 
     run_dir = options.run_meant(run_dir, "RUN_DIR")
@@ -42,7 +42,7 @@ def command(run_dir: Path | None, out: Path | None) -> int:
 
 def _may_run(run_dir: Path) -> bool:
     """Whether a scheduler of the run may answer."""
-    from staleflow.configs.load import planned, read_run
+    from staleflow.configs.loading.load import planned, read_run
     from staleflow.supervisor.addresses import may_answer
 
     return may_answer(planned(read_run(run_dir), run_dir).scheduler)

@@ -45,7 +45,7 @@ def command(
       staleflow run --resume runs/quickstart-20261121-053000
       staleflow run --resume runs/quickstart-20261121-053000 trainer.steps=300
     """
-    from staleflow.configs.presence import present
+    from staleflow.configs.loading.presence import present
     from staleflow.supervisor import rundir, summary
     from staleflow.supervisor.addresses import check_free
     from staleflow.supervisor.supervisor import Supervisor
@@ -65,7 +65,7 @@ def command(
 
 
 def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None, resume: bool) -> "Config":
-    from staleflow.configs.load import load, read_run, resumed
+    from staleflow.configs.loading.load import load, read_run, resumed
 
     if file is None and arguments and "=" not in arguments[0]:
         file, arguments = Path(arguments[0]), arguments[1:]
@@ -82,7 +82,7 @@ def _config(arguments: tuple[str, ...], file: Path | None, run_dir: Path | None,
 
 def tell_finished(done: "Summary", config: "Config", as_json: bool, command: str = "staleflow run") -> int:
     """Says that there is nothing to resume, and what ``command`` does for more steps; the exit code."""
-    from staleflow.runtime.printable import json_line
+    from staleflow.process.sanitize import json_line
     from staleflow.supervisor.summary import how_to_go_on
 
     click.echo(how_to_go_on(done, config, command), err=as_json)

@@ -46,7 +46,7 @@ def command(
     """
     import secrets
 
-    from staleflow.configs.load import read_run, resumed
+    from staleflow.configs.loading.load import read_run, resumed
     from staleflow.supervisor import lifeline, rundir, summary
 
     lifeline.hold()

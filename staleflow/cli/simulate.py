@@ -9,7 +9,7 @@ import click
 from staleflow.cli import options
 from staleflow.cli.progress import working
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.extras import install
+from staleflow.configs.loading.extras import install
 
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
@@ -49,7 +49,7 @@ def command(
       staleflow simulate configs/skewed.toml staleness.bound=token --steps 100
       staleflow simulate configs/skewed.toml --compare --peers areal,verl --plot skewed
     """
-    from staleflow.configs.load import load
+    from staleflow.configs.loading.load import load
     from staleflow.sim.asking import Stalled
 
     _fit(trace, beside, peers, stem)

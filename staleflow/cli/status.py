@@ -32,10 +32,10 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
       staleflow status --connect tcp://10.0.0.7:5555 --json
     """
     from staleflow.clients.admin import Admin
-    from staleflow.configs.load import addresses, read_run
+    from staleflow.configs.loading.load import addresses, read_run
     from staleflow.monitor.sources import phase_of
-    from staleflow.runtime.errors import Unavailable
-    from staleflow.runtime.security import LOOKING, client_sockets
+    from staleflow.net.errors import Unavailable
+    from staleflow.net.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import may_answer
 
     if run_dir is not None and connect is not None:
@@ -67,14 +67,14 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
 def _show(values: dict[str, Any], run_dir: Path | None) -> None:
     from rich.console import Console
 
+    from staleflow.metrics.reader import metric_lines
     from staleflow.monitor.history import History
     from staleflow.monitor.look import Look
     from staleflow.monitor.model import board
     from staleflow.monitor.panels import WHY_ROWS, why_rows
     from staleflow.monitor.screen import dashboard
     from staleflow.monitor.sources import phase_of
-    from staleflow.runtime.metric_lines import metric_lines
-    from staleflow.runtime.patience import READ_TIMEOUT_S, within
+    from staleflow.process.hung_files import READ_TIMEOUT_S, within
     from staleflow.supervisor.view import Snapshot
 
     elapsed_s = float(values.get("run_s") or 0.0)
@@ -100,7 +100,7 @@ def _why(values: dict[str, Any]) -> None:
     """The sentence, and a line for each group that it speaks of."""
     from staleflow.monitor.rows import pins
     from staleflow.monitor.words import span
-    from staleflow.runtime.printable import all_printable
+    from staleflow.process.sanitize import all_printable
 
     values = all_printable(values)
     click.echo(values.get("error") or values.get("why") or "nothing waits")
@@ -117,7 +117,7 @@ def _ended(run_dir: Path | None, address: str, why: bool, as_json: bool, *, aske
 
     import msgspec
 
-    from staleflow.runtime.printable import printable
+    from staleflow.process.sanitize import printable
     from staleflow.supervisor import rundir, summary
     from staleflow.supervisor.addresses import nobody, silence
 
@@ -175,6 +175,6 @@ def _silent(why: str, starting: bool = False) -> int:
 
 
 def _print_json(values: object) -> None:
-    from staleflow.runtime.printable import json_line
+    from staleflow.process.sanitize import json_line
 
     click.echo(json_line(values))

@@ -72,7 +72,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _replay(given: Path) -> "Replay":
-    from staleflow.configs.load import read_run
+    from staleflow.configs.loading.load import read_run
     from staleflow.monitor.sources import Replay
 
     trace = given / "trace.jsonl" if given.is_dir() else given
@@ -86,9 +86,9 @@ def _replay(given: Path) -> "Replay":
 
 
 def _live(run_dir: Path | None, connect: str | None) -> "Live":
-    from staleflow.configs.load import addresses, read_run
+    from staleflow.configs.loading.load import addresses, read_run
     from staleflow.monitor.sources import Live
-    from staleflow.runtime.security import LOOKING, client_sockets
+    from staleflow.net.security import LOOKING, client_sockets
     from staleflow.supervisor.addresses import may_answer, nobody
     from staleflow.supervisor.rundir import died, holder, without_scheduler
 

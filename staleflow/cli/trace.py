@@ -12,7 +12,7 @@ from staleflow.configs.errors import ConfigError
 
 if TYPE_CHECKING:
     from staleflow.monitor.lanes import Lane
-    from staleflow.runtime.audit import AuditReport
+    from staleflow.trace.audit.report import AuditReport
 
 MOST_VIOLATIONS = 20
 TRACE = "trace.jsonl"
@@ -38,7 +38,7 @@ def check(trace: Path | None, as_json: bool) -> int:
       staleflow trace check runs/quickstart-20261121-053000
       staleflow trace check trace.jsonl --json
     """
-    from staleflow.runtime.audit import audit
+    from staleflow.trace.audit.report import audit
 
     path = _file(options.run_meant(trace, "TRACE"))
     with working("recounting the trace"):
@@ -48,7 +48,7 @@ def check(trace: Path | None, as_json: bool) -> int:
     if as_json:
         import msgspec
 
-        from staleflow.runtime.printable import json_line
+        from staleflow.process.sanitize import json_line
 
         answer = msgspec.to_builtins(report, str_keys=True) | {"unchecked": report.unchecked}
         click.echo(json_line(answer))
@@ -111,7 +111,7 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
     if not out:
         options.refuse("it is of the picture: add --out", "start", "seconds")
     from staleflow.monitor.lanes import lanes, overlaps, stage_lines
-    from staleflow.runtime.trace import read_events
+    from staleflow.trace.writer import read_events
 
     for path in out:
         if path.suffix not in PICTURES:
@@ -143,7 +143,7 @@ def plot(run_dir: Path | None, out: tuple[Path, ...], start: float, seconds: flo
 
 def _draw(out: tuple[Path, ...], trace: Path, shown: "list[Lane]", window_s: tuple[float, float]) -> None:
     from staleflow.report.reading import Reader
-    from staleflow.runtime.trace import read_events
+    from staleflow.trace.writer import read_events
 
     facts = Reader().read(read_events(trace))
     for path in out:
@@ -189,9 +189,9 @@ def _print(report: "AuditReport") -> None:
     from rich.text import Text
 
     from staleflow.monitor.words import plural
-    from staleflow.runtime.audit import FileRule
-    from staleflow.runtime.audit_books import Rule
-    from staleflow.runtime.printable import printable
+    from staleflow.process.sanitize import printable
+    from staleflow.trace.audit.report import FileRule
+    from staleflow.trace.audit.state import Rule
 
     console = Console(highlight=False)
     table = Table(box=box.ROUNDED, title=f"{report.lines:,} events, {report.steps:,} steps, {report.tokens:,} tokens")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import read_run
+from staleflow.configs.loading.load import read_run
 from staleflow.launch.placement import head_stages
 from staleflow.launch.slurm import SCRIPT
 from staleflow.monitor.plain import PlainView

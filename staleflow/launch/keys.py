@@ -5,13 +5,13 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.configs.durable import make_folder, replace_durably
+from staleflow.configs.durable_files import make_folder, replace_durably
 from staleflow.configs.launch import share
 from staleflow.configs.schema import Config
 from staleflow.launch.placement import Place, has_relay, model_stages
-from staleflow.runtime.key_folder import make_keys
-from staleflow.runtime.keys import ALLOWED
-from staleflow.runtime.roles import Role
+from staleflow.net.key_folder import make_keys
+from staleflow.net.keys import ALLOWED
+from staleflow.net.permissions import Role
 
 FOLDER = "keys"
 

@@ -22,19 +22,19 @@ from typing import Any
 
 import msgspec
 
-from staleflow.configs.checks import import_paths
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.extras import install
-from staleflow.configs.imports import is_file, split
-from staleflow.configs.presence import check_package
+from staleflow.configs.loading.extras import install
+from staleflow.configs.loading.imports import is_file, split
+from staleflow.configs.loading.presence import check_package
+from staleflow.configs.loading.toml import dumps
+from staleflow.configs.rules.checks import import_paths
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, workers_of
-from staleflow.configs.toml import dumps
 from staleflow.launch.keys import FOLDER, key_file
 from staleflow.launch.placement import MEET, gpus_of_engine, has_relay, head_cpus, model_stages, torchrun_words
 from staleflow.launch.servers import EVERY_INTERFACE, ports, settled
-from staleflow.runtime.keys import ALLOWED
-from staleflow.runtime.roles import Role
+from staleflow.net.keys import ALLOWED
+from staleflow.net.permissions import Role
 
 YAML = install("kubernetes")
 STATE = "/var/lib/staleflow"

@@ -22,7 +22,7 @@ from staleflow.configs.launch import Relays
 from staleflow.configs.schema import Config
 from staleflow.launch.network import host_of, interface_of, own_address, tcp
 from staleflow.launch.placement import PARTS, Place, rollout_roles, trainer_roles
-from staleflow.runtime.errors import Refused, RunOver, Unavailable
+from staleflow.net.errors import Refused, RunOver, Unavailable
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.drain import MACHINE_S, drain

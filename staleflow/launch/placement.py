@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from staleflow.configs.checks import check_ranks
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.launch import Relays, most, share
+from staleflow.configs.rules.checks import check_ranks
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages, threads_of, workers_of
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE

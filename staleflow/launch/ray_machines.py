@@ -19,14 +19,14 @@ from typing import Any
 
 import msgspec
 
-from staleflow.configs.extras import install
-from staleflow.configs.presence import check_package
+from staleflow.configs.loading.extras import install
+from staleflow.configs.loading.presence import check_package
 from staleflow.configs.schema import Config
 from staleflow.launch.keys import files_for
 from staleflow.launch.network import tcp
 from staleflow.launch.placement import MEET, Place, machine_cpus, machine_words, places
-from staleflow.runtime.address import reachable
-from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
+from staleflow.net.addresses import reachable
+from staleflow.net.keys import VARIABLE as KEY_VARIABLE
 from staleflow.supervisor import lifeline
 from staleflow.supervisor.children import GAVE_UP, Restarts
 from staleflow.supervisor.drain import MACHINE_S

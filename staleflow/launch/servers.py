@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.configs.checks import consistent
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.launch import Launch
+from staleflow.configs.rules.checks import consistent
 from staleflow.configs.schema import Config
 from staleflow.launch.keys import with_keys
 from staleflow.launch.network import host_of, tcp

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from staleflow.monitor.words import clock, number, whole
-from staleflow.runtime.printable import printable
+from staleflow.process.sanitize import printable
 from staleflow.supervisor.summary import Summary
 
 

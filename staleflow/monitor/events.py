@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from staleflow.monitor.words import amount, plural, worker_name
-from staleflow.runtime.disk import trouble
+from staleflow.store.disk_errors import trouble
 
 Line = Mapping[str, Any]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from staleflow.metrics.reader import numbers
 from staleflow.monitor.lineages import Lineages
-from staleflow.runtime.metric_lines import numbers
 from staleflow.supervisor.view import Snapshot
 
 CURVE = 80

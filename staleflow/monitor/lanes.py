@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from staleflow.monitor.words import worker_name
-from staleflow.runtime.printable import all_printable
-from staleflow.runtime.trace_time import Axis
+from staleflow.process.sanitize import all_printable
+from staleflow.trace.running_time import Axis
 
 _Seconds = Annotated[float, Meta(ge=0, le=2**53)]
 

@@ -14,7 +14,7 @@ from staleflow.monitor.look import Look, press
 from staleflow.monitor.model import Board, board
 from staleflow.monitor.screen import dashboard, keys
 from staleflow.monitor.top import REST, Stories
-from staleflow.runtime.printable import printable_lines
+from staleflow.process.sanitize import printable_lines
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 

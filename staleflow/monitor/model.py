@@ -11,7 +11,7 @@ from staleflow.monitor import rows
 from staleflow.monitor.history import History
 from staleflow.monitor.roles import GROUP_STATES, SILENT_S, RoleRow, groups_in, roles
 from staleflow.monitor.rows import AgeRow, EventRow, InstanceRow, PinRow, StageRow, VersionRow, WindowRow
-from staleflow.runtime.printable import printable
+from staleflow.process.sanitize import printable
 from staleflow.supervisor.view import Snapshot
 
 

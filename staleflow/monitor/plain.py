@@ -10,7 +10,7 @@ from staleflow.monitor.ending import print_summary
 from staleflow.monitor.history import History
 from staleflow.monitor.model import Board, board
 from staleflow.monitor.words import INSECURE, clock, number, plural, whole
-from staleflow.runtime.printable import json_line, printable_lines
+from staleflow.process.sanitize import json_line, printable_lines
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 

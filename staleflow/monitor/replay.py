@@ -16,9 +16,9 @@ from staleflow.protocols.consistency.groups import NO_CLAIM, Group, State
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound, Limits, OnOverdue
 from staleflow.protocols.consistency.window import Window
-from staleflow.runtime.noteworthy import Recent, noteworthy, short
-from staleflow.servers.scheduler.durations import Durations
-from staleflow.servers.scheduler.sentences import Pin, pinned, starved
+from staleflow.servers.scheduler.coordination.sentences import Pin, pinned, starved
+from staleflow.servers.scheduler.lengths.durations import Durations
+from staleflow.trace.highlights import Recent, noteworthy, short
 
 Line = Mapping[str, Any]
 

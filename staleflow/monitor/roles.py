@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.monitor.words import plural, worker_name
-from staleflow.runtime.disk import trouble
-from staleflow.runtime.store import FULL_SHARE
+from staleflow.store.base import FULL_SHARE
+from staleflow.store.disk_errors import trouble
 from staleflow.supervisor.view import ProcessState, Snapshot
 
 Engines = Mapping[str, Mapping[str, Any]]

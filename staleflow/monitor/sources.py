@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from staleflow.configs.errors import ConfigError
+from staleflow.metrics.reader import metric_lines
 from staleflow.monitor.replay import Contradiction, Retold
-from staleflow.runtime.metric_lines import metric_lines
-from staleflow.runtime.patience import PatientReader
-from staleflow.runtime.trace import read_events
-from staleflow.runtime.transport import SOCKETS, Transport
+from staleflow.net.transport import SOCKETS, Transport
+from staleflow.process.hung_files import PatientReader
 from staleflow.supervisor import summary
 from staleflow.supervisor.view import Snapshot
 from staleflow.supervisor.watch import NewLines, StatusWatch
+from staleflow.trace.writer import read_events
 
 TRACE = "trace.jsonl"
 LIVE_EVERY_S = 1.0

@@ -12,8 +12,8 @@ import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.monitor.words import amount, plural, span, worker_name
-from staleflow.runtime.printable import all_printable
-from staleflow.runtime.trace_lines import complaint, decoded
+from staleflow.process.sanitize import all_printable
+from staleflow.trace.reader import complaint, decoded
 
 Line = Mapping[str, Any]
 

@@ -21,8 +21,8 @@ from staleflow.monitor.plain import EVERY_S, line
 from staleflow.monitor.screen import WIDE, Telling, dashboard, keys
 from staleflow.monitor.sources import Live, Replay
 from staleflow.monitor.story import events_about, headline, story
-from staleflow.runtime.errors import Unavailable
-from staleflow.runtime.printable import json_line
+from staleflow.net.errors import Unavailable
+from staleflow.process.sanitize import json_line
 
 FRAME_S = 0.25
 """Between two drawings at least; a key is answered at once."""

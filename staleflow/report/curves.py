@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from staleflow.metrics.names import METRICS, PLACES
 from staleflow.monitor.lineages import Lineages
 from staleflow.report.charts import Chart, Series, lines, stack
-from staleflow.runtime.metric_names import METRICS, PLACES
 
 LEARNING = (
     ("Reward", ("reward/mean", "reward/eval")),

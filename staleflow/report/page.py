@@ -10,9 +10,10 @@ import jinja2
 
 import staleflow
 from staleflow.configs.errors import MISSING, ConfigError
-from staleflow.configs.load import config_sha, read_run
+from staleflow.configs.loading.load import config_sha, read_run
+from staleflow.configs.loading.toml import dumps
 from staleflow.configs.schema import Config
-from staleflow.configs.toml import dumps
+from staleflow.metrics.reader import metric_lines
 from staleflow.monitor.lanes import Lane, lanes, overlaps, stage_lines
 from staleflow.monitor.words import clock
 from staleflow.report import sections
@@ -22,11 +23,10 @@ from staleflow.report.lane_paths import lane_rows
 from staleflow.report.reading import Reader
 from staleflow.report.samples import samples
 from staleflow.report.settings import changes, settings
-from staleflow.runtime.audit import AuditReport, FileRule, audit
-from staleflow.runtime.audit_books import Rule
-from staleflow.runtime.metric_lines import metric_lines
-from staleflow.runtime.trace import read_events
 from staleflow.supervisor import summary as summaries
+from staleflow.trace.audit.report import AuditReport, FileRule, audit
+from staleflow.trace.audit.state import Rule
+from staleflow.trace.writer import read_events
 
 CONTENTS = {
     "learning": "Learning",

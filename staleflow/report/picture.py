@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.extras import install
+from staleflow.configs.loading.extras import install
 from staleflow.monitor.lanes import Lane
 from staleflow.report.facts import Facts, StepFact
 from staleflow.report.lane_paths import chosen

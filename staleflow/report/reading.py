@@ -1,7 +1,7 @@
 """One pass over a trace, from lines to ``Facts``.
 
 Keeps the groups that live, and those of batches that a rollback could still bring back. Nothing is judged here: that is
-``staleflow.runtime.audit``'s.
+``staleflow.trace.audit.report``'s.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -10,8 +10,8 @@ from typing import Any
 
 from staleflow.monitor.words import worker_name
 from staleflow.report.facts import Facts, Happening, Last, Spent, StepFact, VersionFact
-from staleflow.runtime.disk import trouble
-from staleflow.runtime.trace_time import timed
+from staleflow.store.disk_errors import trouble
+from staleflow.trace.running_time import timed
 
 Event = Mapping[str, Any]
 EXPECTED_ENDS = ("drained", "finished", "closed", "asked only")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from staleflow.runtime.printable import printable_lines
+from staleflow.process.sanitize import printable_lines
 
 MOST_STEPS = 5
 MOST_TEXT = 1_000

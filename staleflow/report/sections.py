@@ -10,7 +10,7 @@ from staleflow.protocols.consistency.limits import Bound
 from staleflow.report.charts import SECONDS, Chart, Series, lines, number, stack
 from staleflow.report.curves import STALENESS, TIME, Curves
 from staleflow.report.facts import Facts, StepFact
-from staleflow.runtime.audit import AuditReport
+from staleflow.trace.audit.report import AuditReport
 
 MOST_WAITS = 12
 MOST_HAPPENINGS = 200

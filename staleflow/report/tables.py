@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.extras import install
+from staleflow.configs.loading.extras import install
 from staleflow.monitor.words import worker_name
-from staleflow.runtime.trace_lines import FIELDS
-from staleflow.runtime.trace_time import timed
+from staleflow.trace.reader import FIELDS
+from staleflow.trace.running_time import timed
 
 
 def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) -> dict[str, list[Any]]:

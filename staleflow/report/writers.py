@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from staleflow.configs.schema import Config
+from staleflow.metrics.names import PLACES
 from staleflow.report.settings import settings
-from staleflow.runtime.metric_names import PLACES
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot, View
 from staleflow.supervisor.watch import NewLines

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import msgspec
 
-from staleflow.configs import overrides as dotted
-from staleflow.configs.checks import consistent
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.explain import decode
-from staleflow.configs.presence import RANKER, check_package
+from staleflow.configs.loading import overrides as dotted
+from staleflow.configs.loading.explain import decode
+from staleflow.configs.loading.presence import RANKER, check_package
+from staleflow.configs.rules.checks import consistent
 from staleflow.configs.schema import Config
 from staleflow.sim.peers.presets import PEERS
 from staleflow.sim.peers.run import simulate_peer

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.servers.scheduler.lengths import Lengths
+from staleflow.servers.scheduler.lengths.expected import Lengths
 
 
 class KnownLengths(Lengths):

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.runtime.metric_lines import metric_lines
-from staleflow.runtime.trace import read_events
+from staleflow.metrics.reader import metric_lines
+from staleflow.trace.writer import read_events
 
 LENGTHS = "lengths.jsonl"
 METRICS = "metrics.jsonl"

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.toml import dumps
 from staleflow.configs.schema import Config
-from staleflow.configs.toml import dumps
 from staleflow.sim.compare import OWN
 
 SHORT, LONG = 24, 80

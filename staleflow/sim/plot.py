@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.extras import install
+from staleflow.configs.loading.extras import install
 from staleflow.sim.page import page
 from staleflow.sim.result import EngineRow, Result
 

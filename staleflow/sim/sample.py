@@ -2,8 +2,7 @@
 
 from enum import Enum
 
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.consistency.ids import Lineage, Segment, Version
 
 
 class Place(Enum):

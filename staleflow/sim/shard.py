@@ -5,8 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import LeaseId, Lineage, Segment, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     FEATURES,
     Assign,

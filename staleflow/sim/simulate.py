@@ -8,11 +8,11 @@ import msgspec
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
-from staleflow.runtime.audit import AuditReport, audit
 from staleflow.sim.measure import engine_row, rollout_limit, steps_per_min
 from staleflow.sim.result import Result, StepRow
 from staleflow.sim.trainer import Trained
 from staleflow.sim.world import World
+from staleflow.trace.audit.report import AuditReport, audit
 
 TRACE = "trace.jsonl"
 

@@ -2,8 +2,8 @@
 
 import math
 
-from staleflow.clients.rollout.lengths import Lengths, mixed, share
-from staleflow.configs.coordination import groups_held
+from staleflow.clients.rollout.engines.simulated_lengths import Lengths, mixed, share
+from staleflow.configs.rules.coordination import groups_held
 from staleflow.configs.schema import Config
 from staleflow.sim.sample import Sample
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from staleflow.configs.schema import Config
 from staleflow.configs.simulation import Occurrence
+from staleflow.net.limits import TransportLimits
+from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.ids import LeaseId, Version, WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, Status
-from staleflow.runtime.limits import TransportLimits
-from staleflow.runtime.memory import MemoryEndpoint
-from staleflow.runtime.memory_store import MemoryStore
-from staleflow.servers.scheduler.interpreter import TABLES
+from staleflow.servers.scheduler.ledger.interpreter import TABLES
 from staleflow.servers.scheduler.main import LATER_S, open_service
 from staleflow.sim.asking import Ask, Stalled, nothing
 from staleflow.sim.check import check, fleet
@@ -28,6 +27,7 @@ from staleflow.sim.shard import SimShard
 from staleflow.sim.timeline import Timeline
 from staleflow.sim.trainer import SimTrainer
 from staleflow.sim.workload import Workload
+from staleflow.store.memory import MemoryStore
 
 TICK_S = 1.0
 GONE_S = TransportLimits().silence_s

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from staleflow.configs.extras import install
+from staleflow.configs.loading.extras import install
 from staleflow.supervisor.checkup import Finding
 
 ENGINES = {"simulated": (), "transformers": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}

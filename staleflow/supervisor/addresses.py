@@ -8,9 +8,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import planned
+from staleflow.configs.loading.load import planned
 from staleflow.configs.schema import Config
-from staleflow.runtime.address import is_wildcard
+from staleflow.net.addresses import is_wildcard
 
 
 def check_free(config: Config, run_dir: Path) -> None:

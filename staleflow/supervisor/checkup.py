@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.extras import install
+from staleflow.configs.loading.extras import install
 
 if TYPE_CHECKING:
     from staleflow.configs.schema import Config
@@ -73,7 +73,7 @@ def examine(
         ("pyarrow", lambda: extra("pyarrow", "parquet", "prompts in Parquet files")),
         ("scikit-learn", lambda: extra("scikit-learn", "ranker", 'coordination.ranker "learned"')),
         ("matplotlib", lambda: extra("matplotlib", "plot", "pictures of runs and simulations")),
-        ("openai", lambda: extra("openai", "judge", "the judge of staleflow.stages")),
+        ("openai", lambda: extra("openai", "judge", "the judge of staleflow.examples.stages")),
         ("disk", lambda: disk(run_dir)),
         ("shared memory", shared_memory),
         ("open files", open_files),
@@ -127,7 +127,7 @@ def extra(name: str, group: str, use: str) -> Finding:
 
 def vllm() -> Finding:
     """Either build, imported with what it may trip over, in a process of its own."""
-    from staleflow.configs.presence import VLLM
+    from staleflow.configs.loading.presence import VLLM
 
     if importlib.util.find_spec("vllm") is None:
         return Finding("vllm", "missing", f'not installed; only runs with rollout.engine "vllm" need it: {VLLM}')
@@ -149,7 +149,7 @@ def vllm() -> Finding:
 
 def deepspeed() -> Finding:
     """Installed, or how to."""
-    from staleflow.configs.presence import DEEPSPEED
+    from staleflow.configs.loading.presence import DEEPSPEED
 
     found = package("deepspeed")
     if found.state == "good":
@@ -221,8 +221,8 @@ def stage_calls(config: "Config") -> Iterator[Finding]:
 
 def configuration(file: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     """The configuration loads, and what it names is there and free."""
-    from staleflow.configs.load import load
-    from staleflow.configs.presence import present
+    from staleflow.configs.loading.load import load
+    from staleflow.configs.loading.presence import present
     from staleflow.supervisor.addresses import binds, in_use
 
     try:

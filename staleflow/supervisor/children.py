@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from staleflow.runtime import supervised
-from staleflow.runtime.keys import VARIABLE as KEY_VARIABLE
+from staleflow.net.keys import VARIABLE as KEY_VARIABLE
+from staleflow.process import readiness
 from staleflow.supervisor import bars
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from staleflow.supervisor.roles import Kind, Role, Works
@@ -127,8 +127,8 @@ class Child:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             VARIABLE: str(self._lifeline.read_fd),
-            supervised.VARIABLE: str(self._told),
-            supervised.SLOT_VARIABLE: self._slot,
+            readiness.VARIABLE: str(self._told),
+            readiness.SLOT_VARIABLE: self._slot,
         }
 
     def plan_restart(self) -> bool:
@@ -142,7 +142,7 @@ class Child:
     @property
     def attached_at(self) -> float | None:
         """When its newest process joined the run, in monotonic seconds; None before, and of what does not tell."""
-        return supervised.attached_at(self._told)
+        return readiness.attached_at(self._told)
 
     def _worked_s(self) -> float:
         if self.unstarted:

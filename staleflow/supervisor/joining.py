@@ -5,11 +5,11 @@ from pathlib import Path
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import RESOLVED, from_json, load, read_run, write_resolved
+from staleflow.configs.loading.load import RESOLVED, from_json, load, read_run, write_resolved
 from staleflow.configs.schema import Config
-from staleflow.runtime.errors import Refused, RunOver, Unavailable
-from staleflow.runtime.roles import Role
-from staleflow.runtime.security import client_sockets
+from staleflow.net.errors import Refused, RunOver, Unavailable
+from staleflow.net.permissions import Role
+from staleflow.net.security import client_sockets
 from staleflow.supervisor import rundir, summary
 from staleflow.supervisor.addresses import may_answer
 

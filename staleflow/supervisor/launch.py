@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from staleflow.configs.ranks import LISTEN_FD
-from staleflow.runtime import supervised
+from staleflow.process import readiness
 from staleflow.supervisor.drain import SAVES_S
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 
@@ -103,7 +103,7 @@ def _until_ended(left: list["subprocess.Popen[bytes]"], asked: _Asked, *, watche
         if asked.times > passed_on:
             passed_on = asked.times
             if watched:
-                deadline = time.monotonic() + (SAVING_S if supervised.has_attached() else DRAIN_S)
+                deadline = time.monotonic() + (SAVING_S if readiness.has_attached() else DRAIN_S)
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     rank.send_signal(signal.SIGTERM)

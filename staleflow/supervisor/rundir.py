@@ -15,9 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from staleflow.configs.durable import make_folder
+from staleflow.configs.durable_files import make_folder
 from staleflow.configs.errors import ConfigError, shown
-from staleflow.configs.load import RESOLVED, difference, read_run, with_steps, write_resolved
+from staleflow.configs.loading.load import RESOLVED, difference, read_run, with_steps, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.supervisor import summary
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from staleflow.configs.durable import write_durably
+from staleflow.configs.durable_files import write_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
-from staleflow.runtime.metric_lines import metric_lines
-from staleflow.runtime.trace import read_events
-from staleflow.runtime.trace_time import timed
+from staleflow.metrics.reader import metric_lines
+from staleflow.trace.running_time import timed
+from staleflow.trace.writer import read_events
 
 LOST = ("aborted", "expired")
 """Releases of groups that failed or whose worker was lost; the others are policy."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.clients.admin import Admin
-from staleflow.configs.load import addresses
+from staleflow.configs.loading.load import addresses
 from staleflow.configs.schema import Config
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.printable import printable
-from staleflow.runtime.security import LOOKING, check_keys, client_sockets
+from staleflow.net.errors import Refused, Unavailable
+from staleflow.net.security import LOOKING, check_keys, client_sockets
+from staleflow.process.sanitize import printable
 from staleflow.supervisor import model, roles
 from staleflow.supervisor.children import Child
 from staleflow.supervisor.drain import drain
@@ -285,7 +285,7 @@ class Supervisor:
 
 
 def _violations(trace: Path) -> int | None:
-    from staleflow.runtime.audit import audit
+    from staleflow.trace.audit.report import audit
 
     return audit(trace).num_violations if trace.exists() else None
 

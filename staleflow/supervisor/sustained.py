@@ -33,9 +33,9 @@ COPIED_BYTES = 256 << 20
 TASK = f"""
 name = "measured"
 [prompts]
-source = "staleflow.quickstart.task:prompts"
+source = "staleflow.examples.quickstart.task:prompts"
 [reward]
-run = "staleflow.quickstart.task:reward"
+run = "staleflow.examples.quickstart.task:reward"
 batch = 64
 [rollout]
 engine = "simulated"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from staleflow.runtime.printable import all_printable
+from staleflow.process.sanitize import all_printable
 from staleflow.supervisor.summary import Summary
 
 

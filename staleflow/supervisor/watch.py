@@ -9,9 +9,9 @@ from typing import Any
 
 from staleflow.clients.admin import Admin
 from staleflow.configs.errors import ConfigError
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.metric_lines import parsed
-from staleflow.runtime.transport import SOCKETS, Transport
+from staleflow.metrics.reader import parsed
+from staleflow.net.errors import Refused, Unavailable
+from staleflow.net.transport import SOCKETS, Transport
 
 
 class StatusWatch:

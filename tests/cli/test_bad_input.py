@@ -50,7 +50,7 @@ def test_a_configuration_that_is_not_there(cli: Cli) -> None:
 
 
 def test_a_key_that_a_resumed_run_may_not_change(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.load import load, write_resolved
 
     write_resolved(load(SIMULATED), short_dir / "r")
     words = "seed is 1; a run keeps its configuration: --resume may change trainer.steps"
@@ -67,8 +67,8 @@ def test_a_model_directory_without_tokenizer(cli: Cli, short_dir: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_an_engine_that_is_not_installed(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.extras import install
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.extras import install
+    from staleflow.configs.loading.load import load, write_resolved
 
     words = f"the package vllm is not installed: {install('vllm')}"
     refused(cli("run", SIMULATED.parent / "quickstart-vllm.toml"), words)
@@ -91,7 +91,7 @@ def test_a_port_in_use(cli: Cli) -> None:
 
 
 def test_a_run_directory_of_another_run_or_another_configuration(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.load import load, write_resolved
 
     used = short_dir / "used"
     write_resolved(load(SIMULATED), used)
@@ -126,7 +126,7 @@ def test_a_name_that_is_a_path(cli: Cli, short_dir: Path, name: str) -> None:
 
 
 def test_a_stage_that_the_run_does_not_have(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.load import load, write_resolved
 
     write_resolved(load(SIMULATED), short_dir / "r")
     said = cli("attach", "stage", "--stage", "critic", "--run-dir", "r")
@@ -172,7 +172,7 @@ def test_a_path_that_cannot_be_written(cli: Cli, short_dir: Path, words: tuple[o
 
 def test_a_run_that_is_being_started_is_said_to_be(cli: Cli, short_dir: Path) -> None:
     """A model may take minutes before the scheduler is up."""
-    from staleflow.configs.load import load
+    from staleflow.configs.loading.load import load
     from staleflow.supervisor import rundir
 
     pid = os.getpid()
@@ -191,7 +191,7 @@ def test_a_run_that_is_being_started_is_said_to_be(cli: Cli, short_dir: Path) ->
 
 
 def test_a_run_whose_scheduler_died_is_not_called_starting(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import load
+    from staleflow.configs.loading.load import load
     from staleflow.supervisor import rundir
 
     with rundir.claim(load(SIMULATED), short_dir / "r", resume=False):
@@ -205,7 +205,7 @@ def test_a_run_whose_scheduler_died_is_not_called_starting(cli: Cli, short_dir: 
 
 
 def test_a_scheduler_that_listens_and_is_stopped_is_named_with_its_process(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import addresses, load, write_resolved
+    from staleflow.configs.loading.load import addresses, load, write_resolved
 
     config = load(SIMULATED)
     (short_dir / "r").mkdir()
@@ -234,7 +234,7 @@ def test_status_does_not_wait_for_a_file_system_that_hangs(cli: Cli, short_dir: 
 
 
 def test_a_run_whose_scheduler_is_on_another_machine_is_not_taken_for_ended(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.load import load, write_resolved
 
     elsewhere = ["security.insecure=true", "scheduler.bind=tcp://198.51.100.1:5551"]  # an address that no machine has
     write_resolved(load(SIMULATED, elsewhere), short_dir / "r")
@@ -245,7 +245,7 @@ def test_a_run_whose_scheduler_is_on_another_machine_is_not_taken_for_ended(cli:
 
 
 def test_a_run_bound_to_every_interface_may_be_elsewhere(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.load import load, write_resolved
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -290,7 +290,7 @@ def test_words_that_mean_nothing_there(cli: Cli, words: tuple[object, ...], said
 
 
 def test_ranks_that_torchrun_did_not_start(cli: Cli, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.load import load, write_resolved
 
     write_resolved(load(SIMULATED), short_dir / "r")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}.items():
@@ -308,7 +308,7 @@ def test_status_and_trace_of_nothing(cli: Cli) -> None:
 
 
 def test_top_of_nothing(cli: Cli, short_dir: Path) -> None:
-    from staleflow.configs.load import load, write_resolved
+    from staleflow.configs.loading.load import load, write_resolved
 
     refused(cli("top"), "Give RUN_DIR or --connect ADDRESS")
     refused(cli("top", "none"), "it has no config.json")

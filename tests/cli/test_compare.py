@@ -6,7 +6,7 @@ import re
 import pytest
 
 from staleflow.cli.compare_table import show
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.sim.compare import COLUMNS, compare
 from tests.cli.conftest import SIMULATED, Cli
 

@@ -13,8 +13,8 @@ import pytest
 from staleflow.cli.doctor import show
 from staleflow.cli.main import main
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.extras import install
-from staleflow.configs.load import load
+from staleflow.configs.loading.extras import install
+from staleflow.configs.loading.load import load
 from staleflow.supervisor import checkup, sustained
 from staleflow.supervisor.abilities import abilities
 from staleflow.supervisor.addresses import check_free

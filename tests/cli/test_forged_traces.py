@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from staleflow.cli.main import main
-from staleflow.configs.load import RESOLVED, to_json
-from staleflow.runtime.trace_lines import FIELDS
+from staleflow.configs.loading.load import RESOLVED, to_json
+from staleflow.trace.reader import FIELDS
 from tests.report.traces import PLAIN, attach, consume, event, publish, save, sealed, written
 from tests.sim.test_plan import config
 
@@ -136,7 +136,7 @@ def test_a_forged_line_is_told_in_one_line_or_read(run_dir: Path, capsys: pytest
 def test_each_rule_has_all_its_violations_beside_it(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("staleflow.runtime.audit.MAX_VIOLATIONS", 1)
+    monkeypatch.setattr("staleflow.trace.audit.report.MAX_VIOLATIONS", 1)
     save(run_dir, PLAIN[:2])  # without a schema and a hash
     assert ask(run_dir, ("trace", "check")) == 1
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ every line is")]

@@ -8,7 +8,7 @@ import pytest
 
 from staleflow.cli.graph import text
 from staleflow.cli.main import main
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from tests.cli.conftest import Cli
 
 STAGES = Path(__file__).parent.parent.parent / "configs" / "stages.toml"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.configs.imports import load_object
-from staleflow.configs.load import load
-from staleflow.configs.presence import present
+from staleflow.configs.loading.imports import load_object
+from staleflow.configs.loading.load import load
+from staleflow.configs.loading.presence import present
 from tests.cli.conftest import Cli
 
 UNTRAINED = ("rollout.engine=simulated", "trainer.backend=simulated", "model.build=", "model.options={}")

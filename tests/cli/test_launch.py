@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.cli.main import main
-from staleflow.configs.load import load, write_resolved
+from staleflow.configs.loading.load import load, write_resolved
 from staleflow.launch.servers import settled
 from staleflow.supervisor.summary import Summary, write
 from tests.cli.conftest import Cli

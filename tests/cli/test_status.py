@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from staleflow.cli.main import main
-from staleflow.configs.load import load, write_resolved
+from staleflow.configs.loading.load import load, write_resolved
 from tests.cli.conftest import SIMULATED
 from tests.monitor.world import STATUS
 

@@ -8,9 +8,9 @@ import pytest
 MINIMAL = """
 name = "tiny"
 [prompts]
-source = "staleflow.quickstart.task:prompts"
+source = "staleflow.examples.quickstart.task:prompts"
 [reward]
-run = "staleflow.quickstart.task:reward"
+run = "staleflow.examples.quickstart.task:reward"
 [rollout]
 engine = "simulated"
 filter = "none"

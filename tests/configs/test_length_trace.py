@@ -7,8 +7,8 @@ import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.length_trace import read_lengths
-from staleflow.configs.load import load
-from staleflow.configs.presence import present
+from staleflow.configs.loading.load import load
+from staleflow.configs.loading.presence import present
 from tests.configs.conftest import MINIMAL, Write
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.configs import presets
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load, read_run, write_resolved
+from staleflow.configs.loading.load import load, read_run, write_resolved
 from staleflow.configs.schema import Config, Preset
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
 from tests.configs.conftest import MINIMAL, Write

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from staleflow.configs.checks import consistent
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place, place
+from staleflow.configs.rules.checks import consistent
 from staleflow.configs.schema import Config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

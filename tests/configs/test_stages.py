@@ -3,7 +3,7 @@
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.configs.stages import batch_of, graph, seconds_a_group, stages, workers_of
 from tests.configs.conftest import MINIMAL, Write
 

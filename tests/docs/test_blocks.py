@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.configs.checks import consistent
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.explain import decode
+from staleflow.configs.loading.explain import decode
 from staleflow.configs.presets import beneath
+from staleflow.configs.rules.checks import consistent
 from tests.docs.markdown import ROOT, Block, blocks
 
 LANGUAGES = {"", "bash", "console", "sh", "text", "toml", "python", "json", "yaml", "mermaid"}

@@ -17,7 +17,7 @@ import pytest
 
 from staleflow.cli.main import VERBS, cli, main
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from tests.docs.markdown import ROOT, Block, blocks, inline, pages
 
 BASE = ROOT / "configs" / "smoke.toml"

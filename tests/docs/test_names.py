@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from staleflow.configs.describe import tables
-from staleflow.configs.explain import keys
-from staleflow.runtime.metric_names import METRICS
+from staleflow.configs.loading.describe import tables
+from staleflow.configs.loading.explain import keys
+from staleflow.metrics.names import METRICS
 from tests.docs.markdown import ROOT, inline, pages
 
 TABLES = {table.name for table in tables()}

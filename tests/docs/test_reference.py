@@ -4,9 +4,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from staleflow.configs.describe import tables
-from staleflow.configs.explain import keys
-from staleflow.reference.pages import made
+from docs.generate.pages import made
+from staleflow.configs.loading.describe import tables
+from staleflow.configs.loading.explain import keys
 from tests.docs.markdown import ROOT
 
 

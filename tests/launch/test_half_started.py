@@ -6,9 +6,9 @@ from typing import NoReturn
 
 import pytest
 
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.launch import keys, ray_machines
-from staleflow.runtime import key_folder
+from staleflow.net import key_folder
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # the fixture
 

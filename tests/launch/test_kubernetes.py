@@ -14,12 +14,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import RESERVED
 from staleflow.launch import kubernetes
-from staleflow.runtime.audit import audit
-from staleflow.runtime.key_folder import make_keys
+from staleflow.net.key_folder import make_keys
+from staleflow.trace.audit.report import audit
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 REAL = (

@@ -7,11 +7,11 @@ import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.launch import share
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.configs.schema import Config
 from staleflow.launch import machine, placement
 from staleflow.launch.placement import Place
-from staleflow.runtime.errors import RunOver
+from staleflow.net.errors import RunOver
 from staleflow.supervisor import roles
 from staleflow.supervisor.drain import MACHINE_S
 from staleflow.supervisor.roles import Role, Works

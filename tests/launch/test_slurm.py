@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.launch import slurm
 
 Job = subprocess.Popen[bytes]

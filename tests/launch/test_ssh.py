@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.launch import ssh
 from staleflow.launch.remote import whole
 from staleflow.launch.servers import settled
@@ -53,7 +53,7 @@ sys.exit(Machine([role], Path(sys.argv[1]), "tcp://nobody", "rollout").run())
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from staleflow.runtime.daemon import run
+from staleflow.process.daemon import run
 from staleflow.supervisor import lifeline
 lifeline.hold()
 folder = Path(sys.argv[1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.launch import ray_machines, ssh
 from staleflow.launch.ray_machines import fleet
 from staleflow.monitor.history import History

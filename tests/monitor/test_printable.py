@@ -18,7 +18,7 @@ from staleflow.monitor.plain import PlainView, line
 from staleflow.monitor.screen import Telling, dashboard
 from staleflow.monitor.story import headline, story
 from staleflow.monitor.top import encoded
-from staleflow.runtime.printable import json_line, printable, printable_lines
+from staleflow.process.sanitize import json_line, printable, printable_lines
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 from tests.cli.test_forged_traces import EVIL, LIFE, controls

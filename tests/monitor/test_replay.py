@@ -21,7 +21,7 @@ from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire.messages import GetStatus, Join, Joined, NextGroups, Status
-from staleflow.runtime.trace import read_events
+from staleflow.trace.writer import read_events
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 

@@ -12,7 +12,7 @@ from staleflow.monitor.keyboard import Keyboard
 from staleflow.monitor.look import Look
 from staleflow.monitor.sources import Live, Replay
 from staleflow.monitor.top import GONE_S, Stories, Top, lines, once
-from staleflow.runtime.errors import Unavailable
+from staleflow.net.errors import Unavailable
 from tests.monitor.test_replay import written
 from tests.monitor.test_sources import Watch
 from tests.monitor.world import STATUS

@@ -20,8 +20,10 @@ import msgspec
 import uvloop
 
 from staleflow.clients.attachment import attach
-from staleflow.clients.parameters import Publisher, Puller
-from staleflow.configs.load import addresses, read_run
+from staleflow.clients.weights import Publisher, Puller
+from staleflow.configs.loading.load import addresses, read_run
+from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import (
@@ -53,8 +55,6 @@ from staleflow.protocols.wire.messages import (
     TakeStage,
 )
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.errors import Refused
 from staleflow.supervisor import lifeline
 from tests.audit import prf
 from tests.audit.journal import Journal

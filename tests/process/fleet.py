@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 
 from staleflow.clients.admin import Admin
+from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.wire.messages import GetStatus, Status
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 from tests.servers.running import config_of
 
@@ -32,7 +32,7 @@ class Fleet:
     """One run's processes by name: scheduler, trajectories-0, ..., parameters, and actors."""
 
     def __init__(self, run_dir: Path, **sections: dict[str, Any]) -> None:
-        from staleflow.configs.load import addresses
+        from staleflow.configs.loading.load import addresses
 
         self.run_dir = run_dir
         self.config = config_of(run_dir, **_steady(sections))

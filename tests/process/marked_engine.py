@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from staleflow.clients.rollout import main
-from staleflow.clients.rollout.simulated_engine import SimulatedEngine
-from staleflow.configs.load import addresses, read_run
+from staleflow.clients.rollout.engines.simulated import SimulatedEngine
+from staleflow.configs.loading.load import addresses, read_run
 
 
 class Marked(SimulatedEngine):

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from staleflow.clients.rollout.environment_client import Client
-from staleflow.environments.calculator import Calculator
+from staleflow.clients.rollout.episodes.env_client import Client
+from staleflow.examples.environments.calculator import Calculator
 
 
 class Moody(Calculator):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import uvloop
 
+from staleflow.net.client import Client, worker_id
 from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import (
     Assign,
@@ -26,7 +27,6 @@ from staleflow.protocols.wire.messages import (
     Results,
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime.client import Client, worker_id
 from tests.audit import prf
 from tests.process.actors import Trainer
 from tests.process.fleet import Fleet

@@ -109,7 +109,7 @@ class Run:
 
 def audited(run_dir: Path, *need: str) -> dict[str, Any]:
     """The report of our own audit, after the independent one has agreed that the trace is clean."""
-    from staleflow.runtime.audit import audit
+    from staleflow.trace.audit.report import audit
 
     report = audit(run_dir / "trace.jsonl")
     assert report.violations == [], report.violations[:3]

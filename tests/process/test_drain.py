@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import staleflow
-from staleflow.configs.load import load, read_run, write_resolved
-from staleflow.runtime.errors import Unavailable
+from staleflow.configs.loading.load import load, read_run, write_resolved
+from staleflow.net.errors import Unavailable
 from tests.process.running import CONFIGS, Run, audited
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(240)]

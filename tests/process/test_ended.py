@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import staleflow
-from staleflow.configs.load import load, write_resolved
+from staleflow.configs.loading.load import load, write_resolved
 from tests.process.running import CONFIGS, Run
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(240)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.runtime.audit import audit
+from staleflow.trace.audit.report import audit
 from tests.process.hosts import Hosts, possible
 
 pytestmark = [

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from staleflow.runtime.audit import audit
+from staleflow.trace.audit.report import audit
 
 CLUSTER = Path(__file__).parent.parent.parent / "configs" / "cluster.toml"
 HERE = json.dumps(["sh", "-c", 'exec sh -c "$1"'])

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from staleflow.clients.rollout.engines.running_batch import uniforms
 from staleflow.clients.rollout.groups import Recipe
-from staleflow.clients.rollout.rows import uniforms
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.coordination import migration

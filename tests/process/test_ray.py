@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.runtime.audit import audit
+from staleflow.trace.audit.report import audit
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]

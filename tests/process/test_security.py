@@ -15,11 +15,11 @@ import pytest
 
 from staleflow.cli.main import main
 from staleflow.clients.admin import Admin
+from staleflow.net.errors import Refused
+from staleflow.net.keys import read_key
+from staleflow.net.permissions import Role
+from staleflow.net.transport import Sockets
 from staleflow.protocols.consistency.effects import Code
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.keys import read_key
-from staleflow.runtime.roles import Role
-from staleflow.runtime.transport import Sockets
 from tests.process.running import Run, audited
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]

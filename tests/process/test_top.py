@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.configs.load import addresses, read_run
+from staleflow.configs.loading.load import addresses, read_run
 from tests.monitor.test_replay import written
 from tests.process.running import ROOT
 from tests.process.terminal import ALTERNATE, MAIN, PROMPT, Terminal

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.configs.load import load, write_resolved
+from staleflow.configs.loading.load import load, write_resolved
 from staleflow.monitor.lanes import lanes
 from staleflow.report.page import report, timeline
 from staleflow.report.reading import Reader
-from staleflow.runtime.trace import read_events
+from staleflow.trace.writer import read_events
 from tests.report.traces import PLAIN, save
 
 ROOT = Path(__file__).parent.parent.parent

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.configs.load import write_resolved
+from staleflow.configs.loading.load import write_resolved
 from staleflow.configs.schema import Config, Model, Prompts, Reward
 from staleflow.report.page import report
-from staleflow.runtime.audit import FileRule
-from tests.runtime.histories import history
+from staleflow.trace.audit.report import FileRule
+from tests.trace.histories import history
 
 CLEAN = "The audit found nothing wrong"
 CONFIG = Config(model=Model(path="m"), prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
@@ -26,7 +26,7 @@ def test_a_line_that_is_being_written_breaks_no_promise(tmp_path: Path) -> None:
 
 
 def test_each_rule_has_all_its_violations_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("staleflow.runtime.audit.MAX_VIOLATIONS", 1)
+    monkeypatch.setattr("staleflow.trace.audit.report.MAX_VIOLATIONS", 1)
     lines = history(tmp_path, 3).read_bytes().replace(b'"h":"', b'"h":"0')
     (tmp_path / "trace.jsonl").write_bytes(lines)
     write_resolved(CONFIG, tmp_path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import staleflow
-from staleflow.configs.load import write_resolved
+from staleflow.configs.loading.load import write_resolved
 
 ROOT = Path(__file__).parent.parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)

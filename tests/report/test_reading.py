@@ -8,7 +8,7 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.report.facts import Facts, Happening, Last, Level, Levels, Spent, StepFact
 from staleflow.report.reading import Reader
-from staleflow.runtime.trace import read_events
+from staleflow.trace.writer import read_events
 from tests.report.traces import PLAIN, attach, consume, event, opened, publish, save, sealed
 
 

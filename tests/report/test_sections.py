@@ -11,8 +11,8 @@ from staleflow.report.curves import Curves
 from staleflow.report.facts import Facts, Spent
 from staleflow.report.reading import Reader
 from staleflow.report.settings import changes
-from staleflow.runtime.audit import AuditReport, Violation
-from staleflow.runtime.audit_books import Rule
+from staleflow.trace.audit.report import AuditReport, Violation
+from staleflow.trace.audit.state import Rule
 from tests.report.traces import PLAIN, SECOND, event, opened, publish
 
 

@@ -17,9 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from staleflow.clients.parameters import NamedTensors, Publisher, Puller
-from staleflow.configs.load import addresses, from_json, write_resolved
+from staleflow.clients.weights import NamedTensors, Publisher, Puller
+from staleflow.configs.loading.load import addresses, from_json, write_resolved
 from staleflow.configs.schema import Config
+from staleflow.net.client import Client, worker_id
+from staleflow.net.endpoint import Endpoint
+from staleflow.process.daemon import Stop
+from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Assign,
@@ -49,10 +53,6 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.daemon import Stop
-from staleflow.runtime.endpoint import Endpoint
-from staleflow.runtime.supervised import SLOT_VARIABLE
 from staleflow.servers.parameters import main as parameters
 from staleflow.servers.scheduler.main import open_service, open_store
 from staleflow.servers.trajectories import main as trajectories
@@ -62,7 +62,7 @@ ANY_MODEL = ModelLimits()
 _PROCESS = """
 import sys
 from pathlib import Path
-from staleflow.configs.load import read_run
+from staleflow.configs.loading.load import read_run
 from staleflow.servers.{role}.main import serve
 run_dir = Path(sys.argv[1])
 sys.exit(serve(read_run(run_dir), run_dir{shard}))
@@ -76,7 +76,7 @@ def config_of(run_dir: Path, **sections: dict[str, Any] | list[dict[str, Any]]) 
     prompts.write_bytes(b"".join(b'{"prompt": "%d + 1", "answer": %d}\n' % (n, n + 1) for n in range(40)))
     table: dict[str, Any] = {
         "prompts": {"path": str(prompts)},
-        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
+        "reward": {"run": "staleflow.examples.quickstart.task:reward", "timeout_s": 1.0, "retries": 0},
         "staleness": {"max_staleness": 2},
         "rollout": {"engine": "simulated", "group_size": GROUP_SIZE, "max_new_tokens": 100_000},
         "trainer": {"backend": "simulated", "batch_size": 2, "steps": 10},

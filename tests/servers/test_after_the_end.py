@@ -10,12 +10,12 @@ import pytest
 
 from staleflow.clients.attachment import attach
 from staleflow.configs.errors import ConfigError
+from staleflow.net.client import Client
+from staleflow.net.errors import RUN_IS_OVER, Refused, RunOver
+from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach, Attached, Done, Finished, Refusal
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import RUN_IS_OVER, Refused, RunOver
-from staleflow.runtime.roles import Role
 from staleflow.servers.scheduler import service
 from staleflow.supervisor.joining import has_ended, joined
 from tests.servers.running import Run, eventually

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Puller
+from staleflow.clients.weights import Puller
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -28,7 +28,7 @@ from staleflow.protocols.wire.messages import (
     Rows,
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime.audit import audit
+from staleflow.trace.audit.report import audit
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
 from tests.servers.scheduler.world import Cast, World, config
 

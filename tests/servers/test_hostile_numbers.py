@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from staleflow.net.errors import Unavailable
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError, decode_request, encode_request
 from staleflow.protocols.wire.manifest import check
 from staleflow.protocols.wire.messages import (
@@ -26,7 +26,6 @@ from staleflow.protocols.wire.messages import (
     TensorEntry,
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime.errors import Unavailable
 from tests.servers.parameters.test_service import files
 from tests.servers.running import WEIGHTS, Run, payload
 from tests.servers.scheduler.table import Seat, Table

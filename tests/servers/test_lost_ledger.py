@@ -14,9 +14,9 @@ import pytest
 
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
 from staleflow.protocols.consistency.ids import Version
-from staleflow.runtime.audit import audit
-from staleflow.runtime.lmdb_store import Store
 from staleflow.servers.trajectories.store import TABLES
+from staleflow.store.lmdb import Store
+from staleflow.trace.audit.report import audit
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually
 
 TRAIN = """
@@ -24,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 from staleflow.clients.trainer.main import attach
-from staleflow.configs.load import addresses, read_run
+from staleflow.configs.loading.load import addresses, read_run
 run_dir = Path(sys.argv[1])
 config = read_run(run_dir)
 sys.exit(attach(config, run_dir, "trainer", addresses(config, run_dir).scheduler))

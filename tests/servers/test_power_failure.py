@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Puller
 from staleflow.clients.trainer.checkpoint import Checkpoints, TrainerState
-from staleflow.configs.load import read_run, write_resolved
+from staleflow.clients.weights import Puller
+from staleflow.configs.loading.load import read_run, write_resolved
 from staleflow.configs.schema import Config, Model, Prompts, Reward
 from staleflow.launch.keys import make_whole
+from staleflow.net.allow_list import read_allowed
+from staleflow.net.keys import ALLOWED, read_key
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.runtime.allowed import read_allowed
-from staleflow.runtime.audit import audit
-from staleflow.runtime.keys import ALLOWED, read_key
-from staleflow.runtime.lmdb_store import FILE
+from staleflow.store.lmdb import FILE
 from staleflow.supervisor import model, rundir
+from staleflow.trace.audit.report import audit
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 from tests.servers.scheduler.world import config
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from staleflow.configs.durable import sync_path
+from staleflow.configs.durable_files import sync_path
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import GetRows, Rows
-from staleflow.runtime.audit import audit
 from staleflow.servers.parameters.service import COLLECT_EVERY_S
 from staleflow.servers.trajectories.service import RETAIN_EVERY_S
+from staleflow.trace.audit.report import audit
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 
 DISK_BYTES = 128 << 20

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Abort,
     Assign,

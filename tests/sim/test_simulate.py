@@ -10,16 +10,16 @@ import pytest
 from msgspec.structs import replace
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.configs.schema import Coordination, Redundancy
 from staleflow.configs.simulation import Fleet, Occurrence
 from staleflow.protocols.consistency.limits import Bound, OnOverdue
-from staleflow.runtime.audit import audit
-from staleflow.runtime.trace import read_events
 from staleflow.sim.asking import Stalled
 from staleflow.sim.compare import COLUMNS
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
+from staleflow.trace.audit.report import audit
+from staleflow.trace.writer import read_events
 from tests.sim.configs import config
 
 ELASTIC = Path(__file__).parent.parent.parent / "configs" / "elastic.toml"

@@ -16,10 +16,10 @@ from staleflow.protocols.coordination.admission import Admission
 from staleflow.protocols.coordination.migration import Migration
 from staleflow.protocols.coordination.routing import Routing
 from staleflow.protocols.coordination.sync import Sync
-from staleflow.runtime.audit import audit
-from staleflow.runtime.trace import read_events
 from staleflow.sim.result import Result
 from staleflow.sim.simulate import simulate
+from staleflow.trace.audit.report import audit
+from staleflow.trace.writer import read_events
 from tests.sim.configs import config
 
 TROUBLE = [

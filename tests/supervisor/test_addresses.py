@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import addresses, load
+from staleflow.configs.loading.load import addresses, load
 from staleflow.supervisor.addresses import binds, check_free, in_use, may_answer
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"

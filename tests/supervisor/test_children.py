@@ -84,7 +84,7 @@ def test_a_process_that_worked_long_starts_counting_anew() -> None:
     [
         (Works.STARTED, "raise SystemExit(1)", 9),
         (Works.ATTACHED, "raise SystemExit(1)", Restarts.TRIES),
-        (Works.ATTACHED, "from staleflow.runtime import supervised as s; s.tell_attached(); raise SystemExit(1)", 9),
+        (Works.ATTACHED, "from staleflow.process import readiness as s; s.tell_attached(); raise SystemExit(1)", 9),
         (Works.MACHINE, "raise SystemExit(1)", Restarts.TRIES),
         (Works.MACHINE, "raise SystemExit(3)", 9),
     ],
@@ -143,7 +143,7 @@ def test_a_start_that_fails_before_the_old_mark_is_gone_has_not_worked(
     monkeypatch.setattr(Restarts, "CAP_S", 0.0)
     monkeypatch.setattr(Restarts, "STABLE_S", 0.2)
     code = (
-        "from staleflow.runtime import supervised as s; import time; s.tell_attached(); time.sleep(0.3); print('last')"
+        "from staleflow.process import readiness as s; import time; s.tell_attached(); time.sleep(0.3); print('last')"
     )
     role = Role(name="one", kind=Kind.WORKER, command=(sys.executable, "-c", code), works=Works.ATTACHED)
     lifeline = Lifeline()
@@ -267,9 +267,9 @@ def test_a_trainer_that_has_joined_has_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     monkeypatch.setitem(drain_module.LIMITS_S, Kind.TRAINER, 0.5)
-    told = "supervised.tell_attached(); " if joined else ""
+    told = "readiness.tell_attached(); " if joined else ""
     saves = "signal.signal(15, lambda *_: (time.sleep(2), print('saved'), sys.exit(0)))"
-    imports = "import signal, sys, time; from staleflow.runtime import supervised; "
+    imports = "import signal, sys, time; from staleflow.process import readiness; "
     code = f"{imports}{told}{saves}; print('up'); time.sleep(60)"
     role = Role(name="trainer", kind=Kind.TRAINER, command=(sys.executable, "-c", code), works=Works.ATTACHED)
     lifeline, said = Lifeline(), list[str]()
@@ -331,7 +331,7 @@ def test_gpus_are_counted_among_those_that_the_supervisor_sees(monkeypatch: pyte
 
 def test_each_successor_fills_the_slot_of_the_process_before_it(start: Callable[..., Child]) -> None:
     """The scheduler gives it the name at once, and to no other process."""
-    code = "from staleflow.runtime import supervised; print(supervised.slot(), flush=True)"
+    code = "from staleflow.process import readiness; print(readiness.slot(), flush=True)"
     one, other = start(code, "one"), start(code, "other")
     until(lambda: one.words() and other.words() and one.exit_code == 0)
     (first,), (elsewhere,) = one.words(), other.words()

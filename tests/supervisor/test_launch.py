@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.runtime import supervised
+from staleflow.process import readiness
 from staleflow.supervisor.launch import launch
 
 LIMIT_S = 15.0
@@ -171,16 +171,16 @@ def test_under_a_supervisor_ranks_that_do_not_end_are_killed_in_time(tmp_path: P
 def test_under_a_supervisor_ranks_that_have_joined_have_time_to_save(tmp_path: Path) -> None:
     ranks = f"""
 import os, signal, sys, time
-from staleflow.runtime import supervised
+from staleflow.process import readiness
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(0)))
-supervised.tell_attached()
+readiness.tell_attached()
 open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
 time.sleep(60)
 """
     quick = LAUNCHER.replace("sys.exit", "from staleflow.supervisor import launch as of\nof.DRAIN_S = 0.2\nsys.exit")
     words = [sys.executable, "-c", quick, ranks, "watched"]
     with tempfile.NamedTemporaryFile() as told:
-        launcher = subprocess.Popen(words, env={**os.environ, supervised.VARIABLE: told.name})
+        launcher = subprocess.Popen(words, env={**os.environ, readiness.VARIABLE: told.name})
         pids(tmp_path)
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(LIMIT_S) == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.configs.schema import Config
 from staleflow.supervisor import model
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.supervisor.roles import Kind, Works, servers, workers
 
 SIMULATED = Path(__file__).parent.parent.parent / "configs" / "simulated.toml"

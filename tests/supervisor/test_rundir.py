@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.cli.main import main
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load, read_run, write_resolved
+from staleflow.configs.loading.load import load, read_run, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.supervisor import rundir, summary
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from staleflow import api
-from staleflow.configs.load import load, write_resolved
+from staleflow.configs.loading.load import load, write_resolved
 from staleflow.monitor.ending import rows
 from staleflow.supervisor import summary
 from staleflow.supervisor.summary import Summary, TraceFacts, rewards, summarise

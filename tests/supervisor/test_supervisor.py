@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from staleflow.runtime.audit import audit
+from staleflow.trace.audit.report import audit
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(180)]
 

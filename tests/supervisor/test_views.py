@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.configs.load import load
+from staleflow.configs.loading.load import load
 from staleflow.monitor.plain import PlainView
 from staleflow.supervisor import rundir, summary
 from staleflow.supervisor import supervisor as supervisor_module

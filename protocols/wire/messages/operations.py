@@ -1,8 +1,7 @@
 """To the scheduler: operations on groups, in batches."""
 
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha
 
 

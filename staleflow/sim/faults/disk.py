@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
-from staleflow.runtime.memory_store import MemoryWrite, Tables, Undo
-from staleflow.runtime.store import Buffer, Durability, StoreError, StoreFull, key_number
 from staleflow.sim.faults.virtual import Conductor, Killed, Process
+from staleflow.store.base import Buffer, Durability, StoreError, StoreFull, key_number
+from staleflow.store.memory import MemoryWrite, Tables, Undo
 
 NEARLY_FULL: Final = 0.95
 SMALL_BYTES: Final = 16

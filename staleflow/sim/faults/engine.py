@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engine import (
+from staleflow.clients.rollout.engines.base import (
     EngineStats,
     Marks,
     Request,

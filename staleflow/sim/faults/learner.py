@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from staleflow.clients.trainer.backend import StepResult, Stopped, Stopping
-from staleflow.clients.trainer.batches import NO_VERSION, TrainBatch
+from staleflow.clients.trainer.backends.base import StepResult, Stopped, Stopping
+from staleflow.clients.trainer.data.batch import NO_VERSION, TrainBatch
 from staleflow.configs.stages import stages
 from staleflow.protocols.consistency.ids import Step, Version
 from staleflow.protocols.wire.messages import Batch, MemberRef

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from staleflow.clients.parameters import chunks, mapped, publish, relays, written
 from staleflow.clients.stage import main as stage_main
+from staleflow.clients.weights import chunks, local_upload, mapped, publish, relays
+from staleflow.net import weights
+from staleflow.process import readiness
 from staleflow.protocols.coordination import migration
-from staleflow.runtime import supervised, weights
-from staleflow.servers.parameters import relay, service, tree
+from staleflow.servers.parameters import service, tree
+from staleflow.servers.parameters.relay import service as relay
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
@@ -90,14 +92,14 @@ class Machine:
                     (os, "posix_fallocate", self._allocate(os.posix_fallocate)),
                     (os, "replace", self._rename(os.replace)),
                     (os, "rename", self._rename(os.rename)),
-                    (supervised, "slot", self._slot),
+                    (readiness, "slot", self._slot),
                     (tree, "FANOUT", 1),
                     (migration, "MIN_AGE_MS", 200),  # groups here are written in a second
                     (migration, "MIN_LEFT_S", 0.05),
                     *((module, "LOOK_EVERY_S", LOOK_EVERY_S) for module in (relay, stage_main)),
                     *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
-                    *((module, "boot_id", self._host) for module in (mapped, written, relays, relay, service)),
+                    *((module, "boot_id", self._host) for module in (mapped, local_upload, relays, relay, service)),
                 ):
                     changes.enter_context(mock.patch.object(where, name, what))
                 yield

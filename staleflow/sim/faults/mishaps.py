@@ -9,10 +9,10 @@ from typing import Final
 
 import msgspec
 
-from staleflow.runtime.memory_store import Tables
 from staleflow.sim.faults.payload import LONG
 from staleflow.sim.faults.virtual import Process
 from staleflow.sim.faults.world import Node, Spell, World
+from staleflow.store.memory import Tables
 
 OLDER_S: Final = (2.0, 10.0)
 """Age of an older store."""

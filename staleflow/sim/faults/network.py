@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from staleflow.configs.errors import ConfigError
+from staleflow.net.limits import TransportLimits
+from staleflow.net.transport import Link, OnMessage
 from staleflow.protocols.wire.codec import Data
-from staleflow.runtime.limits import TransportLimits
-from staleflow.runtime.transport import Link, OnMessage
 from staleflow.sim.faults.virtual import Conductor, Process
 
 GRAIN_S: Final = 0.001

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from staleflow.configs.load import from_json
+from staleflow.configs.loading.load import from_json
 from staleflow.configs.schema import Config
 from staleflow.sim.faults.payload import LENGTHS, ODD, ROWS
 
@@ -137,7 +137,7 @@ def plan_of(seed: int) -> Plan:
         "seed": seed,
         "model": {"path": "simulated"},
         "prompts": {"source": SOURCE, "options": {"count": ROWS}, "epochs": EPOCHS if finite else 0},
-        "reward": {"run": "staleflow.quickstart.task:reward", "timeout_s": 1.0, "retries": 0, "batch": 8},
+        "reward": {"run": "staleflow.examples.quickstart.task:reward", "timeout_s": 1.0, "retries": 0, "batch": 8},
         "stage": USERS[:users],
         "staleness": {
             "max_staleness": rng.choice((0, 1, 2, 3)),

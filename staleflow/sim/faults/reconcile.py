@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from staleflow.process.clock import MAX_GAP_S
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
-from staleflow.runtime.clock import MAX_GAP_S
 from staleflow.servers.trajectories.service import RETAIN_EVERY_S
 from staleflow.sim.faults.journal import Journal, Key
 from staleflow.sim.faults.mishaps import MAX_HOLD_S

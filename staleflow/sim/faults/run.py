@@ -12,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from staleflow.runtime.audit import audit
-from staleflow.runtime.store import key_number
 from staleflow.sim.faults.faults import Faults
 from staleflow.sim.faults.plan import Plan, plan_of
 from staleflow.sim.faults.reconcile import reconcile
 from staleflow.sim.faults.world import World
+from staleflow.store.base import key_number
+from staleflow.trace.audit.report import audit
 
 LOOK_S = 0.5
 SETTLE_S = 12.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from staleflow.clients.rollout.groups import Recipe
-from staleflow.configs.load import Addresses
+from staleflow.configs.loading.load import Addresses
 from staleflow.configs.schema import Config
 from staleflow.sim.faults.journal import Journal
 from staleflow.sim.faults.network import Network

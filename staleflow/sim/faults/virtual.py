@@ -128,7 +128,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return done
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error in a callback ends the process, as ``runtime.daemon`` has it."""
+        """An error in a callback ends the process, as ``process.daemon`` has it."""
         error = context.get("exception")
         if isinstance(error, Exception) and self.process.alive:
             self.conductor.fail(self.process, error)

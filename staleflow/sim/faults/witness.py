@@ -10,6 +10,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
+from staleflow.net.limits import TransportLimits
+from staleflow.net.transport import Link, OnMessage, Transport
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import Data, decode_reply, decode_request
@@ -43,10 +47,6 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.limits import TransportLimits
-from staleflow.runtime.transport import Link, OnMessage, Transport
 from staleflow.sim.faults.journal import Acknowledged, Committed, Heard, Key
 from staleflow.sim.faults.payload import group_payload, is_written, other_bytes, sha_of
 from staleflow.sim.faults.plan import MAX_NEW_TOKENS, NEAR

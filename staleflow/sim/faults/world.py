@@ -11,14 +11,18 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from staleflow.clients.rollout import main as rollout
-from staleflow.clients.rollout.engine import AsyncEngine
+from staleflow.clients.rollout.engines.base import AsyncEngine
 from staleflow.clients.rollout.worker import Encode
 from staleflow.clients.stage import main as stage_main
 from staleflow.clients.trainer import main as trainer
 from staleflow.clients.trainer.client import Fenced, TrainerClient
-from staleflow.configs.load import addresses, config_sha
+from staleflow.configs.loading.load import addresses, config_sha
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
+from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import ConfigError, Refused, RunOver, Unavailable
+from staleflow.net.limits import TransportLimits
+from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import (
@@ -35,15 +39,10 @@ from staleflow.protocols.wire.messages import (
     Request,
     Status,
 )
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.daemon import Stop
-from staleflow.runtime.errors import ConfigError, Refused, RunOver, Unavailable
-from staleflow.runtime.limits import TransportLimits
-from staleflow.runtime.trace import stored_head
 from staleflow.servers.parameters import main as parameters
-from staleflow.servers.parameters import relay_main
+from staleflow.servers.parameters.relay import main as relay_main
 from staleflow.servers.scheduler import main as scheduler
-from staleflow.servers.scheduler.interpreter import TABLES
+from staleflow.servers.scheduler.ledger.interpreter import TABLES
 from staleflow.servers.trajectories import main as trajectories
 from staleflow.sim.faults.disk import Disk, SimWrite
 from staleflow.sim.faults.engine import VirtualEngine
@@ -57,6 +56,7 @@ from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import opened_stage
 from staleflow.sim.faults.virtual import Conductor, Process
 from staleflow.sim.faults.witness import Witness
+from staleflow.trace.writer import stored_head
 
 START_S = 0.3
 LOOK_S = 0.1

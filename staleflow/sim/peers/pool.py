@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
-from staleflow.servers.scheduler.deck import Deck
+from staleflow.servers.scheduler.prompts.queue import Deck
 from staleflow.sim.check import fleet
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import OnUpdate, SimEngine

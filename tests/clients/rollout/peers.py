@@ -10,7 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.parameters import PulledVersion, Puller
+from staleflow.clients.weights import PulledVersion, Puller
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call, Endpoint
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -36,9 +39,6 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.partial_samples import partial_sha
 from staleflow.protocols.wire.tensors import arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client
-from staleflow.runtime.endpoint import Call, Endpoint
-from staleflow.runtime.errors import Refused
 
 
 @dataclass

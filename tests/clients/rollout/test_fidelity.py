@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from staleflow.clients.rollout.engine import Sampling
-from staleflow.clients.rollout.transformers_engine import TransformersEngine, generate
+from staleflow.clients.rollout.engines.base import Sampling
+from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine, generate
 from staleflow.protocols.consistency.ids import Lineage, Version
 from tests.clients.rollout.fidelity import STOP, build, prompts, published, step, trainer_logprobs
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.clients.rollout.engine import Engine, Sampling
+from staleflow.clients.rollout.engines.base import Engine, Sampling
+from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.groups import Begun, Held, Recipe, Samples, interrupt, leave, payload, trajectories
-from staleflow.clients.rollout.simulated_engine import SimulatedEngine
 from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
+from tests.clients.rollout.engines.transformers.stepped import Stepped, settled
 from tests.clients.rollout.peers import assign
-from tests.clients.rollout.stepped import Stepped, settled
 
 PROMPT = np.array([5, 6, 7], np.int32)
 V1 = (Lineage(0), Version(1))
@@ -30,8 +30,8 @@ def simulated(version: int = 1, slots: int = 16) -> SimulatedEngine:
 
 def transformer(version: int = 1, seed: int = 0, slots: int = 8) -> Any:
     pytest.importorskip("torch")
-    from staleflow.clients.rollout.transformers_engine import TransformersEngine
-    from tests.clients.rollout.test_transformers_engine import build
+    from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
+    from tests.clients.rollout.engines.transformers.test_engine import build
 
     return TransformersEngine(build("qwen3", seed), stop_ids=[1], slots=slots, lineage=0, version=version)
 

@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 
 from staleflow.clients.attachment import attach
-from staleflow.clients.parameters import Publisher
 from staleflow.clients.rollout import main
-from staleflow.clients.rollout.engine import Trajectory
-from staleflow.clients.rollout.engine_thread import EngineThread
-from staleflow.clients.rollout.simulated_engine import SimulatedEngine
+from staleflow.clients.rollout.engines.base import Trajectory
+from staleflow.clients.rollout.engines.simulated import SimulatedEngine
+from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.worker import Encode
-from staleflow.configs.load import addresses, read_run, write_resolved
+from staleflow.clients.weights import Publisher
+from staleflow.configs.loading.load import addresses, read_run, write_resolved
 from staleflow.configs.schema import Config, Model, Prompts, Reward, Rollout, Scheduler
 from staleflow.configs.simulation import Simulated
+from staleflow.net.client import Client
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
@@ -39,8 +40,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client
-from tests.clients.rollout.waiting import until
+from tests.clients.rollout.engines.waiting import until
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -49,7 +49,7 @@ ME = WorkerId("trainer.test")
 
 
 def model_directory(path: Path, seed: int) -> Any:
-    from staleflow.quickstart.model import character_tokenizer, shape
+    from staleflow.examples.quickstart.model import character_tokenizer, shape
 
     torch.manual_seed(seed)
     tokenizer = character_tokenizer()
@@ -62,8 +62,8 @@ def model_directory(path: Path, seed: int) -> Any:
 def configured(run_dir: Path, model: Path, **rollout: Any) -> Config:
     config = Config(
         model=Model(path=str(model)),
-        prompts=Prompts(source="staleflow.quickstart.task:prompts"),
-        reward=Reward(run="staleflow.quickstart.task:reward"),
+        prompts=Prompts(source="staleflow.examples.quickstart.task:prompts"),
+        reward=Reward(run="staleflow.examples.quickstart.task:reward"),
         rollout=Rollout(group_size=2, max_inflight=8, max_new_tokens=12, **rollout),
         scheduler=Scheduler(lease_s=5),
     )
@@ -116,7 +116,7 @@ async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]
 
 def check(model: Any, prompt: str, payload: GroupPayload) -> None:
     """What was pushed is what the published weights say about it."""
-    from staleflow.quickstart.model import character_tokenizer
+    from staleflow.examples.quickstart.model import character_tokenizer
 
     prompt_ids = character_tokenizer()(prompt)["input_ids"]
     assert payload.prompt_ids.tolist() == prompt_ids

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.clients.rollout.engine import EngineError, LoadError, Request, RequestError, Sampling, Trajectory
-from staleflow.clients.rollout.engine_thread import EngineThread
+from staleflow.clients.rollout.engines.base import EngineError, LoadError, Request, RequestError, Sampling, Trajectory
+from staleflow.clients.rollout.engines.simulated import SimulatedEngine
+from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.main import text_bytes
-from staleflow.clients.rollout.simulated_engine import SimulatedEngine
 from staleflow.clients.rollout.worker import STUCK_S, Worker
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.simulation import Simulated
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId, Version
 from staleflow.protocols.wire.messages import Abort, Interrupt
 from staleflow.protocols.wire.trajectory import Finish
-from staleflow.runtime.errors import Refused
+from tests.clients.rollout.engines.waiting import until
 from tests.clients.rollout.peers import ME, Stage, assign, pull
-from tests.clients.rollout.waiting import until
 
 
 class Paced(SimulatedEngine):

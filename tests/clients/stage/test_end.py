@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from staleflow.clients.stage.main import while_it_lasts
+from staleflow.net.client import Client
+from staleflow.net.errors import Unavailable
 from staleflow.protocols.wire.messages import Status
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Unavailable
 
 
 class Scheduler:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from staleflow.clients.stage.reward import RewardStage
-from staleflow.clients.stage.runner import RewardRunner
-from staleflow.clients.stage.texts import ids_as_text
 from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.texts import ids_as_text
+from staleflow.clients.user_code.runner import RewardRunner
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.trajectory import GroupPayload
 

@@ -15,7 +15,7 @@ from staleflow.clients.stage.main import open_judge
 from staleflow.clients.stage.model_stage import Ended
 from staleflow.clients.stage.reference import Reference
 from staleflow.clients.stage.worker import Failed
-from staleflow.clients.trainer.batches import FetchedGroup, assemble
+from staleflow.clients.trainer.data.batch import FetchedGroup, assemble
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from tests.clients.stage.judged import asked_to_end, column, going_on, group, ragged, sequences

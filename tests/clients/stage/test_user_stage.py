@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.clients.stage.group import Group, WrongColumns, made_of
-from staleflow.clients.stage.texts import ids_as_text
 from staleflow.clients.stage.user_stage import UserStage, user_stage
 from staleflow.clients.stage.worker import Failed, Made
+from staleflow.clients.texts import ids_as_text
+from staleflow.clients.user_code.group import Group, WrongColumns, made_of
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Stage
 from staleflow.configs.stages import Node

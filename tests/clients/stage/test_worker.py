@@ -12,6 +12,8 @@ import pytest
 
 from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
 from staleflow.clients.trainer.client import TrainerClient
+from staleflow.net import adaptive_chunks as portions
+from staleflow.net.adaptive_chunks import FIRST_BYTES
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     FinishStage,
@@ -24,8 +26,6 @@ from staleflow.protocols.wire.messages import (
     TakeStage,
 )
 from staleflow.protocols.wire.tensors import pack
-from staleflow.runtime import portions
-from staleflow.runtime.portions import FIRST_BYTES
 from tests.clients.stage.judged import group
 from tests.clients.trainer.service import REWARDS, Service, serving
 

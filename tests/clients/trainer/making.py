@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
-from staleflow.clients.trainer.shares import shares
+from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.data.partition import shares
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import Batch

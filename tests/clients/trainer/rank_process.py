@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from staleflow.clients.trainer.backend import StepResult, Stopped, Untrainable
-from staleflow.clients.trainer.batches import TrainBatch
-from staleflow.clients.trainer.evaluation import open_evaluation
-from staleflow.clients.trainer.pieces import joined
-from staleflow.clients.trainer.ranks import ManyRanks, open_ranks
+from staleflow.clients.trainer.backends.base import StepResult, Stopped, Untrainable
+from staleflow.clients.trainer.backends.collectives import ManyRanks, open_ranks
+from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.clients.trainer.data.micro_batches import joined
+from staleflow.clients.trainer.evaluation.factory import open_evaluation
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Step, Version

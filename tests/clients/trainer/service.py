@@ -12,7 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from staleflow.configs.load import addresses, load, write_resolved
+from staleflow.configs.loading.load import addresses, load, write_resolved
 from staleflow.configs.schema import Config
 
 REWARDS = Path(__file__).parent.parent / "stage" / "rewards.py"

@@ -6,8 +6,8 @@ import pytest
 
 from staleflow.clients.trainer.checkpoint import Checkpoints, DamagedCheckpoint, Overtaken, TrainerState
 from staleflow.protocols.consistency.ids import BatchId, Lineage, Version
-from staleflow.runtime.reached import of_checkpoints
-from staleflow.runtime.sealed_json import seal, unseal
+from staleflow.store.sealed_json import seal, unseal
+from staleflow.trace.run_history import of_checkpoints
 
 
 def checkpoints(folder: Path, *, run: str = "r1", keep: int = 2) -> Checkpoints:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.clients.trainer.backend import Stopped
-from staleflow.clients.trainer.batches import TrainBatch
+from staleflow.clients.trainer.backends.base import Stopped
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
+from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.process.readiness import SLOT_VARIABLE
 from staleflow.protocols.consistency.ids import Lineage, Version
-from staleflow.runtime.supervised import SLOT_VARIABLE
 from tests.clients.trainer.service import Service, serving
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from staleflow.clients.out_of_memory import out_of_memory
-from staleflow.clients.trainer.backend import OutOfMemory
-from staleflow.clients.trainer.ranks import ManyRanks
+from staleflow.clients.trainer.backends.base import OutOfMemory
+from staleflow.clients.trainer.backends.collectives import ManyRanks
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.ranks import Place
 from staleflow.protocols.consistency.ids import Step

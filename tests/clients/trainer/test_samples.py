@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.clients.stage.texts import ids_as_text
-from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.texts import ids_as_text
+from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
 from staleflow.clients.trainer.samples import Samples
 from staleflow.protocols.consistency.ids import GroupId
 from tests.clients.trainer.making import header, payload

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from staleflow.clients.trainer.client import TrainerClient
-from staleflow.clients.trainer.pieces import Piece
+from staleflow.clients.trainer.data.micro_batches import Piece
 from staleflow.protocols.consistency.ids import Version
-from staleflow.runtime.audit import audit
+from staleflow.trace.audit.report import audit
 from tests.clients.trainer.service import Service, serving
 from tests.clients.trainer.test_process import ended, surviving_steps
 

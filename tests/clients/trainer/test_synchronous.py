@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.learning_run import Loop, Problem
-from staleflow.clients.rollout.rows import uniforms
+from staleflow.clients.rollout.engines.running_batch import uniforms
 from staleflow.configs.schema import Config
 from tests.clients.trainer.making import config
 

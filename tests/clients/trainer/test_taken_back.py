@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 
 from staleflow.clients.trainer import main
-from staleflow.clients.trainer.batches import FetchedGroup
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
-from staleflow.clients.trainer.followed import Followed
-from staleflow.clients.trainer.lockstep import Leader, follow
-from staleflow.clients.trainer.pieces import PieceStream
+from staleflow.clients.trainer.data.batch import FetchedGroup
+from staleflow.clients.trainer.data.micro_batches import PieceStream
+from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.clients.trainer.ranks.follower import Followed
+from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
-from staleflow.clients.trainer.stream import BatchStream
 from staleflow.configs.schema import Config
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch, CheckBatch, Done, Joined, MemberRef, NextBatch, NextGroups
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
 from tests.clients.trainer.making import payload
-from tests.clients.trainer.test_lockstep import LIMIT_S, Ranks, Recorded, Room
+from tests.clients.trainer.ranks.test_leader import LIMIT_S, Ranks, Recorded, Room
 
 Stepping = Callable[[Leader], Steps]
 

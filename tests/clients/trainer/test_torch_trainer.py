@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.clients.trainer import torch_files
-from staleflow.clients.trainer.backend import Stopped
-from staleflow.clients.trainer.batches import FetchedGroup, TrainBatch, assemble
-from staleflow.clients.trainer.pieces import joined
-from staleflow.clients.trainer.ranks import ManyRanks, OneRank
+from staleflow.clients.trainer.backends import files as torch_files
+from staleflow.clients.trainer.backends.base import Stopped
+from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
+from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.data.micro_batches import joined
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place
@@ -302,8 +302,8 @@ def test_being_asked_to_end_between_micro_batches_undoes_the_step(model_director
 
 def sampled(trainer: TorchTrainer, settings: Config) -> TrainBatch:
     """A batch that the transformers engine wrote with the trainer's own weights."""
-    from staleflow.clients.rollout.engine import Sampling
-    from staleflow.clients.rollout.transformers_engine import TransformersEngine, generate
+    from staleflow.clients.rollout.engines.base import Sampling
+    from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine, generate
 
     engine = TransformersEngine(trainer.model, [19])
     sampling = Sampling(max_new_tokens=12, temperature=settings.rollout.temperature)
@@ -336,7 +336,7 @@ def test_trainer_and_engine_agree_on_the_probability_of_every_token(model_direct
 
 
 def test_tied_weights_are_published_once_and_load_into_an_engine(model_directory: Path) -> None:
-    from staleflow.clients.rollout.weights import copy_weights
+    from staleflow.clients.rollout.engines.load_weights import copy_weights
 
     trainer, other = TorchTrainer(config(), model_directory), TorchTrainer(config(), model_directory)
     trained(trainer, 0)
@@ -349,7 +349,7 @@ def test_tied_weights_are_published_once_and_load_into_an_engine(model_directory
 
 def evaluating(directory: Path, folder: Path, prompts: list[str], reward: str) -> TorchTrainer:
     """With some held-out prompts, of which the first five are used."""
-    from staleflow.clients.trainer.evaluation import open_evaluation
+    from staleflow.clients.trainer.evaluation.factory import open_evaluation
 
     held_out = folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

@@ -27,7 +27,6 @@ from staleflow.protocols.consistency.events import (
     Release,
     Renew,
     Reserve,
-    Segment,
     Tick,
 )
 from staleflow.protocols.consistency.groups import GroupView
@@ -36,6 +35,7 @@ from staleflow.protocols.consistency.ids import (
     GroupId,
     LeaseId,
     Lineage,
+    Segment,
     Step,
     TrainerTerm,
     Version,

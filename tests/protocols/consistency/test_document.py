@@ -7,8 +7,8 @@ from pathlib import Path
 
 from staleflow.protocols.consistency.effects import Effect, Refused, ReleaseWhy
 from staleflow.protocols.consistency.errors import TransitionError
-from staleflow.protocols.consistency.events import Occupy, Push, Release, Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.events import Occupy, Push, Release
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Step, Version, WorkerId
 from tests.protocols.consistency.scenes import Scene
 
 ROOT = Path(__file__).parents[3]

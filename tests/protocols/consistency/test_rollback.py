@@ -14,9 +14,9 @@ from staleflow.protocols.consistency.effects import (
     Sealed,
     Unsealed,
 )
-from staleflow.protocols.consistency.events import Push, Segment
+from staleflow.protocols.consistency.events import Push
 from staleflow.protocols.consistency.groups import State
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Step, Version, WorkerId
 from staleflow.protocols.consistency.ledger import STEP_ROWS
 from staleflow.protocols.consistency.limits import Bound
 from tests.protocols.consistency.scenes import Scene, code, groups, seals

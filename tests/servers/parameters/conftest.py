@@ -4,10 +4,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from staleflow.clients.parameters import mapped, relays
-from staleflow.runtime import weights
-from staleflow.servers.parameters import relay, tree
-from tests.servers.parameters.growing import FAR, LARGE, RELAY_HOST, Grown
+from staleflow.clients.weights import mapped, relays
+from staleflow.net import weights
+from staleflow.servers.parameters import tree
+from staleflow.servers.parameters.relay import service as relay
+from tests.servers.parameters.relay.growing import FAR, LARGE, RELAY_HOST, Grown
 from tests.servers.running import Run
 
 

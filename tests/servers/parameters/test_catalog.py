@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version
 from staleflow.protocols.wire.manifest import lay_out
 from staleflow.protocols.wire.messages import KeepVersions, Registered, VersionsInUse
-from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters import catalog
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.parameters.versions import About, Scarce, Staged, VersionKey, Versions

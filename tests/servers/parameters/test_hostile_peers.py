@@ -11,24 +11,25 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import relays
+from staleflow.clients.weights import relays
 from staleflow.configs.errors import ConfigError
+from staleflow.net import weights
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call
+from staleflow.net.limits import TransportLimits
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import Chunk, GetDelta, GetManifest, JoinRelays, ManifestOf
-from staleflow.runtime import weights
-from staleflow.runtime.client import Client
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.limits import TransportLimits
-from staleflow.servers import attached
-from staleflow.servers.parameters import relay_sources, tree, turns, versions
+from staleflow.servers import runner as attached
+from staleflow.servers.parameters import tree, turns, versions
 from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.pins import MAX_PER_KEY, MOST_OF_ONE, Pins
-from staleflow.servers.parameters.relay import RelayService
-from staleflow.servers.parameters.relay_arrivals import Arrivals
+from staleflow.servers.parameters.relay import sources as relay_sources
+from staleflow.servers.parameters.relay.arrivals import Arrivals
+from staleflow.servers.parameters.relay.service import RelayService
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Stored, VersionKey, Versions
-from tests.servers.parameters.growing import RELAY_HOST, Grown, chunk, manifest_of, pulled, same
+from tests.servers.parameters.relay.growing import RELAY_HOST, Grown, chunk, manifest_of, pulled, same
 from tests.servers.running import Run
 
 pytestmark = pytest.mark.usefixtures("hosts")
@@ -126,7 +127,7 @@ async def test_a_relay_of_another_staleflow_ends_no_reader(grown: Grown, monkeyp
         asked.append(what)
         raise ConfigError("protocol of tcp://10.0.0.1:1", 99, "this client speaks 1")
 
-    monkeypatch.setattr("staleflow.clients.parameters.pull.map_near", foreign)
+    monkeypatch.setattr("staleflow.clients.weights.pull.map_near", foreign)
     same((await pulled(grown.reader()))[0])
     assert asked, "void: it was never asked"
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Puller
+from staleflow.clients.weights import Puller
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import BeginPublish, Done, PublishChunk, PublishTo
-from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import Versions
 from tests.servers.parameters.test_service import BYTES, begin, files, versions
 from tests.servers.running import Run

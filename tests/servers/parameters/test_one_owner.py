@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.servers.parameters import relay_main
 from staleflow.servers.parameters.main import owned, serve
+from staleflow.servers.parameters.relay import main as relay_main
 from tests.servers.running import config_of
 
 

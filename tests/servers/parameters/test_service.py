@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Puller
+from staleflow.clients.weights import Puller
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.manifest import digest, lay_out
@@ -31,13 +33,11 @@ from staleflow.protocols.wire.messages import (
     Registered,
 )
 from staleflow.protocols.wire.tensors import Array
-from staleflow.runtime import reached
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters import uploads as uploads_module
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.uploads import Uploads
 from staleflow.servers.parameters.versions import VersionKey, Versions
+from staleflow.trace import run_history
 from tests.servers.parameters.crowded import holds
 from tests.servers.running import WEIGHTS, Run, StageWorker, Trainer, eventually, produced
 
@@ -70,7 +70,7 @@ async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BY
 
 def files(run: Run) -> set[str]:
     """The files of versions and uploads: all but the note of what the folder has reached."""
-    return {path.name for path in (run.run_dir / "parameters").iterdir()} - {reached.FILE}
+    return {path.name for path in (run.run_dir / "parameters").iterdir()} - {run_history.FILE}
 
 
 async def versions(run: Run) -> dict[int, dict[str, Any]]:

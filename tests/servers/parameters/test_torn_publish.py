@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.clients.parameters import Puller
+from staleflow.clients.weights import Puller
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import Chunk, GetChunk, GetManifest, Manifest, ManifestOf
 from staleflow.protocols.wire.tensors import Array
-from staleflow.runtime.errors import Refused
 from staleflow.servers.parameters.versions import About, Staged, Stored, VersionKey, Versions
 from tests.servers.running import Run, eventually, produced
 

@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from staleflow.net.endpoint import Call, Peer
+from staleflow.net.permissions import Role, objection
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.events import Segment
 from staleflow.protocols.consistency.ids import (
     BatchId,
     GroupId,
     LeaseId,
     Lineage,
+    Segment,
     TrainerTerm,
     Version,
     WorkerId,
@@ -31,8 +33,6 @@ from staleflow.protocols.wire.messages import (
     Request,
     Results,
 )
-from staleflow.runtime.endpoint import Call, Peer
-from staleflow.runtime.roles import Role, objection
 from staleflow.servers.scheduler.main import open_service, open_store
 from tests.servers.scheduler.world import config, sha
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from staleflow.configs.schema import Config
+from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Segment, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import (
     Assign,
@@ -37,11 +37,10 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
-from staleflow.runtime.audit import AuditReport, audit
-from staleflow.runtime.memory import MemoryEndpoint
-from staleflow.runtime.memory_store import MemoryStore
-from staleflow.servers.scheduler.interpreter import TABLES
+from staleflow.servers.scheduler.ledger.interpreter import TABLES
 from staleflow.servers.scheduler.main import open_service
+from staleflow.store.memory import MemoryStore
+from staleflow.trace.audit.report import AuditReport, audit
 from tests.servers.scheduler.world import sha
 
 TICK_MS = 50

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from staleflow.configs.load import read_run
+from staleflow.configs.loading.load import read_run
 from tests.servers.running import eventually
 from tests.servers.scheduler.world import Cast, World
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import (
@@ -22,8 +23,7 @@ from staleflow.protocols.wire.messages import (
     Retention,
     VersionsInUse,
 )
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.trace import read_events
+from staleflow.trace.writer import read_events
 from tests.servers.scheduler.world import Cast, Instance, Shard, Someone, TrainerOf, World, config
 
 

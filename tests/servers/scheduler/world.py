@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from staleflow.configs.load import addresses, write_resolved
+from staleflow.configs.loading.load import addresses, write_resolved
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Scheduler, Staleness, Trainer
+from staleflow.net.client import Client, worker_id
 from staleflow.protocols.consistency.effects import ReleaseWhy
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
+from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Segment, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Abort,
     Assign,
@@ -46,13 +46,12 @@ from staleflow.protocols.wire.messages import (
     Results,
     Status,
 )
-from staleflow.runtime.audit import AuditReport, audit
-from staleflow.runtime.client import Client, worker_id
+from staleflow.trace.audit.report import AuditReport, audit
 
 SERVE = """
 import sys
 from pathlib import Path
-from staleflow.configs.load import read_run
+from staleflow.configs.loading.load import read_run
 from staleflow.servers.scheduler.main import serve
 sys.exit(serve(read_run(Path(sys.argv[1])), Path(sys.argv[1])))
 """

@@ -18,11 +18,11 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import PushItem
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
-from staleflow.runtime.lmdb_store import Store
-from staleflow.runtime.store import StoreCorrupt
 from staleflow.servers.trajectories.records import Key, Pushed, pushed
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore, unpacked
+from staleflow.store.base import StoreCorrupt
+from staleflow.store.lmdb import Store
 from tests.servers.running import GROUP_SIZE, payload
 
 MAP_BYTES = 32 << 20

@@ -4,9 +4,9 @@ import asyncio
 from collections import defaultdict
 
 from staleflow.clients.rollout.pushes import Pusher
+from staleflow.net.client import Client
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import Assign, Result
-from staleflow.runtime.client import Client
 from tests.servers.running import Rollout, payload
 
 TOKENS = 5_000

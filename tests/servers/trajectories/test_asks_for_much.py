@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from staleflow.net.client import worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import FetchGroups, GetRows, Groups, Rows
-from staleflow.runtime.client import worker_id
-from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories.service import MOST_ROWS
 from tests.servers.running import Run
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import Assign, FetchGroups, Groups, Join, Joined, MemberRef
 from staleflow.protocols.wire.tensors import pack
-from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
 
 

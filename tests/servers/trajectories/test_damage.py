@@ -15,7 +15,10 @@ from typing import cast
 import msgspec
 import pytest
 
+from staleflow.configs.loading.prompt_rows import PromptRows
 from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Trainer
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call, Peer
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
@@ -35,17 +38,14 @@ from staleflow.protocols.wire.messages import (
     Results,
 )
 from staleflow.protocols.wire.tensors import arrays
-from staleflow.runtime.client import Client
-from staleflow.runtime.endpoint import Call, Peer
-from staleflow.runtime.prompts import PromptRows
-from staleflow.runtime.store import StoreCorrupt
-from staleflow.servers.attached import Tasks
+from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.main import make_service
 from staleflow.servers.trajectories.records import Key
 from staleflow.servers.trajectories.service import TrajectoryService
-from tests.runtime.pages import harm_branches
+from staleflow.store.base import StoreCorrupt
 from tests.servers.running import GROUP_SIZE, WEIGHTS, Run
 from tests.servers.trajectories.damaged import Original, copied, named, opened, original
+from tests.store.pages import harm_branches
 
 COPIES = 100
 GROUPS = 12

@@ -7,17 +7,17 @@ import numpy as np
 
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
+from staleflow.net.client import Client
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
-from staleflow.runtime.client import Client
-from staleflow.runtime.memory_store import MemoryStore
-from staleflow.runtime.store import StoreFull, key_number
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.holdings import Held
 from staleflow.servers.trajectories.records import Key, Record
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.store import TABLES, Columns, Loaded, TrajectoryStore
+from staleflow.store.base import StoreFull, key_number
+from staleflow.store.memory import MemoryStore
 
 RECORD = Record(
     worker=WorkerId("w"), sha="", nbytes=1, truncated=False, segments=[], samples=[1], tokens=1, prompt_tokens=1

@@ -11,12 +11,12 @@ import pytest
 from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.stage.worker import Made, StageGroup
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
-from staleflow.clients.trainer.fetching import Fetcher
-from staleflow.clients.trainer.stream import BatchStream
+from staleflow.clients.trainer.data.fetch import Fetcher
+from staleflow.clients.trainer.prefetch import BatchStream
+from staleflow.net.client import Client, worker_id
 from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.wire.messages import Reply, Request
 from staleflow.protocols.wire.tensors import pack
-from staleflow.runtime.client import Client, worker_id
 from tests.servers.running import WEIGHTS, Run, StageWorker, payload
 
 LATER = [{"name": "later", "run": "m:f", "needs": ["reward/reward"], "makes": ["score"]}]

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from staleflow.net.client import worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Attach, Attached, FetchGroups, Groups
 from staleflow.protocols.wire.tensors import Array, arrays
-from staleflow.runtime.client import worker_id
-from staleflow.runtime.errors import Refused
 from tests.servers.running import GROUP_SIZE, WEIGHTS, Run, StageWorker, eventually
 
 TOKENS = 5 * GROUP_SIZE

@@ -8,6 +8,8 @@ import pytest
 
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import (
@@ -24,15 +26,13 @@ from staleflow.protocols.wire.messages import (
     Results,
 )
 from staleflow.protocols.wire.stages import REWARD_COLUMN
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused, Unavailable
-from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.trajectories import service, stock
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stock import take_stock
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+from staleflow.store.memory import MemoryStore
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually, produced
 from tests.servers.trajectories.test_many_recovered import MAP_BYTES, pushed
 

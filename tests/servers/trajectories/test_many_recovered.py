@@ -12,18 +12,17 @@ import pytest
 
 from staleflow.configs.schema import Config, Prompts, Reward, Stage
 from staleflow.configs.stages import graph
+from staleflow.net.client import Client
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
 from staleflow.protocols.wire.messages import Operations, RegisterPush, Result, Results
-from staleflow.runtime.client import Client
-from staleflow.runtime.lmdb_store import Store
-from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.registrar import BATCH, Registrar
 from staleflow.servers.trajectories.shard import RECOVER_AT_ONCE, Shard
 from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore
+from staleflow.store.lmdb import Store
+from staleflow.store.memory import MemoryStore
 
 STORED = 20 * RECOVER_AT_ONCE
 MAP_BYTES = 64 << 20

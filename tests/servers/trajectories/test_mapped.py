@@ -9,14 +9,16 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from staleflow.clients.mapped import MappedSlabs
 from staleflow.clients.rollout.pushes import Pusher
-from staleflow.clients.rollout.slabs import SlabWriter
+from staleflow.clients.rollout.slab_writer import SlabWriter
+from staleflow.clients.slab_reader import MappedSlabs
 from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.stage.worker import Made, StageGroup
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
-from staleflow.clients.trainer.batches import FetchedGroup
-from staleflow.clients.trainer.fetching import Fetcher
+from staleflow.clients.trainer.data.batch import FetchedGroup
+from staleflow.clients.trainer.data.fetch import Fetcher
+from staleflow.net.client import worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import (
     Assign,
@@ -29,8 +31,6 @@ from staleflow.protocols.wire.messages import (
     Result,
 )
 from staleflow.protocols.wire.tensors import Array, unpack
-from staleflow.runtime.client import worker_id
-from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
 
 
@@ -198,7 +198,7 @@ async def test_a_shard_that_gives_no_slabs_gets_frames(make_run: Callable[..., R
 
 
 async def test_a_worker_of_another_host_takes_no_slab_of_the_shard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("staleflow.clients.rollout.slabs.boot_id", lambda: "another")
+    monkeypatch.setattr("staleflow.clients.rollout.slab_writer.boot_id", lambda: "another")
     trainer, _, slabbed, assigns = await begun(run, 2)
     await slabbed.push(*assigns)
     await judged(run, 2)

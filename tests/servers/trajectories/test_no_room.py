@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call
+from staleflow.net.errors import Unavailable
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Assign, PushGroups, PushItem, Results
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime.client import Client
-from staleflow.runtime.endpoint import Call
-from staleflow.runtime.errors import Unavailable
-from staleflow.runtime.store import FULL_SHARE, DiskFull
 from staleflow.servers.trajectories import service
 from staleflow.servers.trajectories.service import TrajectoryService
 from staleflow.servers.trajectories.store import TrajectoryStore
+from staleflow.store.base import FULL_SHARE, DiskFull
 from tests.servers.running import WEIGHTS, Run, eventually, payload
 from tests.servers.trajectories.remote_engine import Engine
 

@@ -4,14 +4,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from staleflow.net.client import Client, worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Done, GetRows, PartialFrames, PutPartial, Rows
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories import service
 from staleflow.servers.trajectories.partials import OVERHEAD_BYTES, Partial, Partials
 from staleflow.servers.trajectories.records import Key

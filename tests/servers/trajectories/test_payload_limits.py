@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from staleflow.net.client import worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.messages import (
@@ -22,8 +24,6 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.runtime.client import worker_id
-from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Rollout, Run, eventually, payload
 
 MODEL = ModelLimits(vocabulary=1000, context=100)

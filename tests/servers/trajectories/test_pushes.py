@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.protocols.wire.messages import Assign, GetRows, PushGroups, PushItem, Results, Rows
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
-from staleflow.runtime.errors import Refused
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
 from tests.servers.trajectories.remote_engine import Engine
 

@@ -9,15 +9,14 @@ import pytest
 
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Op, Operations, PushItem, RegisterOccupy, RegisterPush, Result, Results
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime.client import Client
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.trajectories import records
 from staleflow.servers.trajectories import registrar as registrars
 from staleflow.servers.trajectories import shard as shards
@@ -25,6 +24,7 @@ from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
+from staleflow.store.memory import MemoryStore
 from tests.servers.running import payload
 from tests.servers.trajectories.test_many_recovered import MAP_BYTES, pushed
 

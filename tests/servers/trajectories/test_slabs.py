@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from staleflow.clients.rollout.pushes import MOST_BYTES, MOST_GROUPS
-from staleflow.clients.rollout.slabs import SlabWriter
+from staleflow.clients.rollout.slab_writer import SlabWriter
+from staleflow.net.errors import Refused
+from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import GetSlab, Place, Slab
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.host import boot_id
 from staleflow.servers.trajectories.records import Key
 from staleflow.servers.trajectories.slabs import MOST_UNPUSHED_BYTES, Slabs
 from tests.servers.trajectories.scarce import no_descriptor, no_room

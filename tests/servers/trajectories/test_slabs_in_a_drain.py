@@ -12,19 +12,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staleflow.configs.loading.prompt_rows import PromptRows
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
+from staleflow.net.errors import Refused
+from staleflow.net.memory_transport import MemoryEndpoint
+from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import GetSlab, Op, Place, Refusal, Reply, Result, Slab
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
-from staleflow.runtime.errors import Refused
-from staleflow.runtime.host import boot_id
-from staleflow.runtime.memory import MemoryEndpoint
-from staleflow.runtime.memory_store import MemoryStore
-from staleflow.runtime.prompts import PromptRows
-from staleflow.runtime.store import StoreFull, number_key
-from staleflow.servers.attached import Tasks
+from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.filters import none
 from staleflow.servers.trajectories.main import make_service
 from staleflow.servers.trajectories.records import Key, Pushed, Record
@@ -32,6 +30,8 @@ from staleflow.servers.trajectories.registrar import Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
+from staleflow.store.base import StoreFull, number_key
+from staleflow.store.memory import MemoryStore
 from tests.servers.trajectories.scarce import no_descriptor
 
 Step = tuple[str, WorkerId, int, int]

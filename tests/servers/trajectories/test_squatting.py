@@ -9,12 +9,12 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Op, PushItem, Result
 from staleflow.protocols.wire.tensors import specs_and_frames
-from staleflow.runtime import lmdb_store
 from staleflow.servers.trajectories.filters import none
 from staleflow.servers.trajectories.records import Pushed, pushed
 from staleflow.servers.trajectories.registrar import Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+from staleflow.store import lmdb as lmdb_store
 from tests.servers.running import payload
 
 

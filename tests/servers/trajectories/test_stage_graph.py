@@ -10,6 +10,7 @@ import pytest
 
 from staleflow.configs.schema import Config, Prompts, Reward, Stage
 from staleflow.configs.stages import graph
+from staleflow.net.client import Client, worker_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -27,14 +28,13 @@ from staleflow.protocols.wire.messages import (
     StageItem,
 )
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
-from staleflow.runtime.client import Client, worker_id
-from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.records import pushed as pushed_of
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_times import path_of
 from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
+from staleflow.store.memory import MemoryStore
 from tests.servers.running import GROUP_SIZE, WEIGHTS, Run, StageWorker, eventually, payload
 
 TOKENS = 5 * GROUP_SIZE

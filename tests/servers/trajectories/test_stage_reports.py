@@ -8,13 +8,13 @@ import pytest
 
 from staleflow.configs.schema import Config, Prompts, Reward
 from staleflow.configs.stages import graph
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
-from staleflow.runtime import lmdb_store
-from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories import stage_reports
 from staleflow.servers.trajectories.filters import none
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
+from staleflow.store import lmdb as lmdb_store
 
 MAP_BYTES = 8 << 20
 

@@ -12,6 +12,8 @@ import zmq
 
 from staleflow.clients.stage.worker import Made, StageGroup
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
+from staleflow.net.client import worker_id
+from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import encode_request
@@ -28,14 +30,12 @@ from staleflow.protocols.wire.messages import (
     TakeStage,
 )
 from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
-from staleflow.runtime.client import worker_id
-from staleflow.runtime.errors import Refused
 from staleflow.servers.trajectories import main as trajectories
 from staleflow.servers.trajectories import stage_calls, stage_reports
 from staleflow.servers.trajectories.records import Key, Record
 from staleflow.servers.trajectories.stage_queue import HOLD_AFTER
 from staleflow.servers.trajectories.store import unpacked
-from tests.runtime.conftest import RawPeer
+from tests.net.conftest import RawPeer
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
 
 

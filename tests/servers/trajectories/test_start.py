@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from staleflow.configs.errors import ConfigError
-from staleflow.runtime.daemon import Stop
+from staleflow.process.daemon import Stop
 from staleflow.servers.trajectories import main as trajectories
 from tests.servers.running import Run, config_of, eventually
 

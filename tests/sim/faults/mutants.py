@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from staleflow.clients.parameters.remote import Remote
 from staleflow.clients.rollout import groups, pulls
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.stage import worker as stage_worker
-from staleflow.clients.trainer import batches, pieces
 from staleflow.clients.trainer.checkpoint import Checkpoints
-from staleflow.clients.trainer.fetching import Fetcher
+from staleflow.clients.trainer.data import batch as batches
+from staleflow.clients.trainer.data import micro_batches as pieces
+from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.clients.trainer.loop import TrainingLoop
+from staleflow.clients.weights.remote import Remote
 from staleflow.protocols.consistency import production, rollback, settle, snapshot, training
 from staleflow.protocols.consistency.effects import Pushed
 from staleflow.protocols.consistency.events import Push
@@ -33,8 +34,8 @@ from staleflow.protocols.wire.delta import comparable
 from staleflow.protocols.wire.messages import Registered, Result
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.servers.parameters.catalog import Catalog
-from staleflow.servers.scheduler.answers import Answers
-from staleflow.servers.scheduler.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.pending_replies import Answers
 from staleflow.servers.trajectories import service as trajectory_service
 from staleflow.servers.trajectories.shard import Shard
 

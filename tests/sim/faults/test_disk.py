@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from staleflow.runtime.store import StoreError, StoreFull
 from staleflow.sim.faults.disk import Disk, SimStore
 from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.store.base import StoreError, StoreFull
 
 
 def opened() -> tuple[Disk, Callable[[], SimStore]]:

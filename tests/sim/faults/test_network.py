@@ -4,10 +4,10 @@ import asyncio
 import random
 from collections.abc import Callable
 
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call, Endpoint
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Done, GetStatus
-from staleflow.runtime.client import Client
-from staleflow.runtime.endpoint import Call, Endpoint
 from staleflow.sim.faults.network import Network, Weather
 from staleflow.sim.faults.virtual import BEGIN_S, Conductor, Process
 

@@ -12,12 +12,12 @@ from collections import Counter
 
 import pytest
 
-from staleflow.runtime.audit import FileRule
-from staleflow.runtime.audit_books import Rule as AuditRule
 from staleflow.sim.faults.__main__ import told
 from staleflow.sim.faults.plan import KINDS
 from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import Outcome, run_seed
+from staleflow.trace.audit.report import FileRule
+from staleflow.trace.audit.state import Rule as AuditRule
 
 SEEDS = range(1, 21)
 EVENTS = 10_000

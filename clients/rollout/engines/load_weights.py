@@ -1,0 +1,67 @@
+# pyright: basic, reportMissingImports=false
+"""Tensors of a published version into a model, in place: all of them, or none."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from staleflow.clients.rollout.engines.base import LoadError
+
+
+def copy_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Copy ``tensors`` over the model's own, as ``check_weights`` accepts them; after its error nothing was copied."""
+    check_weights(model, tensors)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, array in tensors.items():
+            _copy(own[name], array)
+
+
+def check_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Whether these are all the model's weights, matched by name as in ``state_dict``; the model may be on ``meta``.
+
+    Tied weights may be there once or under each name. bfloat16 and float16 come as their bits in uint16. ``LoadError``
+    names the first tensor that is missing, unknown or of another shape or dtype.
+    """
+    own = model.state_dict(keep_vars=True)  # tied weights are one object under two names
+    filled: set[int] = set()
+    for name, array in tensors.items():
+        if name not in own:
+            raise LoadError(f"tensor {name} is not one of the model's")
+        target = own[name]
+        if array.shape != tuple(target.shape) or array.dtype not in _bits(target.dtype):
+            raise LoadError(
+                f"tensor {name} is {array.dtype} {list(array.shape)}; the model has {target.dtype} {list(target.shape)}"
+            )
+        filled.add(id(target))
+    for name, target in own.items():
+        if id(target) not in filled:
+            raise LoadError(f"tensor {name} is missing")
+
+
+def one_name_each(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Checked ``tensors`` in the model's order, tied weights once, under the first of their names."""
+    names: dict[int, list[str]] = {}
+    for name, target in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(target), []).append(name)
+    return {tied[0]: next(tensors[name] for name in tied if name in tensors) for tied in names.values()}
+
+
+def _bits(dtype: torch.dtype) -> list[np.dtype[Any]]:
+    """How a tensor of this dtype may come."""
+    if dtype == torch.bfloat16:
+        return [np.dtype(np.uint16)]
+    own = torch.empty(0, dtype=dtype).numpy().dtype
+    return [own, np.dtype(np.uint16)] if own == np.float16 else [own]
+
+
+def _copy(target: torch.Tensor, array: np.ndarray[Any, Any]) -> None:
+    """``array`` may be a read-only map of a file, which torch would warn about if it saw it."""
+    if array.dtype == np.uint16:  # bits
+        target = target.view(torch.uint16)
+    if target.device.type == "cpu":
+        np.copyto(target.numpy(), array)
+    else:
+        target.copy_(torch.from_numpy(np.array(array)))

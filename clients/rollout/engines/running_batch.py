@@ -1,0 +1,163 @@
+"""The running batch as columns: one row a trajectory, rows ``0 .. size - 1`` in use, always without holes.
+
+Rows that leave are filled with rows from the end, and whoever keeps more columns of his own (a KV cache) is told which.
+Numpy only; both embedded engines stand on it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.clients.rollout.engines.base import Marks, Request, Trajectory, prefix_tokens
+from staleflow.protocols.consistency.ids import Lineage, Version
+from staleflow.protocols.wire.trajectory import Finish
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Rows that changed place: what was in ``sources[i]`` is now in ``targets[i]``; no row is in both."""
+
+    sources: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+class Rows:
+    """At most ``slots`` trajectories in the making."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.size = 0
+        self.position = np.zeros(slots, np.int64)
+        """Tokens before the last one written: where that one stands, and how many a KV cache holds."""
+        self.last = np.zeros(slots, np.int64)
+        """The last token written, which the next step reads."""
+        self.count = np.zeros(slots, np.int64)
+        """Tokens written, prefix included."""
+        self.limit = np.zeros(slots, np.int64)
+        self.interrupted = np.zeros(slots, np.bool_)
+        self.temperature = np.ones(slots, np.float32)
+        self.seed = np.zeros(slots, np.uint64)
+        self.token_ids = np.zeros((slots, 64), np.int32)
+        self.logprobs = np.zeros((slots, 64), np.float32)
+        self.requests: list[Request] = []
+        self.marks: list[Marks] = []
+        self._row_of: dict[int, int] = {}
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._row_of
+
+    def join(self, request: Request, limit: int, lineage: Lineage, version: Version) -> int:
+        """Give a request a row; its first token is written by ``write``. ``limit`` counts the prefix."""
+        row = self.size
+        self.size += 1
+        self._row_of[request.id] = row
+        self._widen(limit)
+        token_ids, logprobs = prefix_tokens(request.prefix)
+        written = len(token_ids)
+        self.token_ids[row, :written] = token_ids
+        self.logprobs[row, :written] = logprobs
+        self.position[row] = len(request.prompt_ids) + written - 1
+        self.count[row] = written
+        self.limit[row] = limit
+        self.interrupted[row] = False
+        self.temperature[row] = request.sampling.temperature
+        self.seed[row] = request.seed & 0xFFFFFFFFFFFFFFFF
+        self.requests.append(request)
+        marks = Marks()
+        start = 0
+        for segment in request.prefix:
+            marks.turn(segment.lineage, segment.version, start)
+            start += len(segment.token_ids)
+        marks.turn(lineage, version, written)
+        self.marks.append(marks)
+        return row
+
+    def turn(self, lineage: Lineage, version: Version) -> None:
+        """Every row goes on with other weights."""
+        for marks, written in zip(self.marks, self.count.tolist(), strict=False):
+            marks.turn(lineage, version, written)
+
+    def write(self, first: int, end: int, token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+        """One more token in each of the rows ``first .. end - 1``."""
+        rows = slice(first, end)
+        at = np.arange(first, end), self.count[rows]
+        self.token_ids[at] = token_ids
+        self.logprobs[at] = logprobs
+        self.last[rows] = token_ids
+        self.count[rows] += 1
+        self.position[rows] += 1
+
+    def finished(self, stop_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows that ended: a stop token, the limit, or an interrupt after at least one token."""
+        size = self.size
+        ended = self.count[:size] >= self.limit[:size]
+        ended |= self.interrupted[:size] & (self.count[:size] > 0)
+        for stop in stop_ids:
+            ended |= (self.last[:size] == stop) & (self.count[:size] > 0)
+        return np.flatnonzero(ended)
+
+    def take(self, row: int, stop_ids: NDArray[np.int64]) -> Trajectory:
+        """The trajectory in a row, as it stands."""
+        count = int(self.count[row])
+        if self.last[row] in stop_ids:
+            finish = Finish.STOP
+        elif count >= self.limit[row]:
+            finish = Finish.LENGTH
+        else:
+            finish = Finish.INTERRUPTED
+        segments = self.marks[row].cut(self.token_ids[row, :count], self.logprobs[row, :count])
+        return Trajectory(id=self.requests[row].id, segments=segments, finish=finish)
+
+    def leave(self, rows: NDArray[np.int64]) -> Moves:
+        """Free these rows (ascending) and close the holes."""
+        size = self.size - len(rows)
+        staying = np.ones(self.size - size, np.bool_)
+        staying[rows[rows >= size] - size] = False
+        sources = np.flatnonzero(staying) + size
+        targets = rows[rows < size]
+        for row in map(int, rows):
+            del self._row_of[self.requests[row].id]
+        for source, target in zip(map(int, sources), map(int, targets), strict=True):
+            self.requests[target] = self.requests[source]
+            self.marks[target] = self.marks[source]
+            self._row_of[self.requests[target].id] = target
+        for column in (
+            self.position, self.last, self.count, self.limit, self.interrupted, self.temperature, self.seed,
+            self.token_ids, self.logprobs,
+        ):  # fmt: skip
+            column[targets] = column[sources]
+        del self.requests[size:], self.marks[size:]
+        self.size = size
+        return Moves(sources, targets)
+
+    def interrupt(self, request: int) -> None:
+        self.interrupted[self._row_of[request]] = True
+
+    def row(self, request: int) -> int | None:
+        return self._row_of.get(request)
+
+    def _widen(self, width: int) -> None:
+        have = self.token_ids.shape[1]
+        if width > have:
+            pad = ((0, 0), (0, max(width, 2 * have) - have))
+            self.token_ids = np.pad(self.token_ids, pad)
+            self.logprobs = np.pad(self.logprobs, pad)
+
+
+def uniforms(seed: NDArray[np.uint64], count: NDArray[np.int64]) -> NDArray[np.float32]:
+    """One number in [0, 1) a row, from its seed and the number of tokens written: splitmix64 (Steele et al. 2014).
+
+    23 bits, so that ``u * x < x`` holds in float32 too.
+    """
+    mixed = seed * GOLDEN
+    mixed = _mix(mixed ^ (mixed >> np.uint64(31))) + (count.astype(np.uint64) + np.uint64(1)) * GOLDEN
+    return (_mix(mixed) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

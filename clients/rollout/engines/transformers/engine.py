@@ -1,0 +1,247 @@
+# pyright: basic, reportMissingImports=false
+"""Continuous batching over any causal language model of ``transformers``.
+
+A step is one forward pass of one token for every running trajectory; requests that wait join before it, by a pass over
+their prompts (each distinct prompt once, whatever the number of its samples). Weights change between two steps only.
+Trajectories that were running go on over the keys and values that older weights left: that is what their segments say
+(with ``recompute`` they are read in anew by the new weights first).
+Log-probabilities are those of the distribution sampled from, ``log_softmax(logits / temperature)``, in float32.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from staleflow.clients.rollout.engines.base import (
+    EngineStats,
+    Request,
+    RequestError,
+    Sampling,
+    Trajectory,
+    check_request,
+    prefix_tokens,
+)
+from staleflow.clients.rollout.engines.load_weights import copy_weights
+from staleflow.clients.rollout.engines.queue import Waiting
+from staleflow.clients.rollout.engines.running_batch import Rows, uniforms
+from staleflow.clients.rollout.engines.transformers.grouped_attention import serving
+from staleflow.clients.rollout.engines.transformers.kv_cache import SlotCache
+from staleflow.clients.rollout.engines.transformers.masks import Masks
+from staleflow.clients.rollout.engines.transformers.sampling import draw
+from staleflow.protocols.consistency.ids import Lineage, Version
+
+PREFILL_TOKENS = 16_384
+"""Most padded prompt tokens of one pass, so that joining prompts never hold up the others for long."""
+
+FEW = 8
+"""Requests join when this share of all rows is free, or when the free rows hold all that wait."""
+
+
+class TransformersEngine:
+    """An ``Engine`` over a model object, which stays the caller's: it is put in eval mode for each step only.
+
+    ``stop_ids``: tokens that end a trajectory. ``context``: most tokens of prompt and completion together; the model's
+    own limit when it is not given.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stop_ids: Sequence[int],
+        *,
+        slots: int = 64,
+        context: int = 0,
+        recompute: bool = False,
+        lineage: int = 0,
+        version: int = -1,
+    ) -> None:
+        config = model.config.get_text_config()
+        self.model = model
+        self.context = min(context or 1 << 62, getattr(config, "max_position_embeddings", None) or 1 << 62)
+        self.vocabulary = config.vocab_size
+        self.lineage, self.version = Lineage(lineage), Version(version)
+        self.joining = True
+        self._recompute = recompute
+        self._stop_ids = np.array(sorted(set(stop_ids)), np.int64)
+        self._rows = Rows(slots)
+        self._waiting = Waiting()
+        self._masks = Masks(model)
+        self._cache = SlotCache(config.num_hidden_layers, slots)
+        self._generated = 0
+        self._steps = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ``RequestError`` names what is wrong with it."""
+        check_request(request, self.context, self.vocabulary)
+        self._waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Trajectory]:
+        with serving(self.model):
+            if self.joining and self._worth_joining():
+                self._join()
+                if ended := self._leave():
+                    return ended  # an end is never held back for a decode step
+            if self._rows.size:
+                self._decode()
+            return self._leave()
+
+    def interrupt(self, request: int) -> None:
+        """End it at the next step. One that still waits goes first in the queue and ends after its first token."""
+        if request in self._rows:
+            self._rows.interrupt(request)
+        else:
+            self._waiting.interrupt(request)
+
+    def withdraw(self, request: int) -> Request | None:
+        """Take back a request that waits; None when it runs or has ended."""
+        return self._waiting.withdraw(request)
+
+    @torch.inference_mode()
+    def abort(self, request: int) -> None:
+        if (row := self._rows.row(request)) is not None:
+            self._free(np.array([row]))
+        else:
+            self._waiting.withdraw(request)
+
+    def load(self, tensors: Mapping[str, np.ndarray], lineage: Lineage, version: Version) -> None:
+        copy_weights(self.model, tensors)
+        self.relabel(lineage, version)
+        if self._recompute:
+            self._read_anew()
+
+    def relabel(self, lineage: Lineage, version: Version) -> None:
+        """The caller changed the model's weights in place: what is written from now on is this version's."""
+        self.lineage, self.version = lineage, version
+        self._rows.turn(lineage, version)
+
+    def stats(self) -> EngineStats:
+        rows = self._rows
+        held = int(rows.position[: rows.size].sum())
+        capacity = rows.slots * min(self.context, self._cache.plan.capacity)
+        return EngineStats(
+            running=rows.size,
+            waiting=len(self._waiting),
+            kv_used=min(1.0, held / max(1, capacity)),
+            kv_tokens=held,
+            kv_capacity=capacity,
+            slots=rows.slots,
+            generated_tokens=self._generated,
+            steps=self._steps,
+        )
+
+    def _read_anew(self) -> None:
+        """Send what runs back to the head of the queue, its tokens as the prefix: joining reads them again."""
+        rows = self._rows
+        for row in reversed(range(rows.size)):
+            request, count = rows.requests[row], int(rows.count[row])
+            written = rows.marks[row].cut(rows.token_ids[row, :count], rows.logprobs[row, :count])
+            self._waiting.put_back(replace(request, prefix=written), cut=bool(rows.interrupted[row]))
+        self._free(np.arange(rows.size))
+
+    def _worth_joining(self) -> bool:
+        """Whether enough rows are free. A pass over prompts costs the others a step, so a free row waits for more."""
+        free = self._rows.slots - self._rows.size
+        return 0 < min(len(self._waiting), max(1, self._rows.slots // FEW)) <= free
+
+    def _join(self) -> None:
+        """Read the prompts of as many waiting requests as there are rows and room in a pass."""
+        first, prompts, sources = self._rows.size, dict[bytes, int](), list[int]()
+        sequences: list[np.ndarray] = []
+        width = 0
+        while self._waiting and self._rows.size < self._rows.slots:
+            request = self._waiting.first()
+            sequence = np.concatenate((request.prompt_ids, prefix_tokens(request.prefix)[0])).astype(np.int64)
+            key = sequence.tobytes()
+            wider = max(width, len(sequence))
+            if key not in prompts:
+                if prompts and wider * (len(prompts) + 1) > PREFILL_TOKENS:
+                    break
+                prompts[key] = len(sequences)
+                sequences.append(sequence)
+                width = wider
+            cut = self._waiting.take()[1]
+            limit = min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
+            self._rows.join(request, limit, self.lineage, self.version)
+            sources.append(prompts[key])
+            if cut:
+                self._rows.interrupt(request.id)
+        logits = self._prefill(first, sequences, np.array(sources), width)
+        self._draw(first, logits)
+
+    def _prefill(self, first: int, sequences: list[np.ndarray], sources: np.ndarray, width: int) -> torch.Tensor:
+        """Logits after the last token of each joining row's prompt, ``[rows, vocabulary]``."""
+        padded = np.zeros((len(sequences), width), np.int64)  # right of its end a prompt is never looked at
+        for row, sequence in enumerate(sequences):
+            padded[row, : len(sequence)] = sequence
+        ends, which = np.unique([len(sequence) - 1 for sequence in sequences], return_inverse=True)
+        device = self.model.device
+        self._cache.reading(first, torch.from_numpy(sources).to(device), width)
+        output = self.model(
+            input_ids=torch.from_numpy(padded).to(device),
+            position_ids=torch.arange(width, device=device)[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=torch.from_numpy(ends).to(device),
+        )
+        logits: torch.Tensor = output.logits
+        return logits[torch.from_numpy(sources), torch.from_numpy(which[sources])]
+
+    def _decode(self) -> None:
+        """One token more for every row."""
+        self._steps += 1
+        rows, device = self._rows, self.model.device
+        size = rows.size
+        width = int(rows.position[:size].max()) + 1
+        positions = torch.from_numpy(rows.position[:size].copy()).to(device)
+        self._cache.writing(torch.arange(size, device=device), positions, width)
+        output = self.model(
+            input_ids=torch.from_numpy(rows.last[:size]).to(device)[:, None],
+            attention_mask=self._masks.decode(positions, width),
+            position_ids=positions[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._draw(0, output.logits[:, -1])
+
+    def _draw(self, first: int, logits: torch.Tensor) -> None:
+        rows = self._rows
+        here = slice(first, rows.size)
+        token_ids, logprobs = draw(logits, rows.temperature[here], uniforms(rows.seed[here], rows.count[here]))
+        rows.write(first, rows.size, token_ids, logprobs)
+        self._generated += rows.size - first
+
+    def _leave(self) -> list[Trajectory]:
+        ended = self._rows.finished(self._stop_ids)
+        if len(ended) == 0:
+            return []
+        trajectories = [self._rows.take(row, self._stop_ids) for row in ended.tolist()]
+        self._free(ended)
+        return trajectories
+
+    def _free(self, rows: np.ndarray) -> None:
+        moves = self._rows.leave(rows)
+        if len(moves.sources):
+            width = int(self._rows.position[moves.targets].max())
+            device = self.model.device
+            self._cache.move(
+                torch.from_numpy(moves.sources).to(device), torch.from_numpy(moves.targets).to(device), width
+            )
+
+
+def generate(
+    engine: TransformersEngine, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, *, seed: int = 0
+) -> list[list[Trajectory]]:
+    """``n`` trajectories of each prompt, in order. The engine must be idle; the same seed gives the same tokens."""
+    if engine.stats().running or engine.stats().waiting:
+        raise RequestError("the engine is busy; generate() needs it for itself")
+    for index in range(len(prompts) * n):
+        prompt_ids = np.asarray(prompts[index // n], np.int32)
+        engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=(seed << 32) + index))
+    done: dict[int, Trajectory] = {}
+    while len(done) < len(prompts) * n:
+        done.update((trajectory.id, trajectory) for trajectory in engine.step())
+    return [[done[prompt * n + sample] for sample in range(n)] for prompt in range(len(prompts))]

@@ -1,0 +1,40 @@
+# pyright: basic, reportMissingImports=false
+"""From a model directory to an engine that is ready."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
+from staleflow.clients.tokens import Encode, check_vocabulary, encoder, open_tokenizer, stop_ids
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.presence import check_model_dir
+from staleflow.configs.schema import Config
+
+
+def open_model(directory: Path, dtype: str, threads: int = 1) -> Any:
+    """The model of a directory, ready for inference, on the first GPU when there is one."""
+    check_model_dir(directory, "model directory")
+    torch.set_num_threads(threads)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("model directory", str(directory), f"its model cannot be read: {error}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
+
+
+def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngine, Encode]:
+    """Engine and tokenizer of a run's model directory."""
+    tokenizer = open_tokenizer(directory)
+    encode = encoder(tokenizer, chat_template=config.prompts.chat_template)
+    model = open_model(directory, config.model.dtype, config.rollout.threads)
+    check_vocabulary(tokenizer, model)
+    engine = TransformersEngine(
+        model,
+        stop_ids(model, tokenizer),
+        slots=config.rollout.max_inflight,
+        recompute=config.rollout.on_update == "recompute",
+    )
+    return engine, encode

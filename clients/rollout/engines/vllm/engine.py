@@ -1,0 +1,290 @@
+# pyright: basic, reportMissingImports=false
+"""vLLM's asynchronous engine as an ``AsyncEngine``.
+
+Which version wrote a token is said by the engine core itself, step by step: its weight version changes only while it is
+paused and nothing is in flight, so a segment ends exactly where the weights changed.
+
+The prefix cache is never shared between versions: each request carries the version in its cache salt, and one that has
+no token yet when weights change is given to the engine anew, with the new salt. (*keep* cannot clear the cache, where
+the keys and values of those that run stay; *recompute* and *drain* clear it too.)
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from staleflow.clients.rollout.engines.base import (
+    EngineError,
+    EngineStats,
+    LoadError,
+    Request,
+    RequestError,
+    Trajectory,
+    check_request,
+)
+from staleflow.clients.rollout.engines.load_weights import check_weights, one_name_each
+from staleflow.clients.rollout.engines.vllm.counters import Counters
+from staleflow.clients.rollout.engines.vllm.draft import Draft
+from staleflow.clients.rollout.engines.vllm.weights import Parcel, parcels
+from staleflow.protocols.consistency.ids import Lineage, Version
+
+log = logging.getLogger(__name__)
+
+OnUpdate = Literal["keep", "recompute", "drain"]
+
+LOOK_S = 0.25
+"""How often an idle engine is asked whether it lives."""
+CLOSE_S = 2.0
+
+
+class VllmEngine:
+    """Made inside a running event loop; owns ``llm``, which tells ``counters`` what it does.
+
+    ``model``: the model of ``transformers`` whose tensors are published (it may be on ``meta``). ``stop_ids``: tokens
+    that end a trajectory. ``context``: most tokens of prompt and completion together.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        counters: Counters,
+        model: Any,
+        stop_ids: Sequence[int],
+        *,
+        context: int,
+        on_update: OnUpdate = "keep",
+    ) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.context = context
+        self.vocabulary = model.config.get_text_config().vocab_size
+        self._llm = llm
+        self._counters = counters
+        self._model = model
+        self._stop_ids = sorted(set(stop_ids))
+        self._on_update = on_update
+        self._drafts: dict[int, Draft] = {}
+        self._names = itertools.count()
+        self._salt = label(Lineage(0), Version(-1))
+        self._open = asyncio.Event()
+        """Set while requests may go to the engine: not while weights are loaded."""
+        self._open.set()
+        self._loading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+        self._spawn(self._watch())
+
+    async def start(self) -> None:
+        """Get through what only the first request costs, seconds on a CPU."""
+        await self._llm.update_weight_version(self._salt)
+        params = SamplingParams(max_tokens=2, temperature=1.0, seed=0, logprobs=0, detokenize=False)
+        async for _ in self._llm.generate(tokens_input([0]), params, "first"):
+            pass
+        self._counters.generated_tokens = 0
+
+    async def generate(self, request: Request) -> Trajectory:
+        """The finished trajectory. ``RequestError`` when it cannot be served, ``CancelledError`` after ``abort``."""
+        if self.failure.done():
+            raise EngineError("the engine has failed")
+        check_request(request, self.context, self.vocabulary)
+        draft = Draft(request, self.context)
+        self._drafts[request.id] = draft
+        self._busy()
+        draft.task = asyncio.ensure_future(self._write(draft))
+        try:
+            return await draft.task
+        finally:
+            del self._drafts[request.id]
+            self._busy()
+
+    def interrupt(self, request: int, least: int = 1) -> None:
+        """End it with the tokens so far; one that has none ends after its first, or at once when ``least`` is 0."""
+        draft = self._drafts.get(request)
+        if draft is not None and (not draft.cut or (draft.least and not least)):
+            draft.cut = True
+            draft.least = least
+            if draft.enough and draft.name:
+                self._spawn(self._llm.abort(draft.name))
+
+    def abort(self, request: int) -> None:
+        """Forget it. Unknown ids are no error."""
+        if (draft := self._drafts.get(request)) is not None and draft.task is not None:
+            draft.task.cancel()
+
+    async def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
+        """Returns when the next token will be written by these weights. ``LoadError`` keeps the old ones."""
+        async with self._loading:
+            if self.failure.done():
+                raise EngineError("the engine has failed")
+            await asyncio.to_thread(check_weights, self._model, tensors)
+            self._open.clear()
+            try:
+                await self._pause()
+                await self._update(tensors, label(lineage, version))
+                await self._llm.resume_generation()
+            except Exception as error:  # half-written weights: whatever went wrong, this engine cannot go on
+                raise self._fail(error) from error
+            finally:
+                self._open.set()
+
+    def stats(self) -> EngineStats:
+        """The engine core's counters; a request on its way there waits."""
+        counters, held = self._counters, len(self._drafts)
+        running = min(counters.running, held)
+        return EngineStats(
+            running=running,
+            waiting=held - running,
+            kv_used=counters.kv_used if held else 0.0,
+            kv_tokens=round(counters.kv_used * counters.kv_capacity) if held else 0,
+            kv_capacity=counters.kv_capacity,
+            slots=counters.slots,
+            generated_tokens=counters.generated_tokens,
+            steps=counters.steps,
+            preemptions=counters.preemptions,
+        )
+
+    def busy_s(self) -> float:
+        since = self._busy_since
+        return self._busy_s + (0.0 if since is None else time.monotonic() - since)
+
+    def tokens_per_s(self) -> float:
+        """Over the last few seconds."""
+        return self._counters.throughput.per_s(self._counters.generated_tokens)
+
+    def stuck_s(self) -> float:
+        """Since the last step's results, or the last parcel of a load; 0 when there is nothing to do."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - max(since, self._counters.stepped_at)
+
+    async def close(self) -> None:
+        """Ends the engine's processes; callers that still wait are cancelled."""
+        tasks = [*self._tasks, *(draft.task for draft in self._drafts.values() if draft.task is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._llm.shutdown, CLOSE_S)
+
+    # --- requests ---
+
+    async def _write(self, draft: Draft) -> Trajectory:
+        try:
+            while True:
+                await self._open.wait()
+                if draft.cut and draft.enough:
+                    return draft.trajectory()
+                await self._attempt(draft)
+                if not draft.again:
+                    return draft.trajectory()
+        except Exception as error:  # of the engine, since requests that it could refuse never get there
+            raise self._fail(error) from error
+
+    async def _attempt(self, draft: Draft) -> None:
+        """Give the request to the engine and take what comes, until it ends or is to begin anew.
+
+        Nothing is awaited between reading the salt and the engine's knowing of the request by its name.
+        """
+        draft.begin(f"{draft.request.id}.{next(self._names)}")
+        prompt = tokens_input(draft.token_ids_so_far(), cache_salt=self._salt)
+        async with contextlib.aclosing(self._llm.generate(prompt, self._params(draft), draft.name)) as outputs:
+            async for output in outputs:
+                draft.take(output.outputs[0])
+                if draft.cut and not output.finished and not draft.again:
+                    await self._llm.abort(draft.name)
+
+    def _params(self, draft: Draft) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=draft.room(),
+            temperature=draft.request.sampling.temperature,
+            seed=draft.seed(),
+            stop_token_ids=self._stop_ids,
+            ignore_eos=True,  # what ends a trajectory is said by stop_ids alone
+            logprobs=0,  # of the drawn token
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    # --- weights ---
+
+    async def _pause(self) -> None:
+        match self._on_update:
+            case "keep":
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                await self._begin_anew()
+            case "recompute":
+                await self._llm.pause_generation(mode="keep", clear_cache=True)
+            case "drain":
+                await self._llm.pause_generation(mode="wait", clear_cache=True)
+
+    async def _begin_anew(self) -> None:
+        """Take back the requests that have no token yet: they are to read their prompts with the new weights."""
+        for draft in list(self._drafts.values()):
+            if draft.name and not draft.written_here and not draft.again:
+                draft.again = True
+                await self._llm.abort(draft.name)
+
+    async def _update(self, tensors: Mapping[str, NDArray[Any]], version: str) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.start_weight_update()
+        self._counters.stepped_at = time.monotonic()
+        coming = parcels(one_name_each(self._model, tensors))
+        try:
+            while (parcel := await asyncio.to_thread(_next, coming)) is not None:
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=parcel.message()))
+                self._counters.stepped_at = time.monotonic()  # leases are renewed while a long load gets on
+        finally:
+            coming.close()
+        await self._llm.finish_weight_update(weight_version=version)
+        self._salt = version
+
+    # --- the engine as a whole ---
+
+    async def _watch(self) -> None:
+        """An engine core that dies while nobody waits for it is a failure too."""
+        while not self.failure.done():
+            await asyncio.sleep(LOOK_S)
+            if self._llm.errored:
+                self._fail(self._llm.dead_error)
+
+    def _fail(self, error: BaseException) -> EngineError:
+        if isinstance(error, RequestError | LoadError):
+            return error
+        failed = EngineError(f"the engine failed: {error!r}")
+        if not self.failure.done():
+            log.error("vLLM failed: %r", error)
+            self.failure.set_exception(failed)
+        return failed
+
+    def _busy(self) -> None:
+        """Called whenever the number of requests changes."""
+        now = time.monotonic()
+        if self._drafts and self._busy_since is None:
+            self._busy_since = now
+        elif not self._drafts and self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+            self._busy_since = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def label(lineage: Lineage, version: Version) -> str:
+    """A version in the engine core's words."""
+    return f"{lineage}.{version}"
+
+
+def _next(coming: Any) -> Parcel | None:
+    return next(coming, None)

@@ -1,0 +1,36 @@
+# pyright: basic, reportMissingImports=false
+"""What staleflow adds to each of vLLM's own processes.
+
+``register`` is an entry point of ``vllm.general_plugins``: vLLM calls it in the engine core and in every worker, and
+in any other program that uses vLLM where staleflow is installed, which it does not change.
+"""
+
+import contextlib
+import os
+import threading
+import time
+
+from staleflow.clients.rollout.engines.vllm.package import PARENT
+
+BACKEND = "staleflow"
+LOOK_S = 0.5
+
+
+def register() -> None:
+    """Adds the weight transfer backend, and ends this process with the rollout worker that started it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    if BACKEND not in Factory._registry:
+        Factory.register_engine(BACKEND, "staleflow.clients.rollout.engines.vllm.receiver", "FileWeights")
+    started_by = os.environ.get(PARENT)
+    if started_by and started_by != str(os.getpid()):
+        with contextlib.suppress(PermissionError):
+            os.setpgid(0, 0)  # Ctrl-C is for the worker, which drains first
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="orphan watch", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """An engine core whose worker was killed would hold its memory, and the device's, for ever."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)

@@ -1,0 +1,131 @@
+"""What one episode's tokens are, turn by turn, and a group of episodes as a payload. Pure.
+
+A turn is what the environment gave (tokens that the policy reads) and what the policy then wrote. What was given before
+the first turn is the prompt; samples of a group share the part of it that is the same in all of them, the rest is the
+beginning of their completions. In a completion, given tokens have loss mask 0 and log-probability 0, written ones 1 and
+the engine's.
+
+Given tokens belong to the segment of the turn that follows: the version that wrote its first token is the one that read
+them. So segments add up to the tokens, none is older than the lease's version, and a group is exactly as old and as new
+as the tokens that its policy wrote. What an environment has to say after the last turn is read by nobody and not kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staleflow.clients.rollout.engines.base import TokenSegment
+from staleflow.protocols.wire.trajectory import Finish, GroupPayload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One call of the client: ``given`` follows the tokens so far, ``segments`` (never empty) were sampled after it."""
+
+    given: NDArray[np.int32]
+    segments: tuple[TokenSegment, ...]
+    finish: Finish
+    by_text: bool = False
+    """It ended at a stop string, not at a stop token."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """As sampled."""
+        return np.concatenate([segment.token_ids for segment in self.segments])
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """The engine's, of ``token_ids``."""
+        return np.concatenate([segment.logprobs for segment in self.segments])
+
+
+@dataclass(slots=True)
+class Transcript:
+    """The turns of one episode so far."""
+
+    turns: list[Turn] = field(default_factory=list[Turn])
+    interrupted: bool = False
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Everything: the exact tokens that the next turn is sampled after."""
+        parts = [part for turn in self.turns for part in (turn.given, turn.token_ids)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+    @property
+    def finish(self) -> Finish:
+        """How the episode ended: by an interrupt, else as its last turn did."""
+        return Finish.INTERRUPTED if self.interrupted else self.turns[-1].finish
+
+
+def cut(segments: Sequence[TokenSegment], tokens: int) -> tuple[TokenSegment, ...]:
+    """The first ``tokens`` tokens of some segments."""
+    kept: list[TokenSegment] = []
+    for segment in segments:
+        if tokens <= 0:
+            break
+        kept.append(
+            TokenSegment(
+                lineage=segment.lineage,
+                version=segment.version,
+                token_ids=segment.token_ids[:tokens],
+                logprobs=segment.logprobs[:tokens],
+            )
+        )
+        tokens -= len(segment.token_ids)
+    return tuple(kept)
+
+
+def group_payload(transcripts: Sequence[Transcript], stages: dict[str, NDArray[np.float32]]) -> GroupPayload:
+    """The episodes of one group, each of one turn at least, as columns."""
+    shared = common_prefix([transcript.turns[0].given for transcript in transcripts])
+    columns = _Columns()
+    for sample, transcript in enumerate(transcripts):
+        columns.add(sample, transcript, len(shared))
+    return GroupPayload(
+        prompt_ids=shared,
+        lengths=np.array(columns.lengths, np.int32),
+        token_ids=np.concatenate(columns.token_ids).astype(np.int32),
+        logprobs=np.concatenate(columns.logprobs).astype(np.float32),
+        loss_mask=np.concatenate(columns.loss_mask),
+        segments=np.array(columns.segments, np.int64).reshape(-1, 4),
+        finish=np.array([transcript.finish for transcript in transcripts], np.uint8),
+        stages=stages,
+    )
+
+
+def common_prefix(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """The longest beginning that all have."""
+    first, length = sequences[0], min(len(sequence) for sequence in sequences)
+    for sequence in sequences[1:]:
+        differs = np.flatnonzero(first[:length] != sequence[:length])
+        length = int(differs[0]) if differs.size else length
+    return first[:length]
+
+
+@dataclass(slots=True)
+class _Columns:
+    """The arrays of a group while it fills."""
+
+    lengths: list[int] = field(default_factory=list[int])
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list[NDArray[np.float32]])
+    loss_mask: list[NDArray[np.uint8]] = field(default_factory=list[NDArray[np.uint8]])
+    segments: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
+
+    def add(self, sample: int, transcript: Transcript, shared: int) -> None:
+        length = 0
+        for number, turn in enumerate(transcript.turns):
+            given = turn.given[shared:] if number == 0 else turn.given
+            written = turn.token_ids
+            self.token_ids += [given, written]
+            self.logprobs += [np.zeros(len(given), np.float32), turn.logprobs]
+            self.loss_mask += [np.zeros(len(given), np.uint8), np.ones(len(written), np.uint8)]
+            read = len(given)
+            for segment in turn.segments:
+                self.segments.append((sample, segment.lineage, segment.version, read + len(segment.token_ids)))
+                read = 0
+            length += len(given) + len(written)
+        self.lengths.append(length)

@@ -1,0 +1,91 @@
+"""The process in which environments run: ``python -m staleflow.clients.rollout.episodes.env_child``, by its runner.
+
+One object of the user's class, any number of episodes side by side. What they may do to their worker is what the
+reward may (``stage.child``): nothing.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import numbers
+import re
+import resource
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from staleflow.clients.rollout.episodes.env_client import Client
+from staleflow.clients.user_code import pipe
+from staleflow.clients.user_code.child import reason, serve_concurrently, take_over_pipes
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.imports import load_object
+from staleflow.configs.rewards import LARGEST
+
+KEY = "environment.run"
+NOUN = "the environment"
+REWARD = "reward"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def main() -> int:
+    """Serve episodes until the parent closes the pipe."""
+    incoming, outgoing = take_over_pipes()
+    load = pipe.to_child.decode(pipe.read(incoming) or b"")
+    if not isinstance(load, pipe.Load):
+        return 2
+    _lower_rank(load.memory_mb)
+    try:
+        environment = _make(load)
+    except ConfigError as error:
+        outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
+        return 2
+    outgoing.write(pipe.frame(pipe.Loaded(concurrent=True)))
+    asyncio.run(serve_concurrently(partial(_play, environment), load.timeout_s, incoming, outgoing, noun=NOUN))
+    return 0
+
+
+def _lower_rank(memory_mb: int) -> None:
+    """Memory has a limit here, and should the machine run out of it nevertheless, this process is the first to go."""
+    if memory_mb:
+        limit = memory_mb << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _make(load: pipe.Load) -> Any:
+    """The user's object. ``ConfigError`` says what is wrong with the class."""
+    made = load_object(load.run, KEY)
+    try:
+        environment = made(**load.options)
+    except Exception as error:  # user code: whatever it raises is the operator's to read
+        raise ConfigError(KEY, load.run, reason(error, "making it")) from error
+    if not inspect.iscoroutinefunction(getattr(environment, "rollout", None)):
+        raise ConfigError(KEY, load.run, "it must have a method: async def rollout(self, client, row)")
+    return environment
+
+
+async def _play(environment: Any, call: pipe.Episode) -> pipe.Answer:
+    return returned(call.id, await environment.rollout(Client(call.base_url, call.api_key), call.row))
+
+
+def returned(call: int, value: object) -> pipe.Answer:
+    """The answer for what ``rollout`` returned: finite numbers by name, or an error that names the value."""
+    if value is None:
+        return pipe.Answer(id=call)
+    named = cast(Mapping[object, object], value) if isinstance(value, Mapping) else {REWARD: value}
+    columns: dict[str, float] = {}
+    for name, number in named.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            return pipe.Answer(id=call, error=f"{NOUN} returned {value!r:.200}; {name!r:.80} is no name of a column")
+        if not isinstance(number, numbers.Real) or not abs(float(number)) <= LARGEST:
+            wanted = "None, a finite number, or finite numbers by name"
+            return pipe.Answer(id=call, error=f"{NOUN} returned {value!r:.200}; it must return {wanted}")
+        columns[name] = float(number)
+    return pipe.Answer(id=call, columns=columns)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+# pyright: basic, reportMissingImports=false
+"""Prompts as token ids, by the tokenizer of a model directory. Rollout and evaluation both read prompts by this."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.presence import check_model_dir
+
+Encode = Callable[[str], np.ndarray]
+
+
+def open_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory. ``ConfigError`` when there is none that can be read."""
+    check_model_dir(directory, "model directory")
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the library raises whatever a broken file leads it to
+        raise ConfigError("tokenizer", str(directory), f"it cannot be read: {error}") from error
+
+
+def encoder(tokenizer: Any, *, chat_template: bool) -> Encode:
+    """Prompt -> int32 ids; with ``chat_template`` as one user message, the assistant's turn begun."""
+    if not chat_template:
+        return lambda prompt: np.array(tokenizer(prompt)["input_ids"], np.int32)
+    if not tokenizer.chat_template:
+        raise ConfigError("prompts.chat_template", True, "the tokenizer of the model has no chat template")
+
+    def encode(prompt: str) -> np.ndarray:
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    return encode
+
+
+def check_vocabulary(tokenizer: Any, model: Any) -> None:
+    """``ConfigError`` for a tokenizer that makes tokens of which the model has no embedding."""
+    ids, rows = max(tokenizer.get_vocab().values(), default=0) + 1, model.config.get_text_config().vocab_size
+    if ids > rows:
+        raise ConfigError(
+            "tokenizer", f"{ids} tokens", f"the model's vocabulary has {rows}: they do not belong together"
+        )
+
+
+def check_same_tokens(key: str, directory: Path, policy: Path) -> None:
+    """``ConfigError`` unless the tokenizer in ``directory`` has every token of the policy's under the same number."""
+    own, theirs = (open_tokenizer(place).get_vocab() for place in (policy, directory))
+    differ = sorted((number, token) for token, number in own.items() if theirs.get(token) != number)
+    if differ:
+        number, token = differ[0]
+        there = f"{theirs[token]}" if token in theirs else "missing"
+        allowed = f"its tokenizer is not the policy's, of which {len(differ)} tokens differ: {token!r} is {there}"
+        raise ConfigError(key, str(directory), f"{allowed}, not {number}")
+
+
+def stop_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a completion: the tokenizer's end of sequence and those of the model's generation config."""
+    found = {tokenizer.eos_token_id}
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    found.update(eos if isinstance(eos, list) else [eos])
+    return sorted(token for token in found if token is not None)

@@ -1,0 +1,253 @@
+# pyright: basic, reportMissingImports=false
+"""What one train step minimises and measures, on any backend: advantages, loss and metrics of the configured algorithm.
+
+A backend calls ``begin``, ``take`` with its rank's rows, ``loss`` once a micro-batch, ``scale`` and ``values`` at the
+end; in between it owns the model, the gradient and the ranks. Rows may come in parts, each taken before its own passes:
+nothing in a pass depends on what is not there yet, but for the ``scale``, which is the last to be known. Where
+``surveys`` is true, all rows come at once and every micro-batch is first given to ``survey``, without gradient: that
+algorithm decides with all log-probabilities of the batch what it trains on. ``take``, ``surveyed``, ``scale`` and
+``values`` talk to the other ranks, each as often on every rank; ``survey`` and ``loss`` do not.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from staleflow.clients.trainer.algorithms.advantages import normalised
+from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, scale, weights
+from staleflow.clients.trainer.algorithms.choice import Trained, group_advantage, token_loss
+from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
+from staleflow.clients.trainer.algorithms.kl import kl_loss
+from staleflow.clients.trainer.algorithms.losses import TokenLoss, clippable, squared_log_ratio
+from staleflow.clients.trainer.algorithms.mismatch import MismatchSums
+from staleflow.clients.trainer.algorithms.second_moment import largest_kept
+from staleflow.clients.trainer.algorithms.sequence_losses import row_mean
+from staleflow.clients.trainer.data.batch import TrainBatch
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.rules.algorithm import PER_TOKEN
+from staleflow.configs.schema import Config
+
+Column = TypeVar("Column")
+
+REFERENCE: Final = "reference/logprobs"
+"""Stage column: the reference model's log-probability of each completion token."""
+VALUES: Final = "critic/values"
+"""Stage column: the critic's value of the state in which each completion token was chosen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokens:
+    """The completion tokens of one micro-batch, flat, trajectory after trajectory (for padded and packed passes)."""
+
+    row: Tensor
+    """int64 [T]: which trajectory, as a row of the rank's ``TrainBatch``; a trajectory is in one micro-batch, whole."""
+    mask: Tensor
+    """bool [T]: trained."""
+    behavior: Tensor
+    """float32 [T]: the engine's log-probabilities."""
+    version: Tensor
+    """int64 [T]: the version that wrote the token."""
+    stages: Mapping[str, Tensor]
+    """float32 [T] each: per-token stage columns by name, ``reference/logprobs``, ``critic/values``."""
+
+
+def tokens_of(batch: TrainBatch, which: NDArray[np.int64], device: torch.device) -> Tokens:
+    """The completion tokens of the rows ``which``, in that order; those where ``batch.completions`` is true."""
+    chosen = batch.completions[which]
+
+    def flat(column: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(column[which][chosen]).to(device)
+
+    return Tokens(
+        row=torch.from_numpy(np.repeat(which, batch.completion_lengths[which])).to(device),
+        mask=flat(batch.loss_mask),
+        behavior=flat(batch.behavior_logprobs),
+        version=flat(batch.token_versions),
+        stages={name: flat(column) for name, column in batch.token_stages.items()},
+    )
+
+
+class Reduce(Protocol):
+    """Over the ranks of a trainer, element by element; every rank gets the result."""
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+    def max(self, values: Tensor) -> Tensor: ...
+
+
+class _Local:
+    """One rank: nothing to reduce."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        return values
+
+
+LOCAL: Final[Reduce] = _Local()
+
+
+class Objective:
+    """What one train step minimises and measures: ``begin``, ``take``, ``loss`` per pass, ``scale``, ``values``."""
+
+    def __init__(self, config: Config, device: torch.device, reduce: Reduce = LOCAL) -> None:
+        self._algorithm = config.trainer.algorithm
+        self._longest = config.rollout.max_new_tokens
+        self._device = device
+        self._reduce = reduce
+        self._how = aggregation_of(self._algorithm.advantage, self._algorithm.loss)
+        self._loss = token_loss(self._algorithm)
+        per_token = self._algorithm.advantage in PER_TOKEN
+        self._group_advantage = None if per_token else group_advantage(self._algorithm.advantage)
+
+    @property
+    def surveys(self) -> bool:
+        """True when every micro-batch must be given to ``survey`` before the first ``loss``: a second forward pass."""
+        return self._algorithm.loss == "m2po"
+
+    @property
+    def by_group(self) -> bool:
+        """True when the advantages of a group need no other group, and no other rank."""
+        return self._group_advantage is not None
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self._counts = torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._scale = 1.0
+        self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
+        self._mismatch = MismatchSums(self._device)
+        self._squares: list[Tensor] = []
+        self._limit = math.inf
+
+    def take(self, batch: TrainBatch) -> None:
+        """Rows of the rank whose passes come next, whole groups. ``ConfigError`` for a stage column that is missing."""
+        lengths = torch.from_numpy(batch.completion_lengths)
+        self._first = (lengths.cumsum(0) - lengths).to(self._device)
+        self._advantages = self._advantages_of(batch, lengths).to(self._device)
+        counts = (batch.trained_tokens, int(batch.loss_mask.any(axis=1).sum()), len(batch.rewards))
+        self._counts += torch.tensor(counts, dtype=torch.float64, device=self._device)
+
+    def scale(self) -> float:
+        """What the sum of all ``loss`` is to be multiplied by. Called once, when all rows of the step were taken."""
+        self._counts = self._reduce.sum(self._counts)
+        tokens, sequences, trajectories = self._counts.tolist()
+        self._scale = scale(self._how, tokens=tokens, sequences=sequences, trajectories=trajectories)
+        return self._scale
+
+    def survey(self, logprobs: Tensor, tokens: Tokens) -> None:
+        """Take in the log-probabilities of a micro-batch as the step begins, float32 [T] without gradient."""
+        logprobs, behavior = logprobs[tokens.mask], tokens.behavior[tokens.mask]
+        bounded = clippable(logprobs, behavior, self._advantages_of_trained(tokens))
+        self._squares.append(squared_log_ratio(logprobs, behavior)[bounded])
+
+    def surveyed(self) -> None:
+        """All micro-batches of this rank have been surveyed; called once on every rank, before the first ``loss``."""
+        squares = torch.cat([torch.zeros(0, dtype=torch.float64, device=self._device), *self._squares])
+        self._limit = largest_kept(squares, self._algorithm.m2_threshold, self._reduce)
+        self._squares.clear()
+
+    def loss(self, logprobs: Tensor, tokens: Tokens) -> Tensor:
+        """Scalar with gradient; ``logprobs`` float32 [T] are the current model's at the sampling temperature.
+
+        Its sum over the micro-batches of all ranks, times ``scale``, is the loss of the whole batch: no division by the
+        world size, a backend that averages gradients over ranks multiplies by it.
+        """
+        mask = tokens.mask
+        at = Trained(
+            logprobs=logprobs[mask],
+            behavior=tokens.behavior[mask],
+            advantages=self._advantages_of_trained(tokens),
+            row=tokens.row[mask],
+            stages={name: column[mask] for name, column in tokens.stages.items()},
+        )
+        if at.logprobs.numel() == 0:  # no loss has to bear that; other ranks wait in the backward pass
+            return at.logprobs.sum()
+        found = self._loss(at, self._limit)
+        weight = weights(self._how, at.row, self._longest)
+        loss = (found.loss * weight).sum()
+        divergence = self._divergence(at.logprobs, tokens)
+        if divergence is not None and not self._algorithm.kl_in_reward:
+            loss = loss + self._algorithm.kl_coef * (divergence * weight).sum()
+        self._count(loss, found, at, divergence)
+        return loss
+
+    def values(self) -> dict[str, float]:
+        """Metrics of the step, over all ranks, once the ``scale`` is known.
+
+        ``loss``; ``mismatch_kl`` and ``is_weight/*`` of the engine's tokens; ``clip/low``, ``clip/high``,
+        ``masked/token``: shares of the trained tokens; ``masked/sequence``: share of the trajectories that lost all of
+        them to a mask; ``kl/reference`` in nats a token, where there is a reference.
+        """
+        loss, low, high, masked, silent, divergence = self._reduce.sum(self._sums).tolist()
+        tokens, sequences, _ = (max(count, 1.0) for count in self._counts.tolist())
+        values = {
+            "loss": loss * self._scale,
+            "clip/low": low / tokens,
+            "clip/high": high / tokens,
+            "masked/token": masked / tokens,
+            "masked/sequence": silent / sequences,
+        }
+        if self._algorithm.kl_coef:
+            values["kl/reference"] = divergence / tokens
+        return values | self._mismatch.values(self._reduce)
+
+    def _advantages_of(self, batch: TrainBatch, lengths: Tensor) -> Tensor:
+        """float32, flat over all completion tokens of the rank's rows, trained or not."""
+        rewards, algorithm = torch.from_numpy(batch.rewards), self._algorithm
+        if self._group_advantage is not None:
+            stages = {name: torch.from_numpy(column) for name, column in batch.sample_stages.items()}
+            each = self._group_advantage(rewards, torch.from_numpy(batch.group_ids), stages)
+            return each.repeat_interleave(lengths)
+        mask, costs = _flat(batch, batch.loss_mask), None
+        if algorithm.kl_in_reward:
+            distance = _flat(batch, batch.behavior_logprobs) - _flat(batch, _column(batch.token_stages, REFERENCE))
+            costs = torch.where(mask, algorithm.kl_coef * distance, torch.zeros_like(distance))
+        earned = token_rewards(rewards, lengths, costs)
+        if algorithm.advantage == "gae":
+            critic = _flat(batch, _column(batch.token_stages, VALUES))
+            return gae(earned, critic, lengths, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda)
+        return normalised(returns_to_go(earned, lengths).to(self._device), mask.to(self._device), self._reduce)
+
+    def _advantages_of_trained(self, tokens: Tokens) -> Tensor:
+        return self._advantages[self._places(tokens.row)[tokens.mask]]
+
+    def _places(self, row: Tensor) -> Tensor:
+        """Where each token's advantage is: its row's first place, and its own number within the row."""
+        kinds, count = torch.unique_consecutive(row, return_counts=True)
+        start: Tensor = self._first[kinds] - (count.cumsum(0) - count)
+        places: Tensor = torch.arange(len(row), device=row.device) + start.repeat_interleave(count)
+        return places
+
+    def _divergence(self, logprobs: Tensor, tokens: Tokens) -> Tensor | None:
+        """From the reference model, [T] over the trained tokens; None without one."""
+        if not self._algorithm.kl_coef:
+            return None
+        return kl_loss(self._algorithm.kl, logprobs, _column(tokens.stages, REFERENCE)[tokens.mask])
+
+    def _count(self, loss: Tensor, found: TokenLoss, at: Trained, divergence: Tensor | None) -> None:
+        silent = row_mean(found.masked.to(torch.float32), at.row) == 1.0
+        first = torch.ones_like(silent)
+        first[1:] = at.row[1:] != at.row[:-1]
+        parts = [loss, found.low.sum(), found.high.sum(), found.masked.sum(), (silent & first).sum()]
+        parts.append(torch.zeros_like(loss) if divergence is None else divergence.sum())
+        self._sums += torch.stack([part.detach().to(torch.float64) for part in parts])
+        self._mismatch.add(at.old, at.behavior, found.truncated)
+
+
+def _flat(batch: TrainBatch, column: NDArray[Any]) -> Tensor:
+    """The completion tokens of a padded column, trajectory after trajectory."""
+    return torch.from_numpy(column[batch.completions])
+
+
+def _column(stages: Mapping[str, Column], name: str) -> Column:
+    if name not in stages:
+        key, value = ("advantage", "gae") if name == VALUES else ("kl_coef", "above 0")
+        raise ConfigError(f"trainer.algorithm.{key}", value, f"its batches must have the stage column {name}; none did")
+    return stages[name]

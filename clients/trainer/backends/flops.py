@@ -1,0 +1,91 @@
+# pyright: basic, reportMissingImports=false
+"""How much of the device's arithmetic a train step used: model FLOP utilisation, as in PaLM (Chowdhery et al. 2022)."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from staleflow.clients.trainer.backends.collectives import Ranks
+from staleflow.clients.trainer.data.batch import TrainBatch
+
+PEAKS: dict[str, tuple[float, float]] = {
+    "H200": (989e12, 67e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "H800": (989e12, 67e12),
+    "H20": (148e12, 44e12),
+    "B200": (2250e12, 75e12),
+    "B100": (1750e12, 60e12),
+    "A100": (312e12, 19.5e12),
+    "A800": (312e12, 19.5e12),
+    "A40": (149.7e12, 37.4e12),
+    "A10G": (70e12, 35e12),
+    "A10": (125e12, 31.2e12),
+    "L40S": (362e12, 91.6e12),
+    "L40": (181e12, 90.5e12),
+    "L4": (121e12, 30.3e12),
+    "RTX 4090": (165.2e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+}
+"""Dense FLOP/s in bfloat16 and float32 (without TF32) of the makers' data sheets, by a part of the device's name. The
+first match counts."""
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a model's configuration for how many experts a layer has that a token is routed between."""
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """FLOP/s of a device by its name; None when it is not known."""
+    for name, (bfloat16, float32) in PEAKS.items():
+        if name in device:
+            return bfloat16 if dtype == "bfloat16" else float32
+    return None
+
+
+def step_flops(parameters: int, layers: int, width: int, lengths: np.ndarray) -> float:
+    """Of forward and backward over sequences of these lengths: ``6 P`` a token, and ``6 layers width n^2`` a sequence
+    for causal attention (12 without the causal half)."""
+    tokens = lengths.astype(np.float64)
+    return float(6.0 * parameters * tokens.sum() + 6.0 * layers * width * (tokens**2).sum())
+
+
+def active_parameters(model: Any, config: Any) -> int | None:
+    """Parameters that one token goes through: of the experts that it is routed between only the share that it uses.
+
+    None where the model's ``config`` does not say how many these are, or which parameters are experts cannot be told.
+    """
+    routed: int = sum(p.numel() for name, p in model.named_parameters() if "experts" in name.split("."))
+    total: int = sum(p.numel() for p in model.parameters())
+    experts: int = next((count for key in _EXPERTS if (count := getattr(config, key, None))), 0)
+    used: int | None = getattr(config, "num_experts_per_tok", None)
+    if not routed and not experts:
+        return total
+    return total - routed + routed * used // experts if routed and experts and used else None
+
+
+class Speed:
+    """Of one model on one kind of device. Take it before a backend shards the model."""
+
+    def __init__(self, model: Any, ranks: Ranks, dtype: str) -> None:
+        config = model.config.get_text_config()
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        looked_up = 0 if tied else model.get_input_embeddings().weight.numel()  # rows picked, nothing multiplied
+        active = active_parameters(model, config)
+        self._parameters = None if active is None else active - looked_up
+        self._layers = config.num_hidden_layers
+        heads = config.num_attention_heads
+        self._width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        self._ranks = ranks
+        cuda = ranks.device.type == "cuda"
+        self._peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype) if cuda else None
+
+    def values(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
+        """``perf/mfu`` of a step over all ranks; nothing where the peak or what a token goes through is not known."""
+        if self._peak is None or self._parameters is None:
+            return {}
+        flops = step_flops(self._parameters, self._layers, self._width, batch.sequence_lengths)
+        total = float(self._ranks.sum(torch.tensor([flops], dtype=torch.float64))[0])
+        return {"perf/mfu": total / (max(seconds, 1e-9) * self._peak * self._ranks.place.world)}

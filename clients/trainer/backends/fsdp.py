@@ -1,0 +1,122 @@
+# pyright: basic, reportMissingImports=false
+"""Weights, gradients and optimizer state sharded over the ranks by FSDP2: each layer is whole only while it computes.
+
+The shards are the float32 master weights, which each rank reads from the files by itself; a bfloat16 model computes in
+bfloat16 copies of them, and gradients are reduced in float32. FSDP averages what it reduces, hence the factor in
+``backward``.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from staleflow.clients.trainer.backends.collectives import Ranks
+from staleflow.clients.trainer.backends.files import load_random, save_random, shard_file
+from staleflow.clients.trainer.backends.sharded_files import WeightFiles, distinct, layers
+from staleflow.clients.trainer.backends.single import PlainLearner
+from staleflow.clients.trainer.backends.tensors import named
+from staleflow.configs.schema import Config
+
+
+class FsdpLearner(PlainLearner):
+    """``Learner`` over shards."""
+
+    even = True
+    whole = False
+
+    def __init__(self, model: Any, config: Config, ranks: Ranks, files: WeightFiles | None) -> None:
+        self._dtype = getattr(torch, config.model.dtype)
+        self._wide = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        """In names of parameters that ``transformers`` loads in float32 whatever it is asked for, here and in engines.
+        Buffers are as the model has them."""
+        self._world = ranks.place.world
+        mixed = self._dtype != torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32) if mixed else None
+        settings: dict[str, Any] = {"mesh": init_device_mesh(ranks.device.type, (self._world,))}
+        if policy is not None:
+            settings["mp_policy"] = policy
+        for layer in layers(model):
+            fully_shard(layer, **settings)
+        fully_shard(model, **settings)
+        if files is not None:
+            _fill(model, files, ranks)
+        super().__init__(model, config, ranks)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        (loss * self._world).backward()  # type: ignore[no-untyped-call]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named(self.model):
+            whole = tensor.detach()
+            if isinstance(tensor, nn.Parameter) and not any(f".{part}." in f".{name}." for part in self._wide):
+                whole = whole.to(self._dtype)
+            yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+    def save(self, directory: Path) -> None:
+        local = {name: _local(tensor).cpu().contiguous() for name, tensor in self.optimizer.tensors().items()}
+        if self._dtype != torch.float32:  # the model's files hold less than the shards
+            local |= {f"shard/{name}": _local(p.detach()).cpu() for name, p in self.model.named_parameters()}
+        save_file(local, directory / shard_file("fsdp", self.ranks.place))
+        save_random(directory, self.ranks.place.rank)
+
+    def check(self, directory: Path) -> None:
+        shard_file("fsdp", self.ranks.place, inside=directory)
+
+    def load(self, directory: Path) -> None:
+        found = load_file(shard_file("fsdp", self.ranks.place, inside=directory))
+        parameters = dict(self.model.named_parameters())
+        state: dict[str, Tensor] = {}
+        for full, value in found.items():
+            kind, _, rest = full.partition("/")
+            if kind == "shard":
+                with torch.no_grad():
+                    parameters[rest].to_local().copy_(value)
+            else:
+                name, _, key = rest.rpartition("/")
+                state[full] = value if key == "step" else _like(parameters[name], value.to(self.ranks.device))
+        self.optimizer.load(state)
+        load_random(directory, self.ranks.place.rank, self.ranks.device)
+
+
+def _fill(model: Any, files: WeightFiles, ranks: Ranks) -> None:
+    """Give a sharded model on the meta device this rank's shards, tensor by tensor."""
+    state: dict[str, Tensor] = {}
+    for tensor, names in distinct(model):
+        stored = files.stored(names)
+        if isinstance(tensor, DTensor):
+            rows = _rows(tensor.shape[0], ranks.place.rank, ranks.place.world)
+            local = torch.empty_like(tensor.to_local(), device=ranks.device)
+            filled: Tensor = nn.Parameter(_like(tensor, files.read(stored, local, rows)))
+        else:
+            filled = files.read(stored, torch.empty_like(tensor, device=ranks.device))
+        state |= dict.fromkeys(names, filled)
+    model.load_state_dict(state, assign=True)
+
+
+def _rows(count: int, rank: int, world: int) -> slice:
+    """A rank's part of the first extent: FSDP cuts it as ``torch.chunk`` does."""
+    size = -(-count // world)
+    return slice(min(rank * size, count), min((rank + 1) * size, count))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Any, local: Tensor) -> Tensor:
+    """This rank's part of a tensor that is sharded as the parameter is."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,59 @@
+# pyright: basic, reportMissingImports=false
+"""Between torch tensors and what travels: NumPy arrays, bfloat16 as its bits in uint16."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from staleflow.clients.trainer.backends.base import Weights
+
+
+def to_array(tensor: Tensor) -> NDArray[Any]:
+    """A view where the tensor is contiguous in main memory, else a copy."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy()
+    return tensor.numpy()
+
+
+def to_arrays(tensors: Mapping[str, Any]) -> Weights:
+    """Every tensor of a ``state_dict`` by name; of tied ones the first name only."""
+    seen: set[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = set()
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, value in tensors.items():
+        tensor = torch.as_tensor(value)
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in seen or tensor.numel() == 0:
+            seen.add(place)
+            arrays[name] = to_array(tensor)
+    return arrays
+
+
+def named(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The model's own tensors by the names of its ``state_dict``, sharded as they are; tied ones by their first."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+class Streamed:
+    """Weights that are gathered tensor by tensor, each time somebody goes through them."""
+
+    def __init__(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        self._tensors = tensors
+
+    def items(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """One tensor in memory at a time; the same names and bytes each time, until the next step."""
+        for name, tensor in self._tensors():
+            yield name, to_array(tensor)
+
+
+def rows(array: NDArray[Any], which: NDArray[np.int64], width: int, device: torch.device) -> Tensor:
+    """Some rows of a padded column, cut to ``width`` columns, on the device."""
+    return torch.from_numpy(np.ascontiguousarray(array[which, :width])).to(device)

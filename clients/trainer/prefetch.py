@@ -1,0 +1,167 @@
+"""Sealed batches, one ahead: while a step computes, the next batch is awaited, fetched and laid out.
+
+Consumes: ``Batch`` of the scheduler, then this rank's members from all shards at once. Produces: ``TrainBatch``, in
+order of steps. Waits for the seal, which the ledger allows at most one step ahead. A batch that changes under our hands
+(a corrupt member is quarantined, the batch is sealed anew) is asked for again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from staleflow.clients.trainer.backends.base import Drained, NoBatch
+from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
+from staleflow.clients.trainer.data.fetch import Fetcher
+from staleflow.clients.trainer.data.partition import shares
+from staleflow.net.client import Client
+from staleflow.net.errors import Refused
+from staleflow.net.retry import Backoff
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import GroupId, Step, TrainerTerm
+from staleflow.protocols.wire.codec import ProtocolError
+from staleflow.protocols.wire.messages import (
+    Batch,
+    CheckBatch,
+    Done,
+    MemberRef,
+    ModelLimits,
+    NextBatch,
+    NextGroups,
+    NoMoreBatches,
+    QuarantineGroups,
+    Reply,
+)
+from staleflow.protocols.wire.payload_limits import PayloadLimits
+
+log = logging.getLogger(__name__)
+
+
+class BatchStream:
+    """Feeds one trainer term. ``get`` is for one reader."""
+
+    def __init__(
+        self,
+        scheduler: Client,
+        shards: Sequence[Client],
+        trainer_term: TrainerTerm,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        mapped: bool = True,
+        model: ModelLimits | None = None,
+    ) -> None:
+        """``mapped``: payload on this host is mapped rather than sent. ``model``: its limits; None: none."""
+        self._scheduler = scheduler
+        self._fetcher = Fetcher(shards, mapped=mapped)
+        self._trainer_term = trainer_term
+        self._rank = rank
+        self._world = world
+        self._limits = PayloadLimits(model=model or ModelLimits())
+        self._ready: asyncio.Queue[TrainBatch | Exception] = asyncio.Queue(maxsize=1)
+
+    async def feed(self, first: Step, end: int) -> None:
+        """Fetch the batches of steps ``first .. end - 1``; an error is handed to the reader and ends the stream."""
+        try:
+            for step in range(first, end):
+                await self._ready.put(await self.fetch(Step(step)))
+        except Exception as error:  # it belongs to the training thread, which waits in ``get``
+            await self._ready.put(error)
+
+    async def get(self) -> TrainBatch:
+        """The next batch, or the error that ended the stream."""
+        item = await self._ready.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def fetch(self, step: Step) -> TrainBatch:
+        """This rank's part of the batch of ``step``: all of it for the only rank. ``NoBatch`` and ``Drained`` if none
+        comes."""
+        batch, groups = await self.groups(step)
+        return await asyncio.to_thread(assemble, batch, groups)
+
+    async def groups(self, step: Step) -> tuple[Batch, list[FetchedGroup]]:
+        """The same before it is laid out."""
+        backoff, attempt = Backoff(0.05, 1.0), 0
+        while True:
+            batch = await self.sealed(step)
+            try:
+                return batch, await self._trainable(batch.members)
+            except Refused as refused:
+                if refused.code is Code.FENCED:
+                    raise
+                attempt += 1
+                log.warning("batch %d of step %d cannot be fetched, asking again: %s", batch.batch, step, refused)
+                await asyncio.sleep(backoff.delay_s(attempt))
+
+    async def sealed(self, step: Step) -> Batch:
+        """The batch of ``step`` as it is sealed now; waits for the seal. ``NoBatch`` and ``Drained`` if none comes."""
+        reply = await self.next(NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank))
+        if not isinstance(reply, Batch):
+            raise ProtocolError(Code.MALFORMED, f"the scheduler answered NextBatch with {type(reply).__name__}")
+        return reply
+
+    async def next(self, ask: NextBatch | NextGroups) -> Reply:
+        """The answer to a request for the next data. ``NoBatch`` and ``Drained`` if none comes."""
+        try:
+            reply, _ = await self._scheduler.call(ask, timeout_s=None)
+        except Refused as refused:
+            if refused.code is Code.DENIED:
+                raise NoBatch(refused.detail) from refused
+            raise
+        if isinstance(reply, NoMoreBatches):
+            raise Drained(reply.why)
+        return reply
+
+    async def stands(self, batch: TrainBatch | Batch) -> bool:
+        """Whether it is still the one of its step: a corrupt member takes a batch back, also while it lies ready."""
+        check = CheckBatch(trainer_term=self._trainer_term, step=batch.step, batch=batch.batch)
+        try:
+            await self._scheduler.ask(check, Done, timeout_s=None)
+        except Refused as refused:
+            if refused.code is not Code.CONFLICT:
+                raise
+            return False
+        return True
+
+    def _mine(self, members: Sequence[MemberRef]) -> Sequence[MemberRef]:
+        """Whole groups, about equally many tokens a rank; every rank works out the same."""
+        if len(members) < self._world:
+            raise ProtocolError(Code.MALFORMED, f"{len(members)} groups are too few for {self._world} ranks")
+        places = shares([member.sequence_tokens for member in members], self._world)[self._rank]
+        return [members[place] for place in places]
+
+    async def _trainable(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
+        """This rank's groups of these. ``Refused`` where one was quarantined: it exceeds what the model can read.
+
+        A trajectory server checks the same when the group is pushed; this finds what it took before it knew the model.
+        """
+        groups = await self._members(self._mine(members))
+        bad: list[GroupId] = []
+        why = ""
+        for item in groups:
+            try:
+                self._limits.check_tokens(item.payload)
+            except ProtocolError as error:
+                bad.append(item.group)
+                why = error.detail
+        if bad:
+            await self.quarantine(bad, why)
+            raise Refused(
+                Code.STALE, f"groups {', '.join(map(str, bad))} cannot be trained: {why}; they are quarantined"
+            )
+        return groups
+
+    async def quarantine(self, groups: Sequence[GroupId], why: str) -> None:
+        """Report groups that cannot be trained: the batch is sealed again without them. ``NoBatch`` if too many are."""
+        ask = QuarantineGroups(trainer_term=self._trainer_term, groups=list(groups), why=why)
+        try:
+            await self._scheduler.ask(ask, Done, timeout_s=None)
+        except Refused as refused:
+            if refused.code is Code.DENIED:
+                raise NoBatch(refused.detail) from refused
+            raise
+
+    async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
+        """Every one of them, in that order; all shards at once."""
+        return await self._fetcher.members(members)

@@ -1,0 +1,234 @@
+"""The process in which a reward function runs: ``python -m staleflow.clients.user_code.child``, started by the runner.
+
+What any process of user code needs is here too; ``group_child`` serves stages with it, and
+``rollout.environment_child`` environments.
+
+User code may print, hang, raise, leak or crash here; nothing of that reaches the worker but an answer or the end of
+the pipe. The process ends when its parent does, with all that it started: a session of its own, which the kernel kills.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import inspect
+import os
+import queue
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from staleflow.clients.user_code import pipe
+from staleflow.clients.user_code.mark import Marker, works_for
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.imports import load_object
+from staleflow.configs.rewards import objection
+
+NOUN = "the reward"
+"""What messages to the operator call the function."""
+OURS = str(Path(__file__).parent.parent)
+"""Calls come through this folder; an error that has no other lines is of the call itself."""
+INSTALLED = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+"""Where no code of the user's is, or code that he did not write for this run."""
+LOOK_S = 0.1
+"""How often the loop of an ``async def`` is asked whether it still turns."""
+
+
+class Called(Protocol):
+    """A function of the user's, which answers calls; ``awaited`` when it is an ``async def``."""
+
+    def called(self, call: Any) -> pipe.Answer: ...
+
+    async def awaited(self, call: Any) -> pipe.Answer: ...
+
+
+class Reward:
+    """The reward, called with one sample."""
+
+    def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
+        self._function = function
+
+    def called(self, call: pipe.Call) -> pipe.Answer:
+        return judged(call.id, self._function(call.prompt, call.completion, **call.columns))
+
+    async def awaited(self, call: pipe.Call) -> pipe.Answer:
+        return judged(call.id, await self._function(call.prompt, call.completion, **call.columns))
+
+
+def main() -> int:
+    """Serve calls until the parent closes the pipe."""
+    return serve(lambda load: NOUN, Reward)
+
+
+def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any], pipe.Load], Called]) -> int:
+    """Import what the parent names first, and serve calls of it until the parent closes the pipe; the exit code."""
+    incoming, outgoing = take_over_pipes()
+    load = pipe.to_child.decode(pipe.read(incoming) or b"")
+    if not isinstance(load, pipe.Load):
+        return 2
+    noun = noun_of(load)
+    try:
+        function = load_object(load.run, noun)
+    except ConfigError as error:
+        outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
+        return 2
+    concurrent, served = inspect.iscoroutinefunction(function), made(function, load)
+    outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
+    if concurrent:
+        asyncio.run(serve_concurrently(served.awaited, load.timeout_s, incoming, outgoing, noun=noun))
+    else:
+        serve_in_turn(served.called, incoming, outgoing, noun=noun)
+    return 0
+
+
+def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the pipes for ourselves: what user code prints goes to stderr, what it reads is empty.
+
+    The parent's lifeline, the last word of the command line, is held from here on; the mark stands before it.
+    """
+    end_with(int(sys.argv.pop()))
+    incoming = os.fdopen(os.dup(0), "rb")
+    outgoing = os.fdopen(os.dup(1), "wb", buffering=0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return incoming, outgoing
+
+
+def end_with(lifeline: int) -> None:
+    """Have the kernel kill this process group when nobody has the other end of a pipe any more.
+
+    No code of ours runs for it: user code may hold the interpreter for hours in one call of a library.
+    """
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        os.read(lifeline, 1)
+        os._exit(1)  # the parent has ended before
+
+
+def _read_calls(incoming: BinaryIO, hand_over: Callable[[Any], Any]) -> None:
+    while (data := pipe.read(incoming)) is not None:
+        call = pipe.to_child.decode(data)
+        if not isinstance(call, pipe.Load):
+            hand_over(call)
+    os.killpg(os.getpid(), signal.SIGKILL)  # the parent is gone, and a call that hangs must not keep us
+
+
+def serve_in_turn(serve: Callable[[Any], pipe.Answer], incoming: BinaryIO, outgoing: BinaryIO, *, noun: str) -> None:
+    """Answer calls one after another until the parent closes the pipe."""
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read_calls, args=(incoming, calls.put), daemon=True).start()
+    while True:
+        call = calls.get()
+        try:
+            answer = serve(call)
+        except (Exception, SystemExit) as error:
+            answer = pipe.Answer(id=call.id, error=reason(error, noun))
+        outgoing.write(pipe.frame(answer))
+
+
+async def serve_concurrently(
+    serve: Callable[[Any], Awaitable[pipe.Answer]],
+    timeout_s: float,
+    incoming: BinaryIO,
+    outgoing: BinaryIO,
+    *,
+    noun: str,
+) -> None:
+    """Answer calls side by side, each within ``timeout_s``, until the parent closes the pipe."""
+    loop = asyncio.get_running_loop()
+    calls: asyncio.Queue[pipe.Call | pipe.GroupCall | pipe.Episode | pipe.Cancel] = asyncio.Queue()
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    def hand_over(call: pipe.Call | pipe.GroupCall | pipe.Episode | pipe.Cancel) -> None:
+        loop.call_soon_threadsafe(calls.put_nowait, call)
+
+    def ended(number: int, task: "asyncio.Task[None]") -> None:
+        del tasks[number]
+        if task.cancelled():
+            outgoing.write(pipe.frame(pipe.Answer(id=number, error=f"{noun} was cancelled")))
+
+    threading.Thread(target=_read_calls, args=(incoming, hand_over), daemon=True).start()
+    threading.Thread(target=_watch, args=(loop, timeout_s, outgoing), daemon=True).start()
+    Marker(int(sys.argv.pop())).install(loop)
+    while True:
+        call = await calls.get()
+        if isinstance(call, pipe.Cancel):
+            if call.id in tasks:
+                tasks[call.id].cancel()
+            continue
+        task = loop.create_task(_answer(serve, call, timeout_s, outgoing, noun), name=str(call.id))
+        tasks[call.id] = task
+        task.add_done_callback(partial(ended, call.id))
+
+
+async def _answer(
+    serve: Callable[[Any], Awaitable[pipe.Answer]],
+    call: pipe.Call | pipe.GroupCall | pipe.Episode,
+    timeout_s: float,
+    outgoing: BinaryIO,
+    noun: str,
+) -> None:
+    limit = asyncio.timeout(timeout_s)
+    works_for(call.id)
+    try:
+        async with limit:
+            result = await serve(call)
+    except (Exception, SystemExit) as error:
+        late = isinstance(error, TimeoutError) and limit.expired()
+        result = pipe.Answer(id=call.id, error=took_too_long(timeout_s, noun) if late else reason(error, noun))
+    outgoing.write(pipe.frame(result))
+
+
+def _watch(loop: asyncio.AbstractEventLoop, timeout_s: float, outgoing: BinaryIO) -> None:
+    """End the process when one call keeps the loop, and so all others, for ``timeout_s``; say which."""
+    alive = threading.Event()
+    while True:
+        alive.clear()
+        loop.call_soon_threadsafe(alive.set)
+        if alive.wait(timeout_s):
+            time.sleep(min(timeout_s, LOOK_S))
+        elif (task := asyncio.current_task(loop)) is not None and task.get_name().isdecimal():
+            outgoing.write(pipe.frame(pipe.Hung(id=int(task.get_name()))))
+            os._exit(1)
+
+
+def judged(call: int, value: Any) -> pipe.Answer:
+    """The answer for what the function returned: a finite real number, or an error that names the value."""
+    if wrong := objection(value):
+        return pipe.Answer(id=call, error=f"the reward is {wrong}")
+    return pipe.Answer(id=call, value=float(value))
+
+
+def reason(error: BaseException, noun: str = NOUN) -> str:
+    """One line for a call that raised, with its place; of a group of errors, for the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = cast(BaseExceptionGroup[BaseException], error).exceptions[0]
+    return f"{noun} raised {type(error).__name__}: {error!s:.500}{place(error)}"
+
+
+def place(error: BaseException) -> str:
+    """``, at FILE:LINE``: the last line of the user's own code, or, where all of it is installed, the last that is not
+    ours; empty for an error from nowhere."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    theirs = [(file, line) for file, line in lines if not file.startswith(OURS)]
+    own = [(file, line) for file, line in theirs if not file.startswith(INSTALLED)] or theirs
+    return f", at {Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+
+
+def took_too_long(timeout_s: float, noun: str = NOUN) -> str:
+    """One line for a call that hung."""
+    return f"{noun} took longer than {timeout_s:g} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Child process that runs a user's stage.
+
+The runner starts it as ``python -m staleflow.clients.user_code.group_child``. User code cannot harm its worker, as
+for a reward (``child``).
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from staleflow.clients.user_code import pipe
+from staleflow.clients.user_code.child import serve
+from staleflow.clients.user_code.group import Group, WrongColumns, made_of
+from staleflow.protocols.wire.tensors import pack, unpack
+from staleflow.protocols.wire.trajectory import GroupPayload
+
+
+def main() -> int:
+    """Serve calls until the parent closes the pipe."""
+    return serve(lambda load: noun_of(load.stage), UserFunction)
+
+
+def noun_of(stage: str) -> str:
+    """What messages to the operator call a stage."""
+    return f"the stage {stage}"
+
+
+class UserFunction:
+    """The user's function, called with groups."""
+
+    def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
+        self._function = function
+        self._load = load
+
+    def called(self, call: pipe.GroupCall) -> pipe.Answer:
+        group = _group(call)
+        return self._answer(call, group, self._function(group, **self._load.options))
+
+    async def awaited(self, call: pipe.GroupCall) -> pipe.Answer:
+        group = _group(call)
+        return self._answer(call, group, await self._function(group, **self._load.options))
+
+    def _answer(self, call: pipe.GroupCall, group: Group, returned: object) -> pipe.Answer:
+        try:
+            return pipe.Answer(id=call.id, made=pack(made_of(group, self._load.makes, returned)))
+        except WrongColumns as wrong:
+            return pipe.Answer(id=call.id, error=f"{noun_of(self._load.stage)}: {wrong}")
+
+
+def _group(call: pipe.GroupCall) -> Group:
+    return Group.of(call.row, call.completions, GroupPayload.from_arrays(unpack(call.payload)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Some processes of user code, each with several calls under way, started again as they die.
+
+A call that ends its process takes those that share it along. They run again, and the more share a process, the fewer of
+them come to their end. So the pool lets fewer calls share a process while calls end processes, and more again when they
+do not. A call that was killed too often runs in a process of its own, whose end is its own fault. From the first such
+end on one more process stands ready: starting one takes as long as many a call.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from staleflow.clients.user_code import pipe
+from staleflow.clients.user_code.process import CONDEMNED, Program, UserProcess
+
+Make = Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]
+
+WINDOW = 32
+"""Calls over which the share of those that ended their process is measured."""
+CRASHES = 0.5
+"""Crashes that are expected before a call comes to its end: with one, only 37 % of the calls beside it would."""
+
+
+class Pool:
+    """Belongs to one event loop. ``concurrency``: calls under way in one process that runs them side by side."""
+
+    def __init__(self, program: Program, *, processes: int, concurrency: int) -> None:
+        self._program = program
+        self._concurrency = concurrency
+        self._processes: list[UserProcess | None] = [None] * processes
+        self._busy = [0] * processes
+        """Calls of each process."""
+        self._starting = [asyncio.Lock() for _ in self._processes]
+        self._waiting: deque[asyncio.Future[int]] = deque()
+        self._crashing = 0.0
+        """Share of calls that ended their process, lately."""
+        self._spare: asyncio.Task[UserProcess] | None = None
+        self._alone = asyncio.Lock()
+        self._lone: UserProcess | None = None
+        self._lonely = 0
+        """Calls that are in the process of their own, or wait for it."""
+
+    async def start(self) -> None:
+        """Start the processes. ``ConfigError`` when the user's code cannot be loaded."""
+        started = await asyncio.gather(*(self._living(place) for place in range(len(self._processes))))
+        if not started[0].concurrent:
+            self._concurrency = 1
+
+    async def close(self) -> None:
+        """Kill the processes; calls under way fail."""
+        living = [process for process in (*self._processes, self._lone) if process is not None]
+        if self._spare is not None:
+            self._spare.cancel()
+            (spare,) = await asyncio.gather(self._spare, return_exceptions=True)
+            living += [spare] if isinstance(spare, UserProcess) else []
+        await asyncio.gather(*(process.kill() for process in living))
+
+    @property
+    def calls(self) -> int:
+        """Most calls under way at once in one process; known once it has started."""
+        return self._concurrency
+
+    @property
+    def limit(self) -> int:
+        """Calls that may share a process now."""
+        if self._crashing * self._concurrency <= CRASHES:
+            return self._concurrency
+        return max(1, int(CRASHES / self._crashing))
+
+    async def call(self, make: Make, suspicion: int = 0) -> pipe.Answer:
+        """The answer to the call that ``make`` makes of a number; ``Killed`` when it has to run again, with the sum of
+        the suspicions so far. ``ConfigError`` when a process does not start again."""
+        if suspicion >= CONDEMNED:
+            return await self._call_alone(make)
+        place = await self._enter()
+        try:
+            process = await self._living(place)
+            answer = await process.call(make)
+            if not process.gone:
+                self._ended(crashed=False)
+            return answer
+        finally:
+            self._leave(place)
+
+    async def _call_alone(self, make: Make) -> pipe.Answer:
+        self._lonely += 1
+        try:
+            async with self._alone:
+                if self._lone is None or self._lone.gone:
+                    self._lone = await UserProcess.start(self._program)
+                try:
+                    return await self._lone.call(make)
+                except asyncio.CancelledError:  # it may go on in there, and the next one is to be alone
+                    await self._lone.kill()
+                    raise
+        finally:
+            self._lonely -= 1
+            if not self._lonely and self._lone is not None:
+                process, self._lone = self._lone, None
+                await process.kill()
+
+    async def _enter(self) -> int:
+        """A place in the least busy process, in the order of asking."""
+        if not self._waiting and (place := self._free()) is not None:
+            self._busy[place] += 1
+            return place
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave(turn.result())
+            raise
+
+    def _leave(self, place: int) -> None:
+        self._busy[place] -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (place := self._free()) is not None:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._busy[place] += 1
+                turn.set_result(place)
+
+    def _free(self) -> int | None:
+        place = min(range(len(self._busy)), key=self._busy.__getitem__)
+        return place if self._busy[place] < self.limit else None
+
+    def _ended(self, *, crashed: bool) -> None:
+        self._crashing += (crashed - self._crashing) / WINDOW
+
+    async def _living(self, place: int) -> UserProcess:
+        async with self._starting[place]:
+            process = self._processes[place]
+            if process is None:
+                process = self._processes[place] = await UserProcess.start(self._program)
+            elif process.gone:
+                self._ended(crashed=True)
+                process = self._processes[place] = await self._next()
+            return process
+
+    async def _next(self) -> UserProcess:
+        """The process that stands ready, or a new one; another one is started meanwhile."""
+        spare, self._spare = self._spare, None
+        process = await UserProcess.start(self._program) if spare is None else await spare
+        if self._spare is None:  # another place may have started one meanwhile
+            self._spare = asyncio.create_task(UserProcess.start(self._program))
+        return await self._next() if process.gone else process

@@ -1,0 +1,243 @@
+"""A process of user code, its pipe, and the calls under way in it.
+
+Nothing that user code does reaches the worker but an answer or the end of the pipe: a call that raises is answered with
+the reason, one that hangs costs the process, and so does one that will not be cancelled. A process that dies names the
+call that ended it, where that can be known; the others are ``Killed``, and may run again. The process is of lower rank
+than its worker: the kernel ends it first when memory runs out, and it dies with its worker, with all that it started.
+"""
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import FileIO
+
+import msgspec
+
+from staleflow.clients.user_code import mark, pipe
+from staleflow.clients.user_code.child import took_too_long
+from staleflow.configs.errors import ConfigError
+from staleflow.process.rate_limited_log import Seldom
+
+log = logging.getLogger(__name__)
+_said = Seldom()
+
+IMPORT_TIMEOUT_S = 120.0
+"""A module may load a model of its own."""
+GRACE_S = 1.0
+"""A child that serves calls side by side ends overdue ones by itself; only long after that is it taken to hang."""
+CANCEL_S = 2.0
+"""A cancelled call that goes on for longer costs its process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What such a process runs, and what it is called in messages to the operator."""
+
+    module: str
+    key: str
+    """Of the configuration, that names the user's code."""
+    noun: str
+    load: pipe.Load
+    cancels: bool = False
+    """Whether a call that nobody waits for any more is cancelled in the process too."""
+
+
+class Killed(Exception):
+    """The process was ended because of another call, or of one that is not known. ``suspicion``: of ``CONDEMNED``, how
+    much speaks for this call."""
+
+    def __init__(self, suspicion: int = 1) -> None:
+        super().__init__()
+        self.suspicion = suspicion
+
+
+CONDEMNED = 8
+"""Suspicion that sends a call into a process of its own: a bystander of so many crashes is more likely their cause, and
+one that is not comes to its end there."""
+UNKNOWN = CONDEMNED // 2
+"""Suspicion of every call in a process that died and named none of them."""
+
+
+class UserProcess:
+    """A started process. Belongs to one event loop."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, lifeline: FileIO, program: Program, page: mmap.mmap
+    ) -> None:
+        self._process = process
+        self._page = page
+        self._lifeline = lifeline
+        self._program = program
+        self._timeout_s = program.load.timeout_s
+        self._pending: dict[int, asyncio.Future[pipe.Answer]] = {}
+        self._last_id = 0
+        self._reading: asyncio.Task[None] | None = None
+        self._letting_go: set[asyncio.Task[None]] = set()
+        self.concurrent = False
+        self.gone = False
+
+    @classmethod
+    async def start(cls, program: Program) -> "UserProcess":
+        """A process that has loaded the user's code; ``ConfigError`` names what is wrong with that."""
+        its_end, ours = os.pipe()
+        lifeline = FileIO(ours, "wb")
+        its_mark, page = mark.allocate()
+        spawning = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", program.module, str(its_mark), str(its_end)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(its_mark, its_end),
+                start_new_session=True,
+            )
+        )
+        try:
+            process = await asyncio.shield(spawning)
+        except asyncio.CancelledError:  # cancelled in itself, uvloop leaves a process behind that its close waits for
+            process = await spawning
+            await cls(process, lifeline, program, page).kill()
+            raise
+        except BaseException:
+            lifeline.close()
+            raise
+        finally:
+            os.close(its_end)
+            os.close(its_mark)
+        child = cls(process, lifeline, program, page)
+        try:
+            async with asyncio.timeout(IMPORT_TIMEOUT_S):
+                await child._send(program.load)
+                answer = await child._receive()
+        except BaseException as error:
+            await child.kill()
+            if isinstance(error, TimeoutError):
+                allowed = f"it must be importable within {IMPORT_TIMEOUT_S:g} s"
+                raise ConfigError(program.key, program.load.run, allowed) from None
+            raise
+        if not isinstance(answer, pipe.Loaded):
+            await child.kill()
+            why = answer.why if isinstance(answer, pipe.NotLoaded) else "it must be importable; its process died"
+            raise ConfigError(program.key, program.load.run, why)
+        child.concurrent = answer.concurrent
+        child._reading = asyncio.create_task(child._read_answers())
+        return child
+
+    async def call(self, make: Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]) -> pipe.Answer:
+        """The child's answer to the call that ``make`` makes of a number, or one that says that it hung or died.
+
+        ``Killed`` when another call's fault ends the process, or one's that is not known.
+        """
+        if self.gone:
+            raise Killed
+        self._last_id += 1
+        call = make(self._last_id)
+        future: asyncio.Future[pipe.Answer] = asyncio.get_running_loop().create_future()
+        self._pending[call.id] = future
+        limit_s = 2 * self._timeout_s + GRACE_S if self.concurrent else self._timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._send(call)
+                return await future
+        except TimeoutError:
+            self._pending.pop(call.id, None)
+            self._end_calls(Killed())
+            await self.kill()
+            return pipe.Answer(id=call.id, error=took_too_long(self._timeout_s, self._program.noun))
+        except asyncio.CancelledError:
+            if self._program.cancels and not self.gone:
+                letting_go = asyncio.create_task(self._let_go(call.id))
+                self._letting_go.add(letting_go)
+                letting_go.add_done_callback(self._letting_go.discard)
+            raise
+        finally:
+            self._pending.pop(call.id, None)
+
+    async def _let_go(self, call: int) -> None:
+        """Have a call cancelled; kill the process if it goes on all the same."""
+        future: asyncio.Future[pipe.Answer] = asyncio.get_running_loop().create_future()
+        self._pending[call] = future
+        try:
+            async with asyncio.timeout(CANCEL_S):
+                await self._send(pipe.Cancel(id=call))
+                await future
+        except TimeoutError:
+            log.warning("%s went on for %g s after its end: its process is killed", self._program.noun, CANCEL_S)
+            self._pending.pop(call, None)
+            self._end_calls(Killed())
+            await self.kill()
+        except Killed:
+            pass
+        finally:
+            self._pending.pop(call, None)
+
+    async def kill(self) -> None:
+        """End the process, and those it started, whatever it does."""
+        self.gone = True
+        self._end_process()
+        await self._process.wait()
+        if self._reading is not None and self._reading is not asyncio.current_task():
+            await self._reading
+
+    def _end_process(self) -> None:
+        self._lifeline.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _send(self, message: pipe.ToChild) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError, RuntimeError):  # its end shows at the other pipe; uvloop raises both
+            self._process.stdin.write(pipe.frame(message))
+            await self._process.stdin.drain()
+
+    async def _receive(self) -> pipe.FromChild | None:
+        assert self._process.stdout is not None
+        try:
+            (length,) = pipe.LENGTH.unpack(await self._process.stdout.readexactly(pipe.LENGTH.size))
+            return pipe.from_child.decode(await self._process.stdout.readexactly(min(length, pipe.MAX_FRAME)))
+        except (asyncio.IncompleteReadError, msgspec.DecodeError):  # ended, or user code wrote into the pipe
+            return None
+
+    async def _read_answers(self) -> None:
+        while isinstance(answer := await self._receive(), pipe.Answer):
+            self._settle(answer)
+        self.gone = True
+        self._end_process()
+        if isinstance(answer, pipe.Hung):
+            self._settle(pipe.Answer(id=answer.id, error=took_too_long(self._timeout_s, self._program.noun)))
+            self._end_calls(Killed())
+        code = await self._process.wait()
+        if not self._pending:
+            return
+        marked, others = mark.read(self._page)
+        certain = not others and code != -signal.SIGKILL  # no step sends that: the kernel did, or a person
+        guilty = next(iter(self._pending)) if len(self._pending) == 1 else marked if certain else 0
+        known = guilty in self._pending
+        played = len(self._pending) - known
+        if played and (more := _said.due()) is not None:
+            by = "one call is to blame" if known else "which call is to blame is not known"
+            told = "%s's process ended with code %d; %s, %d that shared it run again%s"
+            log.warning(told, self._program.noun, code, by, played, more)
+        if known:
+            self._settle(pipe.Answer(id=guilty, error=f"{self._program.noun}'s process ended with code {code}"))
+        elif (suspect := self._pending.pop(marked, None)) is not None and not suspect.done():
+            suspect.set_exception(Killed(CONDEMNED))
+            known = True
+        self._end_calls(Killed(1 if known else UNKNOWN))
+
+    def _settle(self, answer: pipe.Answer) -> None:
+        future = self._pending.pop(answer.id, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _end_calls(self, why: Killed) -> None:
+        self.gone = True
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(why)
+        self._pending.clear()

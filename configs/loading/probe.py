@@ -1,0 +1,199 @@
+"""Tries user code in a process of its own: is it importable, does it take its options, how many rows does it give, does
+the reward return a number for one of them.
+
+``python -m staleflow.configs.loading.probe`` reads one JSON object on stdin and writes one on stdout, so that the
+calling process imports none of the user's modules.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.imports import load_object
+from staleflow.configs.loading.row_files import prompt_row
+from staleflow.configs.rewards import objection
+from staleflow.configs.stages import check_row
+
+Question = dict[str, Any]
+"""``specs``: key -> import path; ``calls``: key -> (positional count, keyword names) that it must take;
+``sources``: key -> (keyword arguments, renames of its columns, whether to count its rows); ``rows``: key -> columns of
+a file's first row, and the row in hex as it is sent; ``scored``: stage columns that ``reward.run`` is given besides
+those of a row, and whether there may be more; ``tried``: the key whose first row the reward is called with, and the
+seconds it may take; None: it is not called."""
+
+REWARD = "reward.run"
+
+COMPLETION = "42"
+"""What the reward is tried with: short, and plausible as an answer to some prompts."""
+
+OFFERED = {"trainer.algorithm.advantage": ("stages",), "trainer.algorithm.loss": ("stages",)}
+"""key -> keyword arguments that it is given if it has them."""
+
+
+IMPORT_TIMEOUT_S = 120.0
+
+
+def ask(question: Question) -> dict[str, int]:
+    """Rows of each source (1 where not counted), or the ``ConfigError`` that the other process found."""
+    command = [sys.executable, "-m", "staleflow.configs.loading.probe"]
+    sent = json.dumps(question)
+    timeout_s = IMPORT_TIMEOUT_S + (question["tried"] or ("", 0.0))[1]
+    try:
+        done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            "import paths", str(question["specs"]), f"importing and trying them took over {timeout_s:g} s"
+        ) from None
+    reply = _reply(done.stdout)
+    if error := reply.get("error"):
+        raise ConfigError(*error)
+    if "rows" not in reply:
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise ConfigError("import paths", str(question["specs"]), f"importing them ended Python: {last}")
+    rows: dict[str, int] = reply["rows"]
+    return rows
+
+
+def _reply(text: str) -> dict[str, Any]:
+    try:
+        return cast(dict[str, Any], json.loads(text.rpartition("\n")[2]))
+    except ValueError:
+        return {}
+
+
+def count_gpus(timeout_s: float = 120.0) -> int:
+    """GPUs that torch sees here, asked in a process of its own: none without torch, or when it cannot say."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return int(done.stdout.strip().rpartition("\n")[2])
+    except (subprocess.TimeoutExpired, ValueError):
+        return 0
+
+
+def answer(question: Question, refuse: Callable[[ConfigError], None]) -> dict[str, int]:
+    """Imports and calls what ``question`` names; ``ConfigError`` for what cannot be. ``refuse`` ends the process with
+    one, from another thread."""
+    specs: dict[str, str] = question["specs"]
+    found = {key: load_object(spec, key) for key, spec in specs.items()}
+    for key, (positional, names) in question["calls"].items():
+        _takes(found[key], key, specs[key], positional, names)
+    read = {key: _rows(found[key], key, specs[key], *how) for key, how in question["sources"].items()}
+    if REWARD in found:
+        firsts = {key: (columns, bytes.fromhex(row)) for key, (columns, row) in question["rows"].items()}
+        firsts |= {key: first for key, (_, first) in read.items()}
+        for key, (columns, _) in firsts.items():
+            _scores(found[REWARD], specs[REWARD], key, columns, *question["scored"])
+        if question["tried"]:
+            key, limit_s = question["tried"]
+            _try(found[REWARD], specs[REWARD], key, firsts[key][1], question["scored"][0], limit_s, refuse)
+    return {key: number for key, (number, _) in read.items()}
+
+
+def _try(
+    reward: Any,
+    spec: str,
+    key: str,
+    row: bytes,
+    needs: list[str],
+    limit_s: float,
+    refuse: Callable[[ConfigError], None],
+) -> None:
+    """Call the reward once, as a worker would; ``ConfigError`` for one that would fail every group of the run."""
+    given: dict[str, Any] = msgspec.msgpack.decode(row)
+    prompt = given.pop("prompt")
+    given.pop("completion", None)
+    numbers = dict.fromkeys((need.partition("/")[2] for need in needs), 0.0)
+
+    def wrong(what: str) -> ConfigError:
+        tried = f'called with the first row of {key} and the completion "{COMPLETION}" it {what}'
+        return ConfigError(REWARD, spec, f"{tried}; with reward.probe = false it is not tried")
+
+    late = threading.Timer(limit_s, lambda: refuse(wrong(f"took longer than reward.timeout_s = {limit_s:g} s")))
+    late.daemon = True
+    late.start()
+    try:
+        value = reward(prompt, COMPLETION, **given, **numbers)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+    except (Exception, SystemExit) as error:
+        lines = traceback.extract_tb(error.__traceback__)[1:]
+        place = f", at {os.path.basename(lines[-1].filename)}:{lines[-1].lineno}" if lines else ""
+        raise wrong(f"raised {type(error).__name__}: {error!s:.300}{place}") from error
+    finally:
+        late.cancel()
+    if problem := objection(value):
+        raise wrong(f"returned {problem}")
+
+
+def _rows(
+    source: Any, key: str, spec: str, options: dict[str, Any], columns: dict[str, str], count: bool
+) -> tuple[int, tuple[list[str], bytes]]:
+    """How many there are (1 where not counted), and the first: its columns, and the row as it is sent."""
+    try:
+        rows = iter(source(**options))
+        first: Any = next(rows, None)
+        number = (first is not None) + (sum(1 for _ in rows) if count else 0)
+    except Exception as error:  # user code: whatever it raises is the operator's to read
+        raise ConfigError(key, spec, f"calling it failed ({type(error).__name__}: {error})") from error
+    if first is None:
+        raise ConfigError(key, spec, "it gave no rows")
+    return number, prompt_row(key, spec, "row 0", first, columns)
+
+
+def _scores(reward: Any, spec: str, key: str, columns: list[str], needs: list[str], more: bool) -> None:
+    """The reward takes what it is called with for a row of ``key``."""
+    check_row(needs, columns, key)
+    arguments = (*columns, *(need.partition("/")[2] for need in needs))
+    names = [name for name in arguments if name not in ("prompt", "completion")]
+    given = f"(prompt, completion{''.join(f', {name}=...' for name in names)}), as the rows of {key} are"
+    _takes(reward, REWARD, spec, 2, names, given, more)
+
+
+def _takes(
+    function: Any, key: str, spec: str, positional: int, names: list[str], given: str = "", more: bool = False
+) -> None:
+    """``more``: it may be given other keyword arguments too, so none is missing."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    offered = [name for name in OFFERED.get(key, ()) if name in signature.parameters]
+    bind = signature.bind_partial if more else signature.bind
+    try:
+        bind(*range(positional), **dict.fromkeys([*names, *offered]))
+    except TypeError as error:
+        given = given or ", ".join(names) or f"{positional} values"
+        raise ConfigError(key, spec, f"it is called with {given}, but {error}") from error
+
+
+def main() -> int:
+    out = os.dup(1)
+    os.dup2(2, 1)  # what user modules print must not mix with the answer
+
+    def reply(**answers: Any) -> None:
+        os.write(out, b"\n" + json.dumps(answers).encode())
+
+    def refuse(error: ConfigError) -> None:
+        reply(error=[error.what, error.value, error.allowed])
+        os._exit(0)
+
+    try:
+        reply(rows=answer(json.load(sys.stdin), refuse))
+    except ConfigError as error:
+        refuse(error)
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # tearing down what the user's modules imported may take seconds

@@ -1,0 +1,89 @@
+"""Rows of a JSONL or Parquet file, whatever they are of: prompts, or the lengths of trajectories."""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.extras import install
+
+PROMPT = "prompt"
+
+_json = msgspec.json.Decoder(dict[str, Any])
+_encoder = msgspec.msgpack.Encoder(order="sorted")
+
+
+def read_rows(key: str, path: Path, column: str = "") -> Iterator[tuple[str, Any]]:
+    """(where, row) of each row; of a Parquet file with ``column`` only, where it has such a one.
+
+    ``ConfigError`` with the configuration's ``key`` when there is no such file, or a line or the file cannot be read.
+    """
+    if not path.is_file():
+        raise ConfigError(key, str(path), "no such file")
+    match path.suffix:
+        case ".jsonl":
+            return _jsonl(key, path)
+        case ".parquet":
+            return _parquet(key, path, column)
+        case _:
+            raise ConfigError(key, str(path), "it must end in .jsonl or .parquet")
+
+
+def _jsonl(key: str, path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", _json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(key, str(path), f"line {number} must be a JSON object: {error}") from error
+
+
+def _parquet(key: str, path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow: Any = importlib.import_module("pyarrow")
+    except ImportError as error:
+        wanted = f"reading Parquet needs the extra: {install('parquet')}"
+        raise ConfigError(key, str(path), wanted) from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = [column] if column in file.schema_arrow.names else None
+            for batch in file.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    yield f"row {number}", row
+                    number += 1
+    except (arrow.ArrowException, OSError) as error:
+        raise ConfigError(key, str(path), f"it must be a Parquet file: {error}") from error
+
+
+def prompt_row(key: str, given: str, place: str, row: Any, columns: dict[str, str]) -> tuple[list[str], bytes]:
+    """The columns of one row of prompts by our names, and the row as it is sent.
+
+    ``columns``: ours -> theirs; a column that a rename replaces is left out. ``ConfigError`` for a row that no run can
+    use.
+    """
+    if not isinstance(row, dict):
+        allowed = f"{place} must be a dict of columns, it is {type(row).__name__}: {row!s:.80}"
+        raise ConfigError(key, given, allowed)
+    theirs = cast(dict[str, Any], row)
+    has = ", ".join(map(str, theirs))
+    for name in columns.values():
+        if name not in theirs:
+            raise ConfigError(key, given, f'{place} has no column "{name}" (it has {has})')
+    renamed = set(columns.values())
+    ours = {name: value for name, value in theirs.items() if name not in renamed and name not in columns}
+    ours |= {our: theirs[name] for our, name in columns.items()}
+    if PROMPT not in ours:
+        raise ConfigError(key, given, f'{place} has no column "{PROMPT}" (it has {has}); name it in prompts.columns')
+    if not isinstance(ours[PROMPT], str):
+        raise ConfigError(key, given, f'{place}: column "{PROMPT}" must be text, it is {type(ours[PROMPT]).__name__}')
+    try:
+        return list(ours), _encoder.encode(ours)
+    except (TypeError, ValueError, OverflowError, msgspec.EncodeError) as error:
+        raise ConfigError(key, given, f"{place} cannot be sent: {error}") from error

@@ -1,0 +1,304 @@
+"""Keys that must agree with each other. Pure: no file is looked at and nothing is imported."""
+
+import math
+import re
+from urllib.parse import urlsplit
+
+from staleflow.configs.errors import MISSING, ConfigError, shown
+from staleflow.configs.loading.imports import split
+from staleflow.configs.metrics import check_metrics
+from staleflow.configs.rules import algorithm
+from staleflow.configs.rules.coordination import check_coordination, check_spares, samples_started
+from staleflow.configs.rules.streaming import check_pieces, check_streaming
+from staleflow.configs.schema import Config, Trainer
+from staleflow.configs.section import Section
+from staleflow.configs.stages import graph, stages
+from staleflow.protocols.consistency.limits import Bound, OnOverdue
+from staleflow.protocols.wire.stages import CRITIC, REFERENCE
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_EVERY_INTERFACE = ("0.0.0.0", "0", "::", "::0")
+_LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
+_VLLM_TEMPERATURE = 0.01
+"""vLLM raises what is lower to this, and says so to its own log alone."""
+
+
+def consistent(config: Config) -> None:
+    """``ConfigError`` for the first rule that ``config`` breaks."""
+    for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
+        rule(config)
+    for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
+        rule(config)
+    for rule in (_trainer, _gpus):
+        rule(config)
+
+
+def needs_model(config: Config) -> bool:
+    """True unless engine and trainer are both simulated and no stage starts from the policy's model."""
+    if config.rollout.engine != "simulated" or config.trainer.backend != "simulated":
+        return True
+    own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}
+    return any(not own[stage] for stage in stages(config) if stage in own)
+
+
+def _name(config: Config) -> None:
+    if not _NAME.fullmatch(config.name):
+        raise ConfigError("name", config.name, "it names run directories: letters, digits, '.', '_' and '-' only")
+
+
+def _model(config: Config) -> None:
+    path, build = config.model.path, config.model.build
+    if path and build:
+        empty = "model.build= model.options={}" if config.model.options else "model.build="
+        allowed = f'with model.build "{build}" there must be only one of the two; {empty} leaves that one out'
+        raise ConfigError("model.path", path, allowed)
+    if not path and not build and needs_model(config):
+        raise ConfigError("model.path", MISSING, "it must be a model directory, or model.build must make one")
+    if config.model.options and not build:
+        raise ConfigError("model.options", config.model.options, "these are options of model.build, which is missing")
+
+
+def _prompts(config: Config) -> None:
+    prompts = config.prompts
+    if prompts.path and prompts.source:
+        raise ConfigError("prompts.path", prompts.path, "with prompts.source there must be only one of the two")
+    if not prompts.path and not prompts.source:
+        raise ConfigError("prompts.path", MISSING, "it must be a .jsonl or .parquet file, or prompts.source be set")
+    if prompts.eval_path and prompts.eval_source:
+        raise ConfigError("prompts.eval_path", prompts.eval_path, "with prompts.eval_source only one of the two")
+    for key, path in (("prompts.path", prompts.path), ("prompts.eval_path", prompts.eval_path)):
+        if path and not path.endswith((".jsonl", ".parquet")):
+            raise ConfigError(key, path, "it must end in .jsonl or .parquet")
+    if config.trainer.eval_every and not (prompts.eval_path or prompts.eval_source):
+        allowed = "it needs held-out prompts: prompts.eval_path or prompts.eval_source"
+        raise ConfigError("trainer.eval_every", config.trainer.eval_every, allowed)
+    if prompts.options and not (prompts.source or prompts.eval_source):
+        allowed = "these are options of prompts.source and prompts.eval_source, which are missing"
+        raise ConfigError("prompts.options", prompts.options, allowed)
+
+
+def import_paths(config: Config) -> dict[str, str]:
+    """Every import path that is set, by key."""
+    found = {
+        "model.build": config.model.build,
+        "prompts.source": config.prompts.source,
+        "prompts.eval_source": config.prompts.eval_source,
+        "environment.run": config.environment.run,
+        "reward.run": config.reward.run,
+        **{f"stage[{place}].run": stage.run for place, stage in enumerate(config.stage)},
+        **algorithm.import_paths(config.trainer.algorithm),
+    }
+    needed = [f"stage[{place}].run" for place in range(len(config.stage))]
+    needed += [] if config.environment.run else ["reward.run"]
+    return {key: spec for key, spec in found.items() if spec or key in needed}
+
+
+def _specs(config: Config) -> None:
+    for key, spec in import_paths(config).items():
+        split(spec, key)
+
+
+def _idle(config: Config) -> None:
+    """In a section that the run has no use for every key is left at its default, as in ``trainer.algorithm``."""
+    found = stages(config)
+    for name, used, needed in (
+        ("environment", bool(config.environment.run), "this is for environment.run, which is missing"),
+        ("reference", REFERENCE in found, "the run has no reference stage: trainer.algorithm.kl_coef is 0, not above"),
+        ("critic", CRITIC in found, 'the run has no critic stage: trainer.algorithm.advantage is not "gae"'),
+    ):
+        section: Section = getattr(config, name)
+        for key in () if used else section.__struct_fields__:
+            value, default = getattr(section, key), getattr(type(section)(), key)
+            if value != default:
+                raise ConfigError(f"{name}.{key}", value, f"{needed}; leave it at {shown(default)}")
+
+
+def _stages(config: Config) -> None:
+    graph(config)
+
+
+def _evaluated(config: Config) -> None:
+    """Held-out prompts are scored by the reward alone."""
+    held_out = config.prompts.eval_path or config.prompts.eval_source
+    if config.reward.needs and held_out and config.trainer.eval_prompts:
+        allowed = "held-out prompts go through no other stage: leave it empty, or trainer.eval_prompts at 0"
+        raise ConfigError("reward.needs", config.reward.needs, allowed)
+
+
+def _bound(config: Config) -> None:
+    staleness = config.staleness
+    if staleness.bound is Bound.TOKEN and staleness.on_overdue is not OnOverdue.WAIT:
+        allowed = 'with staleness.bound "token" no group is ever overdue: leave it at "wait"'
+        raise ConfigError("staleness.on_overdue", staleness.on_overdue.value, allowed)
+    if staleness.bound is not Bound.TOKEN and staleness.min_trainable > 0:
+        allowed = 'it means something only with staleness.bound "token"; leave it at 0'
+        raise ConfigError("staleness.min_trainable", staleness.min_trainable, allowed)
+
+
+def _groups(config: Config) -> None:
+    rollout = config.rollout
+    samples = samples_started(rollout)
+    if samples > rollout.max_inflight:
+        allowed = f"a group of {samples} samples must fit: at least {samples}"
+        raise ConfigError("rollout.max_inflight", rollout.max_inflight, allowed)
+    check_spares(config, samples)
+    if algorithm.filter_of(config) == "zero_spread" and rollout.group_size == 1:
+        allowed = 'rollout.filter "zero_spread" releases every group of one: at least 2'
+        raise ConfigError("rollout.group_size", rollout.group_size, allowed)
+    if rollout.on_update == "recompute" and rollout.engine == "simulated":
+        allowed = 'rollout.engine "simulated" has nothing to read anew: "keep" or "drain"'
+        raise ConfigError("rollout.on_update", "recompute", allowed)
+    if rollout.engine == "vllm" and rollout.temperature < _VLLM_TEMPERATURE:
+        allowed = f'with rollout.engine "vllm" at least {_VLLM_TEMPERATURE}, which vLLM would sample with instead'
+        raise ConfigError("rollout.temperature", rollout.temperature, allowed)
+
+
+def _algorithm(config: Config) -> None:
+    if not all(0 <= beta < 1 for beta in config.trainer.betas):
+        raise ConfigError("trainer.betas", list(config.trainer.betas), "each must be at least 0 and below 1")
+    algorithm.check_algorithm(config.trainer.algorithm)
+
+
+def check_ranks(config: Config, nproc: int) -> None:
+    """So many ranks can share every batch."""
+    trainer = config.trainer
+    if nproc > 1 and trainer.backend in ("torch", "simulated"):
+        allowed = f'trainer.backend "{trainer.backend}" is one process: 1, or a backend of ddp, fsdp and deepspeed'
+        raise ConfigError("trainer.nproc", nproc, allowed)
+    if nproc > trainer.batch_size:
+        allowed = f"each rank needs a group of every batch: at most trainer.batch_size, {trainer.batch_size}"
+        raise ConfigError("trainer.nproc", nproc, allowed)
+    check_pieces(config, nproc)
+
+
+def _ranks(config: Config) -> None:
+    trainer = config.trainer
+    check_ranks(config, trainer.nproc)
+    if trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype == "bfloat16":
+        raise ConfigError("trainer.zero_stage", trainer.zero_stage, 'with model.dtype "bfloat16" it must be 2 or 3')
+
+
+def _trainer(config: Config) -> None:
+    """A key of ``trainer`` that means nothing with the others is left at its default."""
+    trainer = config.trainer
+    for meaningful, key, allowed in (
+        (trainer.lr_schedule != "constant", "lr_min_share", 'with trainer.lr_schedule "constant" nothing ends at it'),
+        (trainer.backend == "deepspeed", "zero_stage", 'it is for trainer.backend "deepspeed"'),
+    ):
+        default = getattr(Trainer(), key)
+        if not meaningful and (value := getattr(trainer, key)) != default:
+            raise ConfigError(f"trainer.{key}", value, f"{allowed}; leave it at {shown(default)}")
+
+
+def _gpus(config: Config) -> None:
+    """Where GPUs are named, each process gets as many as it needs, and none twice: CUDA would show it no GPU at all."""
+    trainer, rollout, width = config.trainer, config.rollout, config.rollout.vllm.tensor_parallel
+    for key, gpus in (("trainer.gpus", trainer.gpus), ("rollout.gpus", rollout.gpus)):
+        if len(set(gpus)) < len(gpus):
+            raise ConfigError(key, gpus, "each GPU may be named once")
+    if trainer.gpus and len(trainer.gpus) < trainer.nproc:
+        allowed = f"each of the trainer.nproc = {trainer.nproc} ranks needs one of its own, or none be named"
+        raise ConfigError("trainer.gpus", trainer.gpus, allowed)
+    if rollout.engine == "vllm" and 0 < len(rollout.gpus) < width:
+        allowed = f"an engine needs rollout.vllm.tensor_parallel = {width} of them, or none be named"
+        raise ConfigError("rollout.gpus", rollout.gpus, allowed)
+
+
+def check_rows(config: Config, rows: int) -> None:
+    """The prompts must last for every step (some may still be filtered away)."""
+    prompts, trainer = config.prompts, config.trainer
+    source = prompts.path or prompts.source
+    if rows < 1:
+        raise ConfigError("prompts.path" if prompts.path else "prompts.source", source, "it has no rows")
+    needed = trainer.batch_size * trainer.steps
+    if prompts.epochs and rows * prompts.epochs < needed:
+        allowed = (
+            f"{rows} rows x {prompts.epochs} give {rows * prompts.epochs} groups, but trainer.batch_size "
+            f"{trainer.batch_size} x trainer.steps {trainer.steps} need {needed}: "
+            f"at least {math.ceil(needed / rows)}, or 0 to repeat until the trainer is done"
+        )
+        raise ConfigError("prompts.epochs", prompts.epochs, allowed)
+
+
+def _shards(config: Config) -> None:
+    binds, shards = config.trajectories.bind, config.trajectories.shards
+    if binds and len(binds) != shards:
+        raise ConfigError("trajectories.bind", binds, f"it must have trajectories.shards = {shards} addresses, or none")
+
+
+def _security(config: Config) -> None:
+    if config.security.insecure and config.security.keys:
+        raise ConfigError("security.insecure", True, f'with security.keys "{config.security.keys}" it must be false')
+
+
+def _binds(config: Config) -> None:
+    binds = [("scheduler.bind", config.scheduler.bind), ("parameters.bind", config.parameters.bind)]
+    binds += [("parameters.direct_bind", config.parameters.direct_bind)]
+    binds += [("trajectories.bind", bind) for bind in config.trajectories.bind]
+    wide = bool(config.security.keys) or config.security.insecure
+    seen: dict[str, str] = {}
+    for key, bind in binds:
+        if not bind:
+            continue
+        _address(key, bind, wide=wide)
+        if bind in seen:
+            raise ConfigError(key, bind, f"{seen[bind]} has it already; each server needs its own")
+        seen[bind] = key
+
+
+def _metrics(config: Config) -> None:
+    check_metrics(config.metrics, insecure=config.security.insecure)
+
+
+def _direct(config: Config) -> None:
+    """Weights from the trainer itself: what cannot be is said before anything starts."""
+    parameters = config.parameters
+    if parameters.transport == "server":
+        if parameters.direct_bind:
+            allowed = 'it is for parameters.transport "direct"; leave it at ""'
+            raise ConfigError("parameters.direct_bind", parameters.direct_bind, allowed)
+        return
+    if config.security.keys:
+        allowed = 'with security.keys it must be "server": what engines get from the trainer itself is not encrypted'
+        raise ConfigError("parameters.transport", "direct", allowed)
+    for key, kind in (("rollout.engine", config.rollout.engine), ("trainer.backend", config.trainer.backend)):
+        if kind == "simulated":
+            allowed = f'with {key} "simulated" it must be "server": there are no weights to speak of, and no torch'
+            raise ConfigError("parameters.transport", "direct", allowed)
+    where = urlsplit(parameters.direct_bind)
+    if where.scheme == "ipc" or where.hostname in _EVERY_INTERFACE:
+        allowed = "engines are sent there: tcp://host:port, with the address of one interface"
+        raise ConfigError("parameters.direct_bind", parameters.direct_bind, allowed)
+
+
+def _address(key: str, bind: str, *, wide: bool) -> None:
+    form = "it must be tcp://host:port or ipc:///path"
+    if bind.startswith("ipc:///") and len(bind) > len("ipc:///"):
+        return
+    try:
+        parts = urlsplit(bind)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise ConfigError(key, bind, form) from None
+    if parts.scheme != "tcp" or not host or not port or parts.path:
+        raise ConfigError(key, bind, f"{form}, with a port from 1 to 65535")
+    if not _LOOPBACK.fullmatch(host) and not wide:
+        allowed = "without security.keys only loopback may be bound: 127.0.0.1, ::1 or localhost"
+        raise ConfigError(key, bind, allowed)
+    if host == "*":
+        raise ConfigError(key, bind, "write 0.0.0.0 (or [::]) for every interface")
+
+
+def _lengths(config: Config) -> None:
+    """Of simulated engines."""
+    simulated = config.rollout.simulated
+    if simulated.lengths == "trace" and not simulated.trace:
+        allowed = 'with rollout.simulated.lengths "trace" it must be a .jsonl or .parquet file'
+        raise ConfigError("rollout.simulated.trace", MISSING, allowed)
+    if simulated.lengths != "trace" and simulated.trace:
+        allowed = f'rollout.simulated.lengths is "{simulated.lengths}", not "trace"; leave it at ""'
+        raise ConfigError("rollout.simulated.trace", simulated.trace, allowed)
+    most = simulated.max_tokens or config.rollout.max_new_tokens
+    if simulated.lengths == "uniform" and simulated.min_tokens > most:
+        allowed = f"lengths are uniform up to {most}: at most that"
+        raise ConfigError("rollout.simulated.min_tokens", simulated.min_tokens, allowed)

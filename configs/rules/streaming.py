@@ -1,0 +1,49 @@
+"""``trainer.streaming``: what can be trained before the batch is whole. Pure."""
+
+from typing import Final
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES
+from staleflow.configs.schema import Config
+
+WHOLE_BATCH: Final = {"advantage": ("reinforce_pp",), "loss": ("m2po",)}
+"""Shipped algorithms that look at the whole batch before its first gradient."""
+
+
+def check_streaming(config: Config) -> None:
+    """``ConfigError`` for what does not go with ``trainer.streaming``, or means nothing without it."""
+    trainer = config.trainer
+    if not trainer.streaming:
+        if trainer.stream_groups != 1:
+            allowed = "it is for trainer.streaming, which is false; leave it at 1"
+            raise ConfigError("trainer.stream_groups", trainer.stream_groups, allowed)
+        return
+    if trainer.stream_groups > trainer.batch_size:
+        allowed = f"a step has trainer.batch_size = {trainer.batch_size} groups: at most as many"
+        raise ConfigError("trainer.stream_groups", trainer.stream_groups, allowed)
+    if config.simulation.publish == "start":
+        allowed = 'with trainer.streaming a step begins before its batch is there: "end"'
+        raise ConfigError("simulation.publish", "start", allowed)
+    algorithm = trainer.algorithm
+    _group_alone("advantage", algorithm.advantage, ADVANTAGES)
+    _group_alone("loss", algorithm.loss, LOSSES)
+
+
+def check_pieces(config: Config, nproc: int) -> None:
+    """So many ranks can share out every piece of a batch."""
+    trainer = config.trainer
+    rest = trainer.batch_size % trainer.stream_groups
+    if trainer.streaming and (trainer.stream_groups < nproc or 0 < rest < nproc):
+        allowed = (
+            f"each of {nproc} ranks needs a group of every piece: {nproc} at least, and of trainer.batch_size = "
+            f"{trainer.batch_size} none or at least {nproc} may be left over"
+        )
+        raise ConfigError("trainer.stream_groups", trainer.stream_groups, allowed)
+
+
+def _group_alone(key: str, value: str, names: tuple[str, ...]) -> None:
+    """A user's loss sees some whole trajectories anyhow; a user's advantage sees the batch, and may need all of it."""
+    batch, named = WHOLE_BATCH[key], ", ".join(f'"{name}"' for name in names if name not in WHOLE_BATCH[key])
+    if value in batch or (key == "advantage" and ":" in value):
+        allowed = f"trainer.streaming has only some groups at a time, and this may need the whole batch: {named}"
+        raise ConfigError(f"trainer.algorithm.{key}", value, allowed)

@@ -1,0 +1,18 @@
+"""Everything that is made, by its place below ``docs/``."""
+
+from docs.generate.commands import commands
+from docs.generate.configuration import configuration
+from docs.generate.life import life
+from docs.generate.metrics import metrics
+from docs.generate.timeline import timeline
+from docs.generate.window import window
+
+
+def made() -> dict[str, str]:
+    """The text of each page and picture."""
+    pages = {"configuration": configuration(), "commands": commands(), "metrics": metrics()}
+    pictures = {"life": life(), "window": window(), "timeline": timeline()}
+    return {
+        **{f"reference/{name}.md": "\n".join(lines).strip() + "\n" for name, lines in pages.items()},
+        **{f"pictures/{name}.svg": text for name, text in pictures.items()},
+    }

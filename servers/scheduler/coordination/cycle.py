@@ -1,0 +1,118 @@
+"""The coordination cycle: a snapshot of the run, the strategy's orders, and what becomes of them.
+
+Runs at most once a drain, only when something changed that a strategy looks at, and rests ten times as long as it took
+to decide: with many instances the ledger comes first.
+"""
+
+from collections.abc import Callable, Sequence
+
+from staleflow.configs.schema import Config, Coordination
+from staleflow.protocols.consistency import events
+from staleflow.protocols.consistency.effects import Code, Delivered, Refused
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.coordination.decide import Strategies, decide
+from staleflow.protocols.coordination.sync import MOST_AT_ONCE
+from staleflow.protocols.coordination.view import Load, Move, Order, Start
+from staleflow.protocols.wire.messages import InstanceStats
+from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.coordination.pacing import Pacing
+from staleflow.servers.scheduler.coordination.snapshots import MOST_STARTS, Snapshots
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+
+REST = 10
+"""Time between two decisions, as a multiple of what the last one took."""
+
+
+class Cycle:
+    """Turns orders into leases and commands."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        instances: Instances,
+        failures: Failures,
+        config: Config,
+        end: Callable[[], int],
+        asked: Callable[[], bool],
+    ) -> None:
+        """``end``: the step before which the run is over. ``asked``: the trainer waits for a batch."""
+        self._interpreter = interpreter
+        self._instances = instances
+        self._strategies = strategies(config.coordination)
+        self._pacing = Pacing(interpreter.limits, asked)
+        interpreter.listen(Delivered, self._pacing.on_delivered)
+        self._snapshots = Snapshots(interpreter, instances, failures, config, end, self._pacing)
+        self.unfinished = False
+        """Another cycle should follow soon."""
+        self._not_before_ns = 0
+
+    @property
+    def resting(self) -> bool:
+        """The last decision took long enough that the next one has to wait yet."""
+        return self._interpreter.clock.now_ns() < self._not_before_ns
+
+    def heard(self, worker: WorkerId, stats: InstanceStats) -> None:
+        """An instance says how it is; what its steps cost is learned from it."""
+        if self._snapshots.costs is not None:
+            self._snapshots.costs.observe(worker, stats)
+
+    def run(self, now_ms: int, *, may_start: bool) -> None:
+        """One cycle. ``may_start`` False: weights are still loaded, but nothing new begins."""
+        self.unfinished = False
+        started_ns = self._interpreter.clock.now_ns()
+        if not self._instances.changed:
+            return
+        if started_ns < self._not_before_ns:
+            self.unfinished = True
+            return
+        self._instances.changed = False
+        self._pacing.look(self._interpreter.machine, now_ms)
+        orders = decide(self._snapshots.take(now_ms, may_start=may_start), self._strategies)
+        ended_ns = self._interpreter.clock.now_ns()
+        self._not_before_ns = ended_ns + REST * (ended_ns - started_ns)
+        self._carry_out(orders, now_ms)
+
+    def _carry_out(self, orders: Sequence[Order], now_ms: int) -> None:
+        loads = starts = 0
+        for order in orders:
+            instance = self._instances.get(order.worker)
+            if instance is None:
+                continue
+            match order:
+                case Load():
+                    loads += 1
+                    self._instances.order_pull(instance, order.lineage, order.version, now_ms)
+                case Start():
+                    starts += len(order.groups)
+                    self._start(order)
+                case Move():
+                    self._instances.order_move(order, now_ms)
+        if loads >= MOST_AT_ONCE or starts >= MOST_STARTS:
+            self._instances.changed = self.unfinished = True
+
+    def _start(self, order: Start) -> None:
+        """Deal and lease. The ledger has the last word: what it has no room for goes back to the deck."""
+        deck, snapshots = self._interpreter.deck, self._snapshots
+        for group in order.groups:
+            deck.deal_group(group)
+            told = self._interpreter.apply(events.Reserve(group=group, worker=order.worker, version=order.version))
+            if told and isinstance(told[0], Refused) and told[0].code is not Code.DUPLICATE:
+                deck.again(group)
+                return
+            snapshots.last_served = order.worker
+            if snapshots.homes is not None:
+                snapshots.homes.given(group % deck.rows, order.worker)
+
+
+def strategies(chosen: Coordination) -> Strategies:
+    """What ``decide`` has to know of the configuration."""
+    return Strategies(
+        routing=chosen.routing,
+        min_gain=chosen.min_gain,
+        sync=chosen.sync,
+        sync_threshold=chosen.sync_threshold,
+        migration=chosen.migration,
+        migration_gap=chosen.migration_gap,
+        admission=chosen.admission,
+    )

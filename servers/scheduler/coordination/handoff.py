@@ -1,0 +1,46 @@
+"""Groups that an instance gave up for another one: moved in one transaction, or left where they are."""
+
+from staleflow.protocols.consistency.effects import Code, Refused
+from staleflow.protocols.consistency.events import Migrate
+from staleflow.protocols.consistency.groups import State
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import RegisterYield, Result
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+
+
+class Yields:
+    """Answers ``RegisterYield``. A no leaves the lease with who holds it."""
+
+    def __init__(self, interpreter: Interpreter, instances: Instances) -> None:
+        self._interpreter = interpreter
+        self._instances = instances
+
+    def one(self, op: RegisterYield) -> Result:
+        """Lease the group to where it was ordered, if it still can go on there."""
+        held = self._interpreter.machine.group(op.group)
+        if held is None or held.lease != op.lease or held.state is not State.LEASED:
+            return Result(code=Code.STALE_LEASE)
+        moves = self._instances.moves
+        moving = moves.pending.get(op.lease)
+        if moving is None:
+            return Result(code=Code.DENIED, detail="it is not to move any more")
+        to = moving.order.to
+        if not self._may_go_on(to, op):
+            self._instances.end_move(op.lease)
+            return Result(code=Code.DENIED, detail=f"{to} cannot go on with version {op.version} now")
+        with moves.leaving(moving.order, op.sha):
+            told = self._interpreter.apply(Migrate(group=op.group, lease=op.lease, to=to))
+        if isinstance(refused := told[0], Refused):
+            self._instances.end_move(op.lease)
+            return Result(code=refused.code, detail=refused.detail)
+        self._interpreter.totals.counts.moves += 1
+        return Result()
+
+    def _may_go_on(self, to: WorkerId, op: RegisterYield) -> bool:
+        """Whether that instance is there and has weights that may follow on what is written: the newest of them or
+        newer ones, and neither abandoned by a rollback."""
+        instance, machine = self._instances.get(to), self._interpreter.machine
+        if instance is None or self._instances.draining or instance.loaded() < (op.lineage, op.version):
+            return False
+        return machine.survives(op.lineage, op.version) and machine.survives(*instance.loaded())

@@ -1,0 +1,199 @@
+"""The snapshot of a cycle. What did not change since the last one is not looked at again."""
+
+from collections.abc import Callable
+
+from staleflow.configs.rules.coordination import samples_started
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.groups import GroupView, State
+from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, WorkerId
+from staleflow.protocols.consistency.limits import Bound
+from staleflow.protocols.coordination import view
+from staleflow.protocols.coordination.view import Flight, Next, Snapshot
+from staleflow.protocols.wire.messages import Assign
+from staleflow.servers.scheduler.coordination.backoff import PROBE, Failures
+from staleflow.servers.scheduler.coordination.costs import Costs
+from staleflow.servers.scheduler.coordination.instance import Instance
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.coordination.pacing import Pacing
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.prompts.affinity import Homes
+
+MOST_STARTS = 128
+"""Groups that one cycle starts, so that nobody else waits for more than some milliseconds of leases."""
+FLIGHTS_MS = 500
+"""Between two looks at every leased group; what moves need not do so at once."""
+
+
+class Snapshots:
+    """Sees what the chosen strategies look at, and no more."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        instances: Instances,
+        failures: Failures,
+        config: Config,
+        end: Callable[[], int],
+        pacing: Pacing,
+    ) -> None:
+        """``end``: the step before which the run is over."""
+        chosen = config.coordination
+        self._interpreter = interpreter
+        self._instances = instances
+        self._failures = failures
+        self._end = end
+        self._pacing = pacing
+        self._started = samples_started(config.rollout)
+        self._by_cost = chosen.routing == "cost_model"
+        self._moves = chosen.migration != "none"
+        self._counts_orders = self._by_cost or chosen.sync != "greedy"
+        self._flights_ms = 0
+        self._seen: tuple[int, int] = (-1, -1)
+        self._views: dict[WorkerId, view.Instance] = {}
+        self.costs = Costs() if self._by_cost or chosen.migration == "throughput" else None
+        """What each instance's steps cost, if a strategy asks for it."""
+        self.homes = Homes() if chosen.routing == "sticky" else None
+        """Where each prompt was, if a strategy asks for it."""
+        self.last_served: WorkerId | None = None
+        """Who got the last group; the owner keeps it."""
+
+    def take(self, now_ms: int, *, may_start: bool) -> Snapshot:
+        """``may_start`` False: without groups to start."""
+        machine, limits = self._interpreter.machine, self._interpreter.limits
+        newest = machine.version
+        lineage = machine.lineage_of(newest) if newest >= 0 else machine.lineage
+        self._look(lineage, newest, now_ms)
+        views = tuple(self._views.values())
+        room = self._room(views, newest) if may_start else {}
+        counts = machine.state_counts()
+        most = max(room.values(), default=0)
+        waits = self._pacing.waits
+        return Snapshot(
+            lineage=lineage,
+            version=newest,
+            instances=views,
+            room=room,
+            next=self._next(min(most, self._useful(counts), MOST_STARTS)) if most else (),
+            last_served=self.last_served,
+            group_size=self._started,
+            batch_size=limits.batch_size,
+            max_staleness=limits.max_staleness,
+            leased=counts["leased"],
+            pushed=counts["pushed"],
+            occupied=counts["occupied"],
+            spares=counts["spares"],
+            sealed=counts["sealed"],
+            training=limits.batch_size if self._pacing.trains(newest) else 0,
+            token_bound=limits.bound is Bound.TOKEN,
+            lead=self._pacing.pace.lead,
+            waits=waits,
+            pinning=self._pinning(now_ms) if waits and self._moves else (),
+            flights=self._flights(now_ms) if self._moves else (),
+            now_ms=now_ms,
+        )
+
+    def _room(self, views: tuple[view.Instance, ...], newest: Version) -> dict[Version, int]:
+        versions = {seen.version for seen in views if seen.usable}
+        if newest >= 0:
+            versions.add(newest)
+        machine = self._interpreter.machine
+        return {version: machine.room(version) for version in sorted(versions)}
+
+    def _useful(self, counts: dict[str, int]) -> int:
+        """Groups that could be started and that a step to come can still train; spares come on top."""
+        limits = self._interpreter.limits
+        steps_left = self._end() - self._interpreter.machine.next_step
+        if steps_left <= 0:
+            return 0
+        live = counts["leased"] + counts["pushed"] + counts["occupied"]
+        return max(0, steps_left * limits.batch_size + limits.max_spares - live)
+
+    def _next(self, count: int) -> tuple[Next, ...]:
+        deck = self._interpreter.deck
+        groups = deck.upcoming(count)
+        if self._by_cost:
+            lengths = deck.lengths.expected_of(groups)
+            return tuple([Next(group=g, length=length) for g, length in zip(groups, lengths, strict=True)])
+        if self.homes is not None:
+            return tuple([Next(group=g, home=self.homes.of(g % deck.rows)) for g in groups])
+        return tuple([Next(group=g) for g in groups])
+
+    # --- instances ---------------------------------------------------------------------------------------------
+
+    def _look(self, lineage: Lineage, newest: Version, now_ms: int) -> None:
+        """Bring the views up to date: those of instances that changed, or all of them when the newest version did."""
+        touched = self._instances.take_touched()
+        if self.costs is not None:
+            touched += self.costs.fit()
+        if self._seen != (lineage, newest):
+            self._seen = (lineage, newest)
+            touched = [*dict.fromkeys((*self._views, *touched))]
+        for worker in touched:
+            instance = self._instances.get(worker)
+            if instance is None:
+                self._views.pop(worker, None)
+                if self.costs is not None:
+                    self.costs.forget(worker)
+            else:
+                same_lineage = instance.stats.lineage == lineage
+                self._views[worker] = self._view(instance, same_lineage, newest, now_ms)
+
+    def _view(self, instance: Instance, same_lineage: bool, newest: Version, now_ms: int) -> view.Instance:
+        stats = instance.stats
+        machine = self._interpreter.machine
+        usable = stats.version >= 0 and machine.survives(stats.lineage, stats.version)
+        coming = self._instances.moves.coming(instance.worker) if self._moves else 0
+        pending = instance.commands.pending if self._counts_orders else ()
+        return view.Instance(
+            worker=instance.worker,
+            lineage=stats.lineage,
+            version=stats.version,
+            usable=usable,
+            behind=newest >= 0 and not (same_lineage and stats.version == newest),
+            pulling=instance.pulling(now_ms),
+            stuck=instance.stuck,
+            on_hold=self._failures.on_hold(instance.worker),
+            held=len(instance.leases) + coming,
+            coming=coming,
+            ordered=sum([type(command) is Assign for command in pending]) if pending else 0,
+            capacity=PROBE if self._failures.on_trial(instance.worker) else instance.capacity,
+            running=stats.running,
+            waiting=stats.waiting,
+            slots=stats.slots,
+            kv_used=stats.kv_used,
+            kv_tokens=stats.kv_tokens,
+            kv_capacity=stats.kv_capacity,
+            tokens_per_s=stats.tokens_per_s,
+            cost=None if self.costs is None else self.costs.of(instance.worker),
+        )
+
+    # --- leased groups -----------------------------------------------------------------------------------------
+
+    def _pinning(self, now_ms: int) -> tuple[Flight, ...]:
+        machine = self._interpreter.machine
+        held = (machine.group(group) for group in machine.pins())
+        return tuple([self._flight(v, now_ms) for v in held if v is not None and v.state is State.LEASED])
+
+    def _flights(self, now_ms: int) -> tuple[Flight, ...]:
+        """Every leased group that is not on its way elsewhere, at most twice a second."""
+        if now_ms < self._flights_ms:
+            return ()
+        self._flights_ms = now_ms + FLIGHTS_MS
+        machine = self._interpreter.machine
+        moving = self._instances.moves.pending
+        leases = (item for instance in self._instances for item in instance.leases.items())
+        held = (machine.group(group) for lease, (group, _) in leases if lease not in moving)
+        return tuple([self._flight(v, now_ms) for v in held if v is not None and v.state is State.LEASED])
+
+    def _flight(self, held: GroupView, now_ms: int) -> Flight:
+        return Flight(
+            group=held.group,
+            lease=held.lease,
+            worker=held.worker,
+            version=held.version,
+            deadline=held.deadline,
+            spare=held.spare,
+            age_ms=now_ms - held.granted_ms,
+            length=self._interpreter.deck.lengths.expected(GroupId(held.group)),
+            written=self._instances.moves.written(held.group),
+        )

@@ -1,0 +1,90 @@
+"""Which run a store belongs to. What the bound is a promise about may not change under it."""
+
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.load import config_sha, difference, from_json, to_json, with_steps
+from staleflow.configs.schema import Config
+from staleflow.protocols.consistency.limits import Limits
+from staleflow.store.base import Store, Write
+
+_KEY = b"identity"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Stored with the first transaction of a run; ``incarnation`` rises by one at each start."""
+
+    run: str
+    config_sha: str
+    config: bytes
+    """The configuration, canonical JSON."""
+    incarnation: int
+
+
+def identify(store: Store, config: Config, run_dir: Path, run: str = "") -> Identity:
+    """The identity that this start will have. ``ConfigError`` if the store is of another configuration.
+
+    ``trainer.steps`` may differ: a run that is resumed may have more. ``run`` names a run that begins; empty: a name of
+    its own.
+    """
+    old, sha = stored(store), config_sha(config)
+    if old is None:
+        run = run or f"{config.name}-{secrets.token_hex(4)}"
+        return Identity(run=run, config_sha=sha, config=to_json(config), incarnation=1)
+    if old.config_sha != sha and to_json(with_steps(config, _steps(old))) != old.config:
+        raise _differs(run_dir, old, config)
+    return msgspec.structs.replace(old, config_sha=sha, config=to_json(config), incarnation=old.incarnation + 1)
+
+
+def stored(store: Store) -> Identity | None:
+    """The identity of the newest start; None for a new store."""
+    with store.read() as txn:
+        raw = txn.get("meta", _KEY)
+    return None if raw is None else msgspec.msgpack.decode(raw, type=Identity)
+
+
+def _steps(identity: Identity) -> int:
+    """``trainer.steps`` of the newest start; 0 where this version of staleflow does not know the configuration."""
+    try:
+        return from_json(identity.config).trainer.steps
+    except ConfigError:
+        return 0
+
+
+def check_steps(old: Identity | None, config: Config, version: int) -> None:
+    """``ConfigError`` where ``trainer.steps`` was lowered below the steps that are trained. A training loop of the
+    user's own may train more than the configuration asks for."""
+    steps = config.trainer.steps
+    if old is not None and steps < version and steps < _steps(old):
+        raise ConfigError("trainer.steps", steps, f"{version} steps are trained already: use at least as many")
+
+
+def _differs(run_dir: Path, old: Identity, config: Config) -> ConfigError:
+    found = difference(from_json(old.config), config)
+    if found is None:
+        return ConfigError("run directory", str(run_dir), "it belongs to another configuration")
+    key, theirs, ours = found
+    return ConfigError(key, ours, f"the run in {run_dir} was started with {theirs}; use another run directory")
+
+
+def save(txn: Write, identity: Identity) -> None:
+    """Put the identity into the first transaction of this incarnation."""
+    txn.put("meta", _KEY, msgspec.msgpack.encode(identity))
+
+
+def limits(config: Config) -> Limits:
+    """The constants of the ledger."""
+    staleness = config.staleness
+    spares = round((config.rollout.redundancy.groups - 1.0) * config.trainer.batch_size * (staleness.max_staleness + 1))
+    return Limits(
+        max_staleness=staleness.max_staleness,
+        batch_size=config.trainer.batch_size,
+        lease_ms=max(round(config.scheduler.lease_s * 1000), 1),
+        bound=staleness.bound,
+        on_overdue=staleness.on_overdue,
+        min_trainable=staleness.min_trainable,
+        max_spares=spares,
+    )

@@ -1,0 +1,89 @@
+"""``reject`` and ``auth`` lines: at most one a second for each peer and code, with a count of what it stands for."""
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec import UNSET
+
+from staleflow.protocols.consistency.effects import Refused
+from staleflow.protocols.wire.messages import RegisterPush, RegisterReject
+from staleflow.trace.events import Auth, Reject, TraceEvent
+from staleflow.trace.writer import Trace
+
+PERIOD_MS = 1_000
+MAX_PEERS = 4_096
+"""Peers that are told apart; what is beyond shares one line a code."""
+
+
+class Rejects:
+    """Notes every no; ``flush`` writes the lines that are due."""
+
+    def __init__(self, trace: Trace, rejected: Callable[[str, int], None]) -> None:
+        self._trace = trace
+        self._rejected = rejected
+        self._next_ms: dict[tuple[str, str], int] = {}
+        self._waiting: dict[tuple[str, str], Reject | Auth] = {}
+
+    def refused(self, peer: str, effect: Refused, now_ms: int) -> None:
+        """The ledger said no to ``peer``."""
+        group = UNSET if effect.group is None else effect.group
+        lease = UNSET if effect.lease is None else effect.lease
+        self._note(
+            Reject(
+                op=effect.op, worker=effect.worker or peer, group=group, lease=lease, count=1, code=effect.code.value
+            ),
+            (peer, effect.code.value),
+            now_ms,
+        )
+        self._rejected(effect.code.value, 1)
+
+    def push_refused(
+        self, peer: str, op: RegisterPush | RegisterReject, code: str, now_ms: int, *, count: int = 1
+    ) -> None:
+        """A push was refused before the ledger saw it, by the scheduler or by the shard ``peer``."""
+        line = Reject(op="push", worker=op.worker, group=op.group, lease=op.lease, count=count, code=code)
+        key = op.worker if isinstance(op, RegisterReject) else peer
+        self._note(line, (key, code), now_ms)
+        self._rejected(code, count)
+
+    def plain(self, peer: str, op: str, code: str, now_ms: int) -> None:
+        """The transport or the shell said no to ``peer``."""
+        self._note(Reject(op=op, worker=peer, count=1, code=code), (peer, code), now_ms)
+        self._rejected(code, 1)
+
+    def auth(self, peer: str, role: str, why: str, *, ok: bool, now_ms: int) -> None:
+        """Who ``peer`` said it was, and whether it was taken in."""
+        self._note(Auth(peer=peer, role=role, ok=ok, why=why, count=1), (peer, f"auth {ok}"), now_ms)
+
+    def due(self, peer: str, kind: str, now_ms: int) -> bool:
+        """Return whether a line of that kind, which carries no count, may be written for ``peer`` now."""
+        key = self._key(peer, kind)
+        if now_ms < self._next_ms.get(key, 0):
+            return False
+        self._next_ms[key] = now_ms + PERIOD_MS
+        return True
+
+    def _key(self, peer: str, kind: str) -> tuple[str, str]:
+        key = (peer, kind)
+        return key if key in self._next_ms or len(self._next_ms) < MAX_PEERS else ("", kind)
+
+    def _note(self, line: Reject | Auth, key: tuple[str, str], now_ms: int) -> None:
+        key = self._key(*key)
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            self._waiting[key] = msgspec.structs.replace(waiting, count=waiting.count + line.count)
+        elif now_ms >= self._next_ms.get(key, 0):
+            self._write(key, line, now_ms)
+        else:
+            self._waiting[key] = line
+
+    def flush(self, now_ms: int) -> None:
+        """Write what has waited for its second."""
+        for key in [key for key in self._waiting if self._next_ms[key] <= now_ms]:
+            self._write(key, self._waiting.pop(key), now_ms)
+        for key in [key for key, due_ms in self._next_ms.items() if due_ms + 10 * PERIOD_MS < now_ms]:
+            del self._next_ms[key]
+
+    def _write(self, key: tuple[str, str], line: TraceEvent, now_ms: int) -> None:
+        self._trace.add(line)
+        self._next_ms[key] = now_ms + PERIOD_MS

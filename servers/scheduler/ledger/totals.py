@@ -1,0 +1,99 @@
+"""What happened since the run began, as counts. Stored with the ledger, so they go on over restarts."""
+
+import msgspec
+
+from staleflow.protocols.consistency.effects import (
+    Consumed,
+    Dropped,
+    Occupied,
+    Pushed,
+    Released,
+    Reserved,
+    Sealed,
+)
+from staleflow.protocols.consistency.ids import Version
+from staleflow.store.base import Read, Write
+
+_KEY = b"totals"
+
+
+class Counts(msgspec.Struct, kw_only=True):
+    """Every count."""
+
+    reserves: int = 0
+    pushes: int = 0
+    occupies: int = 0
+    releases: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    drops: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    rejects: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    steps: int = 0
+    tokens_trained: int = 0
+    """Without the masked ones."""
+    tokens_masked: int = 0
+    tokens_pushed: int = 0
+    tokens_generated: int = 0
+    """As the engines count them, those thrown away included."""
+    moves: int = 0
+    """Groups that went on at another instance."""
+    staleness: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    """Groups trained, by their staleness."""
+    samples_pushed: int = 0
+    samples_trained: int = 0
+    served_s: float = 0.0
+    """Seconds that schedulers have served this run, up to the last commit."""
+    violations: int = 0
+    """Groups delivered beyond the bound. Anything but 0 is a bug."""
+
+
+class Totals:
+    """The counts, and how each effect changes them."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+
+    def load(self, txn: Read) -> None:
+        """Become what was saved last."""
+        raw = txn.get("meta", _KEY)
+        self.counts = Counts() if raw is None else msgspec.msgpack.decode(raw, type=Counts)
+
+    def save(self, txn: Write) -> None:
+        """Put the counts into a transaction."""
+        txn.put("meta", _KEY, msgspec.msgpack.encode(self.counts))
+
+    def reserved(self, _: Reserved) -> None:
+        self.counts.reserves += 1
+
+    def pushed(self, effect: Pushed) -> None:
+        self.counts.pushes += 1
+        self.counts.tokens_pushed += sum(segment.tokens for segment in effect.segments)
+
+    def occupied(self, _: Occupied) -> None:
+        self.counts.occupies += 1
+
+    def released(self, effect: Released) -> None:
+        _add(self.counts.releases, effect.why.value)
+
+    def dropped(self, effect: Dropped) -> None:
+        _add(self.counts.drops, effect.why.value)
+
+    def sealed(self, effect: Sealed, oldest: Version) -> None:
+        """``oldest``: no group of the batch may be of an older version."""
+        self.counts.violations += sum(member.version < oldest for member in effect.members)
+
+    def consumed(self, effect: Consumed, sealed: Sealed, samples: int) -> None:
+        """``sealed``: its batch, of ``samples`` trajectories."""
+        counts = self.counts
+        counts.steps += 1
+        for member in sealed.members:
+            age = effect.step - member.version
+            counts.staleness[age] = counts.staleness.get(age, 0) + 1
+        counts.tokens_trained += sealed.tokens - sealed.masked_tokens
+        counts.tokens_masked += sealed.masked_tokens
+        counts.samples_trained += samples
+
+    def rejected(self, code: str, count: int) -> None:
+        _add(self.counts.rejects, code, count)
+
+
+def _add(counts: dict[str, int], key: str, count: int = 1) -> None:
+    counts[key] = counts.get(key, 0) + count

@@ -1,0 +1,389 @@
+"""The trainer's side: joining, waiting for a sealed batch, versions, checkpoints, the end.
+
+A ``NextBatch`` waits here until the ledger has sealed its step; nobody asks twice. When it has waited its time it is
+told, in one sentence, what the step waits for. A ``NextGroups`` waits for less: groups are claimed for it as they come,
+which fixes them as the beginning of the batch, until there are as many as it asked for.
+"""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from staleflow.net.endpoint import Call
+from staleflow.protocols.consistency import effects, events
+from staleflow.protocols.consistency.effects import Code, Consumed, Delivered, Effect, Member, Refused, Sealed
+from staleflow.protocols.consistency.groups import GroupView, State
+from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
+from staleflow.protocols.consistency.limits import Bound, Limits
+from staleflow.protocols.wire.messages import (
+    Batch,
+    CheckBatch,
+    CheckpointRegistered,
+    Claims,
+    Done,
+    Join,
+    Joined,
+    MemberRef,
+    NextBatch,
+    NextGroups,
+    NoMoreBatches,
+    QuarantineGroups,
+    RegisterCheckpoint,
+    Registered,
+    RegisterVersion,
+)
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.model_limits import KnownLimits
+from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.rejects import Rejects
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_JOINS = 64
+MIN_UNTRAINABLE = 8
+"""Groups that the trainer may fail to train one after another in any run, however small its batches."""
+MAX_WHY_CHARS = 500
+"""Of what a trainer says of groups that it cannot train: it is logged and shown."""
+_JOINS = b"joins"
+
+
+class JoinedBy(msgspec.Struct, frozen=True, array_like=True):
+    """The request that began a trainer term."""
+
+    id: int
+    term: TrainerTerm
+
+
+class Waiting:
+    """A rank that waits for the batch of a step, or for groups of it."""
+
+    __slots__ = ("body", "call", "due_ms")
+
+    def __init__(self, call: Call, body: NextBatch | NextGroups, now_ms: int) -> None:
+        self.call = call
+        self.body = body
+        self.due_ms = now_ms + min(body.wait_ms, 60_000)
+
+
+class Training:
+    """Answers the trainer's requests."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        answers: Answers,
+        rejects: Rejects,
+        why: Callable[[], str],
+        steps: int,
+        known_limits: KnownLimits,
+    ) -> None:
+        self._interpreter = interpreter
+        self._answers = answers
+        self._rejects = rejects
+        self._why = why
+        self._waiting: list[Waiting] = []
+        self._sealed = False
+        self._end = steps
+        self._known_limits = known_limits
+        self._untrainable = 0
+        """Groups that the trainer could not train since the last step that it did."""
+        interpreter.listen(Sealed, self._on_sealed)
+        interpreter.listen(Consumed, self._on_consumed)
+        with interpreter.store.read() as txn:
+            raw = txn.get("meta", _JOINS)
+        self._joins = {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, JoinedBy])
+        """By connection."""
+
+    def last(self) -> int:
+        """The step before which the run is over: that of the configuration, unless the trainer asks for later ones."""
+        return self._end
+
+    @property
+    def waits(self) -> bool:
+        """Whether any rank waits for a batch."""
+        return bool(self._waiting)
+
+    def asked(self) -> bool:
+        """Whether the trainer waits for the step that it would train now: not while it trains the one before."""
+        step = Step(self._interpreter.machine.version)
+        return any(waiting.body.step == step for waiting in self._waiting)
+
+    def join(self, call: Call, body: Join) -> None:
+        machine = self._interpreter.machine
+        known = self._joins.get(call.route)
+        if known is not None and call.id <= known.id and known.term <= machine.trainer_term:
+            moved_on = known.term < machine.trainer_term or body.version < machine.version
+            if call.id < known.id or moved_on:  # an echo: its sender had the answer, or was fenced, long ago
+                self._fenced(call, known.term)
+                return
+        event = events.Join(trainer=body.trainer, lineage=body.lineage, version=body.version)
+        told = self._interpreter.apply(event)
+        if self._refuse(call, told):
+            return
+        machine = self._interpreter.machine
+        self._remember(call, machine.trainer_term)
+        self._known_limits.joined(body.model)
+        joined = Joined(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
+        self._answers.hold(call, joined)
+        self._sealed = True
+
+    def _remember(self, call: Call, term: TrainerTerm) -> None:
+        """Whose join began which term: what comes of that request again, however late, begins no other."""
+        self._joins.pop(call.route, None)
+        self._joins[call.route] = JoinedBy(call.id, term)
+        while len(self._joins) > REMEMBERED_JOINS:
+            del self._joins[next(iter(self._joins))]
+        self._interpreter.with_commit(lambda txn: txn.put("meta", _JOINS, msgspec.msgpack.encode(self._joins)))
+
+    def next_batch(self, call: Call, body: NextBatch | NextGroups) -> None:
+        """Answered by ``deliver``, or when it has waited its time."""
+        machine = self._interpreter.machine
+        if body.trainer_term != machine.trainer_term:
+            self._fenced(call, body.trainer_term)
+            return
+        if body.step < machine.version:
+            self._answers.refuse(
+                call, Code.STALE, f"step {body.step} is consumed; version {machine.version} is published"
+            )
+            return
+        self._waiting.append(Waiting(call, body, self._interpreter.clock.now_ms()))
+        self._end = max(self._end, body.step + 1)
+        self._sealed = True
+
+    def check_batch(self, call: Call, body: CheckBatch) -> None:
+        if not self.current(call, body.trainer_term):
+            return
+        sealed = self._interpreter.machine.sealed_batch(body.step)
+        if sealed is not None and sealed.batch == body.batch:
+            self._answers.hold(call, Done())
+        else:
+            self._answers.refuse(call, Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
+
+    def quarantine(self, call: Call, body: QuarantineGroups) -> None:
+        """Drop groups of a batch, as those with damaged bytes are; ``denied`` when too many fail one after another."""
+        if not self.current(call, body.trainer_term):
+            return
+        machine = self._interpreter.machine
+        found = [group for group in dict.fromkeys(body.groups) if _in_batch(machine.group(group))]
+        limit, why = max(self._interpreter.limits.batch_size, MIN_UNTRAINABLE), body.why[:MAX_WHY_CHARS]
+        self._untrainable += len(found)
+        if self._untrainable > limit:
+            told = f"{self._untrainable} groups in a row cannot be trained, more than {limit}"
+            detail = f"{told}: the model, the algorithm or the engines are at fault, not single groups. Last: {why}"
+            self._answers.refuse(call, Code.DENIED, detail)
+            return
+        for group in found:
+            log.error("group %d is quarantined, the trainer cannot train it: %s", group, why)
+            self._interpreter.apply(events.Quarantine(group=group))
+        self._sealed = True
+        self._answers.hold(call, Done())
+
+    def deliver(self) -> None:
+        """Hand out the batches that are sealed by now and the groups that may be claimed; turn away who was fenced."""
+        if not self._sealed and not any(isinstance(waiting.body, NextGroups) for waiting in self._waiting):
+            return
+        self._sealed = False
+        machine = self._interpreter.machine
+        still: list[Waiting] = []
+        for waiting in self._waiting:
+            call, body = waiting.call, waiting.body
+            if call.done:
+                continue
+            if body.trainer_term != machine.trainer_term:
+                self._fenced(call, body.trainer_term)
+            elif isinstance(body, NextGroups) and self._claimed(call, body):
+                continue
+            elif (sealed := machine.sealed_batch(body.step)) is not None:
+                self._hand_out(waiting, sealed)
+            else:
+                still.append(waiting)
+        self._waiting = still
+
+    def _claimed(self, call: Call, body: NextGroups) -> bool:
+        """Claim what may be claimed for it. True when it was answered; False while it waits, or the step is sealed."""
+        machine, held = self._interpreter.machine, len(body.held)
+        turn = body.step == machine.next_step
+        if machine.sealed_batch(body.step) is not None or (
+            machine.num_claimed == held and turn and machine.claimable() is None
+        ):
+            return False
+        members = machine.claims() if turn else ()
+        if [member.lease for member in members[:held]] != body.held:
+            self._answers.refuse(call, Code.CONFLICT, f"step {body.step} no longer begins with what was given out")
+            return True
+        wanted = held + body.count
+        while turn and machine.num_claimed < wanted and (group := machine.claimable()) is not None:
+            self._interpreter.apply(events.Claim(group=group, step=body.step, trainer_term=body.trainer_term))
+            turn = body.step == machine.next_step  # the last one seals it
+        if not turn or machine.num_claimed < wanted:
+            return False
+        members = machine.claims()
+        some = [_ref(member) for member in members[held:wanted]]
+        limits, lineage = self._interpreter.limits, machine.lineage
+        self._answers.hold(
+            call, Claims(lineage=lineage, step=body.step, members=some, mask_below=_mask_below(limits, body.step))
+        )
+        return True
+
+    def _hand_out(self, waiting: Waiting, sealed: Sealed) -> None:
+        body = waiting.body
+        told = self._interpreter.apply(
+            events.Deliver(batch=sealed.batch, trainer_term=body.trainer_term, rank=body.rank)
+        )
+        if self._refuse(waiting.call, told):
+            return
+        delivered = next(effect for effect in told if isinstance(effect, Delivered))
+        self._answers.hold(waiting.call, self._batch(sealed, delivered.attempt))
+
+    def _batch(self, sealed: Sealed, attempt: int) -> Batch:
+        return Batch(
+            batch=sealed.batch,
+            lineage=sealed.lineage,
+            step=sealed.step,
+            attempt=attempt,
+            members=[_ref(member) for member in sealed.members],
+            digest=sealed.digest,
+            mask_below=_mask_below(self._interpreter.limits, sealed.step),
+        )
+
+    def answer_due(self, now: int) -> None:
+        """Tell those that have waited long enough what their step waits for."""
+        late = [waiting for waiting in self._waiting if waiting.due_ms <= now]
+        if late:
+            why = self._why()
+            self._waiting = [waiting for waiting in self._waiting if waiting.due_ms > now]
+            for waiting in late:
+                if not waiting.call.done:
+                    waiting.call.refuse(Code.BUSY, why, retry_after_ms=1)
+
+    def end(self, why: str) -> None:
+        """Release the trainer that waits for a step which is not sealed although nothing is under way any more.
+
+        A step further ahead waits: once the one before it is trained, it may be sealed from what is occupied.
+        """
+        machine = self._interpreter.machine
+        if machine.next_step > machine.version + 1:
+            return
+        over = [waiting for waiting in self._waiting if waiting.body.step >= machine.next_step]
+        self._waiting = [waiting for waiting in self._waiting if waiting.body.step < machine.next_step]
+        for waiting in over:
+            if not waiting.call.done:
+                self._answers.hold(waiting.call, NoMoreBatches(why=why))
+
+    def give_up(self, why: str) -> None:
+        """Turn away all that wait: no batch can ever come."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.call.done:
+                one.call.refuse(Code.DENIED, why)
+
+    def register_version(self, call: Call, body: RegisterVersion) -> None:
+        if body.batch is None and body.version != 0:
+            self._again(call, body)
+            return
+        lineage = self._interpreter.machine.lineage_of(body.version)
+        if self.is_current(body.trainer_term) and body.lineage != lineage:
+            detail = f"version {body.version} belongs to lineage {lineage}, not to {body.lineage}"
+            self._answers.refuse(call, Code.BAD_VERSION, detail)
+            return
+        if body.batch is None:
+            event: events.Event = events.Publish(trainer_term=body.trainer_term, sha=body.sha, nbytes=body.nbytes)
+        else:
+            event = events.Consume(
+                batch=body.batch,
+                step=Step(body.version - 1),
+                trainer_term=body.trainer_term,
+                sha=body.sha,
+                nbytes=body.nbytes,
+            )
+        if not self._refuse(call, self._interpreter.apply(event)):
+            self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
+
+    def _again(self, call: Call, body: RegisterVersion) -> None:
+        """The newest version once more, from a trainer that came back with it: the parameter server has lost it."""
+        if not self.current(call, body.trainer_term):
+            return
+        machine = self._interpreter.machine
+        if (body.lineage, body.version) != (machine.lineage_of(machine.version), machine.version):
+            detail = f"version {body.version} needs the batch it was trained on"
+            self._answers.refuse(call, Code.BAD_VERSION, detail)
+        elif machine.newest_sha not in ("", body.sha):
+            detail = f"version {body.version} was published as {machine.newest_sha}"
+            self._answers.refuse(call, Code.CONFLICT, detail)
+        else:
+            self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
+
+    def register_checkpoint(self, call: Call, body: RegisterCheckpoint) -> None:
+        """Only from who joined: to believe another's is to let the versions go that the trainer can come back at."""
+        if not self.current(call, body.trainer_term):
+            return
+        joined = self._interpreter.machine.trainer
+        if call.peer != joined:
+            refused = Refused(op=type(body).__name__, code=Code.DENIED)
+            self._rejects.refused(call.peer, refused, self._interpreter.clock.now_ms())
+            self._answers.refuse(call, Code.DENIED, f"{call.peer} is not the trainer, {joined} is")
+            return
+        event = events.Checkpointed(
+            trainer_term=body.trainer_term, lineage=body.lineage, version=body.version, keep=body.keep
+        )
+        if not self._refuse(call, self._interpreter.apply(event)):
+            _, oldest = self._interpreter.machine.oldest_checkpoint
+            self._answers.hold(call, CheckpointRegistered(oldest=oldest))
+
+    def current(self, call: Call, term: TrainerTerm) -> bool:
+        """Whether ``term`` is that of the trainer in charge; otherwise the call is refused."""
+        if self.is_current(term):
+            return True
+        self._fenced(call, term)
+        return False
+
+    def is_current(self, term: TrainerTerm) -> bool:
+        return term == self._interpreter.machine.trainer_term
+
+    def _fenced(self, call: Call, term: TrainerTerm) -> None:
+        now = self._interpreter.machine.trainer_term
+        detail = f"trainer term {term} is over, {now} is in charge"
+        self._rejects.refused(
+            call.peer, Refused(op=type(call.body).__name__, code=Code.FENCED), self._interpreter.clock.now_ms()
+        )
+        self._answers.refuse(call, Code.FENCED, detail)
+
+    def _refuse(self, call: Call, told: tuple[Effect, ...]) -> bool:
+        """Pass a no of the ledger on. One that only says "done before" is a yes."""
+        for effect in told:
+            if isinstance(effect, effects.Refused):
+                self._rejects.refused(call.peer, effect, self._interpreter.clock.now_ms())
+                if effect.code is not Code.DUPLICATE:
+                    self._answers.refuse(call, effect.code, effect.detail)
+                    return True
+        return False
+
+    def _on_consumed(self, _: Consumed) -> None:
+        self._untrainable = 0
+
+    def _on_sealed(self, _: Sealed) -> None:
+        self._sealed = True
+
+
+def _in_batch(group: GroupView | None) -> bool:
+    """Whether the trainer may have it: sealed, or claimed for a batch that is not."""
+    return group is not None and (group.state is State.SEALED or group.claimed)
+
+
+def _ref(member: Member) -> MemberRef:
+    return MemberRef(
+        group=member.group,
+        lease=member.lease,
+        lineage=member.lineage,
+        version=member.version,
+        sha=member.sha,
+        shard=member.shard,
+        nbytes=member.nbytes,
+        sequence_tokens=member.sequence_tokens,
+    )
+
+
+def _mask_below(limits: Limits, step: Step) -> Version:
+    """Tokens of older versions are context only; -1 where every token is trained."""
+    return Version(max(step - limits.max_staleness, -1) if limits.bound is Bound.TOKEN else -1)

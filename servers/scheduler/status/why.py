@@ -1,0 +1,277 @@
+"""One plain sentence that says what the run waits for, for ``status`` and for a trainer that waits too long.
+
+With it a word for what the trainer's waiting time goes to, which adds up where sentences do not.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
+from staleflow.protocols.consistency import effects
+from staleflow.protocols.consistency.groups import State
+from staleflow.protocols.consistency.ids import GroupId
+from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.coordination.sentences import Pin, held, pinned, restarted, silent, starved
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.phase import Phase
+from staleflow.servers.scheduler.lengths.durations import Durations
+from staleflow.servers.scheduler.status.deadlock import Deadlock
+from staleflow.servers.scheduler.status.stage_loads import Loads, calls_limit
+from staleflow.servers.scheduler.workers.registry import RESTARTS_MS, Registry
+from staleflow.store.disk_errors import trouble
+
+MOST_PINS = 16
+"""Pinning groups that are looked at; a sentence counts the others."""
+
+
+class Why:
+    """Looks at the same state as everybody else; keeps nothing but how long groups take."""
+
+    def __init__(
+        self,
+        config: Config,
+        interpreter: Interpreter,
+        registry: Registry,
+        instances: Instances,
+        deadlock: Deadlock,
+        failures: Failures,
+        phase: Phase,
+        loads: Loads,
+        asked: Callable[[], bool],
+    ) -> None:
+        """``asked``: the trainer waits for the batch that it would train now."""
+        self._config = config
+        self._interpreter = interpreter
+        self._registry = registry
+        self._instances = instances
+        self._deadlock = deadlock
+        self._failures = failures
+        self._phase = phase
+        self._loads = loads
+        self._asked = asked
+        self._leased, self._staged = Durations(), Durations()
+        for effect, listener in (
+            (effects.Reserved, self._on_reserved),
+            (effects.Pushed, self._on_pushed),
+            (effects.Occupied, self._on_occupied),
+            (effects.Released, self._on_released),
+        ):
+            interpreter.listen(effect, listener)
+
+    def sentence(self) -> str:
+        """What anything waits for now."""
+        return self._over() or f"{self._now()}{self._holds()}"
+
+    def _now(self) -> str:
+        return self._silent() or self._missing() or f"{self._crashes()}{self._step()}" or "nothing waits"
+
+    def trainer_waits(self) -> str:
+        """What the trainer waits for: servers, workers, older groups, stages or engines; empty if it does not wait."""
+        machine = self._interpreter.machine
+        if self._over() or machine.next_step > machine.version or not self._asked():
+            return ""
+        if self._silent():
+            return "servers"
+        if self._missing():
+            return "workers"
+        if not machine.starved():
+            return "older groups"
+        counts = machine.state_counts()
+        need = self._config.trainer.batch_size - counts["occupied"]
+        return "stages" if counts["pushed"] >= need else "engines"
+
+    def pins(self) -> list[Pin]:
+        """The first groups that pin the next step, as far as they are named."""
+        return [pin for group in self._interpreter.machine.pins()[:MOST_PINS] if (pin := self._pin(group)) is not None]
+
+    def _over(self) -> str:
+        phase = self._phase
+        if phase.error:
+            return f"the trainer stopped: {phase.error}"
+        if phase.finished:
+            return f"the run was drained: {phase.drained}" if phase.drained else "the run is finished"
+        if phase.stuck:
+            return phase.stuck
+        if phase.stopping:
+            return "the scheduler drains: no new work is handed out"
+        if phase.drained:
+            return self._draining(phase.drained)
+        if self._interpreter.full:
+            return f"the scheduler's {trouble(self._interpreter.full)}; new work waits"
+        return ""
+
+    def _draining(self, why: str) -> str:
+        """What a run that was asked to end still does."""
+        machine = self._interpreter.machine
+        counts = machine.state_counts()
+        if under_way := counts["leased"] + counts["pushed"]:
+            left = f"{under_way} groups under way are finished"
+        elif machine.next_step > machine.version:
+            left = f"the trainer works on step {machine.version}"
+        else:
+            left = "the trainer saves"
+        return f"the run drains ({why}): {left}; nothing new is leased"
+
+    def _silent(self) -> str:
+        """Name the first server that is silent or has left: whatever else waits, waits for it first."""
+        servers = [("trajectories", shard) for shard in range(len(self._registry.endpoints()))]
+        for role, shard in (*servers, ("parameters", 0)):
+            server, payload = self._registry.server(role, shard), role == "trajectories"
+            attached = self._registry.endpoints()[shard] if payload else self._registry.parameters()
+            if server is None:
+                if attached:
+                    return f"trajectory server {shard} has left" if payload else "the parameter server has left"
+            elif silent_s := self._registry.silent_s(server):
+                waits = (
+                    "its groups cannot be pushed, rewarded or trained"
+                    if payload
+                    else "no version is published or loaded"
+                )
+                return silent(server.name, silent_s, waits)
+        return ""
+
+    def _crashes(self) -> str:
+        """Name a trainer that is started again and again; one restart is none of these."""
+        trainer = self._registry.get(self._interpreter.machine.trainer)
+        restarts = 0 if trainer is None else self._registry.restarts(trainer.name)
+        return "" if trainer is None or restarts < 2 else restarted(trainer.name, restarts, RESTARTS_MS / 1000) + "; "
+
+    def _holds(self) -> str:
+        """Name the instances that are held back, whatever the run waits for: they burn prompts."""
+        holds = list(self._failures.holds())
+        return f"; {held(holds)}" if holds else ""
+
+    def _missing(self) -> str:
+        machine = self._interpreter.machine
+        for shard, endpoint in enumerate(self._registry.endpoints()):
+            if not endpoint:
+                return f"trajectory server {shard} has not attached"
+        if not self._registry.parameters():
+            return "the parameter server has not attached"
+        if not machine.trainer_term:
+            return "no trainer has joined"
+        trainer = self._registry.get(machine.trainer)
+        if machine.version < 0:
+            return f"version 0 is still to be published by {machine.trainer if trainer is None else trainer.name}"
+        if trainer is not None and (silent_s := self._registry.silent_s(trainer)):
+            name = trainer.name if trainer.name.startswith("trainer") else f"the trainer {trainer.name}"
+            waits = f"step {machine.version} waits for it or its successor"
+            return f"{self._crashes()}{silent(name, silent_s, waits)}"
+        if not any(True for _ in self._instances):
+            return "no rollout worker is attached"
+        return ""
+
+    def _step(self) -> str:
+        machine = self._interpreter.machine
+        step, full = machine.next_step, self._full()
+        if step > machine.version + 1:
+            return f"{full}the trainer works on step {machine.version}; step {step - 1} is sealed ahead"
+        if step >= self._config.trainer.steps:
+            last = step > machine.version
+            return f"the trainer works on step {machine.version}, the last" if last else "every step is trained"
+        training = full + (f"the trainer works on step {machine.version}; " if step > machine.version else "")
+        if count := len(machine.pins()):
+            pins = [replace(pin, left_s=None) for pin in self.pins()] if full else self.pins()
+            return training + pinned(step, pins, count, self._config.staleness.on_overdue.value) + self._failing()
+        counts, need = machine.state_counts(), self._config.trainer.batch_size
+        hint = self._hint(counts) or self._failing()
+        if not hint and (likely := self._deadlock.likely()):  # first: nothing else matters as much
+            return f"{likely}; {training}{starved(step, need, counts)}"
+        hint = hint or (self._fullest() if counts["pushed"] else "")
+        left_s = None if hint or full else self._staged.until_s(need - counts["occupied"])
+        return training + starved(step, need, counts, left_s) + hint
+
+    def _full(self) -> str:
+        """The fullest of the trajectory servers that refuse pushes, and what makes room there."""
+        loads, machine = self._loads, self._interpreter.machine
+        refusing = [(loads.used_shares[shard] or 0.0, shard) for shard, full in enumerate(loads.full) if full]
+        if not refusing:
+            return ""
+        share, shard = max(refusing)
+        if loads.full[shard] != "map":
+            return f"trajectory server {shard}: its {trouble(loads.full[shard])}; pushes wait; "
+        said = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
+        if machine.oldest_checkpoint[1] < machine.version:
+            return f"{said} until a checkpoint lets go; "
+        if machine.next_step > machine.version:
+            return f"{said} until the trainer lets go; "
+        batches = self._config.staleness.max_staleness + 1
+        return (
+            f"{said}, and no checkpoint can make room: the groups of {batches} batch{'es' if batches > 1 else ''} must "
+            "fit in 90 % of it, so a new run needs a larger one; "
+        )
+
+    def _hint(self, counts: dict[str, int]) -> str:
+        """What keeps groups from coming, where that is plain."""
+        served = self._registry.stage_workers()
+        missing = [stage for stage in stages(self._config) if not served[stage]]
+        if counts["pushed"] and missing:
+            return f"; no {' and no '.join(missing)} worker is attached"
+        if not counts["leased"] and not counts["pushed"] and not self._interpreter.deck.left():
+            return "; the prompts are used up"
+        if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):
+            return "; no instance has loaded weights yet"
+        return ""
+
+    def _failing(self) -> str:
+        """The stage worker that has failed most groups in a row, if any fails them all."""
+        found = [(one.failures, stage, one) for stage, failing in self._loads.failing().items() for one in failing]
+        if not found:
+            return ""
+        _, stage, one = max(found, key=lambda it: it[0])
+        process = self._registry.get(one.worker)
+        name, more = one.worker if process is None else process.name, len(found) - 1
+        others = f", as do {more} other workers" if more > 1 else ", as does another worker" if more else ""
+        return (
+            f"; {name} fails every group of the stage {stage}, {one.failures} in a row, and is held{others}: {one.why}"
+        )
+
+    def _fullest(self) -> str:
+        """The stage that has most groups waiting, if any does, and what would let it take more."""
+        loads = {stage: load for stage, load in self._loads.by_stage().items() if load.waiting}
+        if not loads:
+            return ""
+        stage, served = max(loads, key=lambda name: loads[name].waiting), self._registry.stage_workers()
+        load = loads[stage]
+        if limit := calls_limit(self._config, stage, load, served[stage]):
+            return f"; {limit}"
+        workers = f"{served[stage]} worker{'s' if served[stage] != 1 else ''}"
+        return f"; {load.waiting} wait for the stage {stage} ({workers}, {load.taken} in work)"
+
+    # --- groups that pin ---------------------------------------------------------------------------------------
+
+    def _pin(self, group: GroupId) -> Pin | None:
+        held = self._interpreter.machine.group(group)
+        if held is None:
+            return None
+        now = self._interpreter.clock.now_ms()
+        generated = held.state is State.LEASED
+        took = self._leased if generated else self._staged
+        silent = generated and self._instances.get(held.worker) is None
+        process = self._registry.get(held.worker)
+        return Pin(
+            group=group,
+            version=held.version,
+            worker=(held.worker if process is None else process.name) if generated else "",
+            stages=() if generated else self._loads.of_group(group),
+            so_far_s=took.so_far_s(group, now),
+            left_s=took.left_s(group, now),
+            lost_within_s=self._config.scheduler.lease_s if silent else None,
+        )
+
+    def _on_reserved(self, effect: effects.Reserved) -> None:
+        self._leased.begin(effect.group, self._interpreter.clock.now_ms())
+
+    def _on_pushed(self, effect: effects.Pushed) -> None:
+        now = self._interpreter.clock.now_ms()
+        self._leased.end(effect.group, now)
+        self._staged.begin(effect.group, now)
+
+    def _on_occupied(self, effect: effects.Occupied) -> None:
+        self._staged.end(effect.group, self._interpreter.clock.now_ms())
+
+    def _on_released(self, effect: effects.Released) -> None:
+        self._leased.forget((effect.group,))
+        self._staged.forget((effect.group,))

@@ -1,0 +1,248 @@
+"""Who joins and leaves: attach, detach, silence, and the way back.
+
+The ledger hears of two things only: a worker that said goodbye or was replaced loses its leases at once; one that is
+silent keeps them until they expire.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+from staleflow.configs.loading.load import to_json
+from staleflow.configs.schema import Config
+from staleflow.configs.stages import stages
+from staleflow.net.endpoint import Call
+from staleflow.net.security import LOOKING
+from staleflow.protocols.consistency import events
+from staleflow.protocols.consistency.effects import Code, ReleaseWhy
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done
+from staleflow.protocols.wire.stages import CRITIC, REWARD
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.ledger.identity import Identity
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.phase import Phase
+from staleflow.servers.scheduler.ledger.rejects import Rejects
+from staleflow.servers.scheduler.workers import registry
+from staleflow.servers.scheduler.workers.registry import ROLES, Process, Registry
+from staleflow.servers.scheduler.workers.reserved_names import name_objection
+from staleflow.trace import events as trace_events
+
+MOST_TEXT_BYTES = 1_024
+"""Of what a process says when it attaches, names aside: it is stored."""
+NAME_TIMEOUT_MS = 15_000
+"""A process waits this long for the name of a live one: a dead one is silent after three heartbeats, or a little later
+where the scheduler itself is late."""
+MOST_WHY_CHARS = 200
+"""Of what it says when it leaves: it is traced."""
+
+
+class Attachments:
+    """Keeps registry, instances, ledger and trace in step about who is there."""
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        run_dir: str,
+        interpreter: Interpreter,
+        answers: Answers,
+        rejects: Rejects,
+        registry: Registry,
+        instances: Instances,
+        phase: Phase,
+    ) -> None:
+        self._config = config
+        self._config_json = to_json(config)
+        self._stages = frozenset(stages(config))
+        self._identity = identity
+        self._run_dir = run_dir
+        self._interpreter = interpreter
+        self._answers = answers
+        self._rejects = rejects
+        self._registry = registry
+        self._instances = instances
+        self._phase = phase
+
+    def attach(self, call: Call, body: Attach) -> None:
+        no = self._objection(call, body)
+        now = self._interpreter.clock.now_ms()
+        self._rejects.auth(call.peer, body.role, no[1] if no else "", ok=no is None, now_ms=now)
+        if no is not None:
+            self._answers.refuse(call, *no, retry_for_ms=NAME_TIMEOUT_MS)
+            return
+        known = self._registry.get(body.worker)
+        if known is None or known.attach != body or not known.alive:
+            self._take_in(body, call.key)
+        self._answers.hold(call, self._attached())
+
+    def _take_in(self, body: Attach, key: str) -> None:
+        older = self._registry.attach(body, key)
+        if older is not None:
+            self._leave(older, f"replaced by {body.worker}")
+        if body.role not in LOOKING:
+            self._interpreter.with_commit(lambda txn: registry.save(txn, body))
+        self._arrive(body, "")
+
+    def _arrive(self, body: Attach, why: str) -> None:
+        self._interpreter.trace.add(trace_events.Attach(worker=body.worker, role=body.role, why=why))
+        if body.role == "rollout":
+            self._instances.add(body.worker, max(body.capacity, 1))
+        self._instances.changed = True
+
+    def _objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
+        """Why this process may not join; None if it may."""
+        if call.peer != body.worker:
+            return Code.DENIED, f"{call.peer} attaches as {body.worker}; a process attaches over its own connection"
+        if body.role not in ROLES:
+            return Code.DENIED, f'role is "{body.role}"; it must be one of {", ".join(ROLES)}'
+        if not body.name or len(body.name.encode()) > 200:
+            return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
+        if not (body.name + body.worker).isprintable():  # it is shown on the terminals of others
+            return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has characters that do not print"
+        if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MOST_TEXT_BYTES:
+            return Code.MALFORMED, f"what {body.name} says of itself is longer than {MOST_TEXT_BYTES} bytes"
+        if (no := self._name_objection(call, body)) is not None:
+            return no
+        if body.config_sha and body.config_sha != self._identity.config_sha:
+            return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
+        if body.role == "trajectories" and (no := self._shard_objection(body)) is not None:
+            return no
+        if body.role == "stage" and (no := self._stage_objection(body)) is not None:
+            return no
+        return self._busy(call, body)
+
+    def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
+        """Names belong to a role, and those of a supervisor's processes to the supervisor."""
+        if (over := self._registry.over(body.worker)) is not None:
+            return Code.FENCED, over
+        known = self._registry.get(body.worker)
+        if known is not None and known.name != body.name:
+            return Code.CONFLICT, f"{body.worker} is attached as {known.name}; a process has one name"
+        for name in (body.name, body.worker):
+            if (no := name_objection(name, body.role, self._stages)) is not None:
+                return Code.DENIED, no
+        owner = self._registry.named(body.name)
+        if owner is None:
+            return None
+        if owner.role != body.role:
+            return Code.DENIED, f"{body.name} is the name of a process of role {owner.role}"
+        if owner.heard and owner.attach.slot and not body.slot:
+            return (
+                Code.CONFLICT,
+                f"{body.name} belongs to the supervisor of this run, which looks after it: another name",
+            )
+        return None
+
+    def _busy(self, call: Call, body: Attach) -> tuple[Code, str] | None:
+        """A live process keeps its name from all but its successor in the same slot, and a key has a limited number of
+        them. Either may have died just now: a process that comes back waits until the other is silent."""
+        owner = self._registry.named(body.name)
+        if owner is None or not owner.alive:
+            limit = self._config.scheduler.max_workers_per_key
+            if self._registry.num_alive(call.key, limit) < limit:
+                return None
+            return Code.BUSY, f"{limit} live processes have its key already (scheduler.max_workers_per_key)"
+        if owner.worker == body.worker:
+            return None
+        succeeds = body.slot != "" and body.slot == owner.attach.slot and owner.key in ("", call.key)
+        if succeeds:
+            return None
+        return Code.BUSY, f"the live process {owner.worker} has this name; end it, or use another name"
+
+    def _stage_objection(self, body: Attach) -> tuple[Code, str] | None:
+        stage = body.stage or REWARD
+        if stage not in self._stages:
+            known = ", ".join(stages(self._config))
+            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {known}'
+        others = [p for p in self._registry.processes() if p.alive and p.name != body.name]
+        critic = next((other for other in others if other.role == "stage" and other.attach.stage == CRITIC), None)
+        if stage == CRITIC and critic is not None:
+            return Code.CONFLICT, f"{critic.name} is this run's critic; there is only one, since two would learn apart"
+        return None
+
+    def _shard_objection(self, body: Attach) -> tuple[Code, str] | None:
+        shards = self._config.trajectories.shards
+        if not 0 <= body.shard < shards:
+            return Code.CONFLICT, f"shard is {body.shard}; it must be 0 to {shards - 1}"
+        if body.rows < 1:
+            return Code.CONFLICT, f"shard {body.shard} has no prompts"
+        deck = self._interpreter.deck
+        if not deck.set_source(body.rows, body.prompts_sha):
+            known = f"{deck.rows} rows, sha256 {deck.prompts_sha[:12]}"
+            return Code.CONFLICT, f"the prompts of shard {body.shard} are others than this run began with ({known})"
+        return None
+
+    def _attached(self) -> Attached:
+        machine = self._interpreter.machine
+        return Attached(
+            run=self._identity.run,
+            config=self._config_json,
+            config_sha=self._identity.config_sha,
+            run_dir=self._run_dir,
+            shards=list(self._registry.endpoints()),
+            parameters=self._registry.parameters(),
+            lineage=machine.lineage,
+            version=machine.version,
+            lease_ms=self._interpreter.limits.lease_ms,
+            ending=self._phase.ending,
+            leases=machine.lease_hi,
+        )
+
+    def detach(self, call: Call, body: Detach) -> None:
+        process = self._registry.remove(body.worker)
+        if process is not None:
+            self._interpreter.with_commit(lambda txn: registry.forget(txn, process.name))
+            self._leave(process, body.why[:MOST_WHY_CHARS] or "goodbye")
+        else:  # perhaps once more, after a commit that failed: its leases are there
+            self._interpreter.apply(events.Detach(worker=body.worker, why=ReleaseWhy.ABORTED))
+        self._answers.hold(call, Done())
+
+    def _leave(self, process: Process, why: str) -> None:
+        """Gone for good: its leases are free at once."""
+        event = trace_events.Detach(worker=process.worker, role=process.role, why=why)
+        self._interpreter.trace.add(event)
+        if process.role == "rollout":
+            self._instances.remove(process.worker)
+            self._interpreter.apply(events.Detach(worker=process.worker, why=ReleaseWhy.ABORTED))
+
+    def heard(self, worker: str, now: int, key: str = "") -> Process | None:
+        """A message of that process came, with that key; one that was silent is back."""
+        process = self._registry.get(worker)
+        if process is not None:
+            process.seen_ms = now
+            if process.alive:
+                process.key = key or process.key
+            else:
+                self._registry.found(process, key)
+                self._arrive(process.attach, "heard again")
+        return process
+
+    def present(self, peers: Iterable[str], now: int) -> None:
+        """The transport hears these, if only their heartbeats: a stage worker says nothing else here."""
+        for peer in peers:
+            process = self._registry.get(peer)
+            if process is not None and not process.alive:
+                self.heard(peer, now)
+
+    def silent(self, worker: str) -> None:
+        """Nothing was heard of a process for three heartbeats: no new work; its leases run on until they expire."""
+        process = self._registry.get(worker)
+        if process is not None and process.alive:
+            self._registry.lost(process)
+            trace = self._interpreter.trace
+            trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
+            self._instances.remove(WorkerId(worker))
+            if process.role in LOOKING:
+                self._registry.remove(process.worker)
+            self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Discard silent processes beyond the limits, in memory and in the store: their names cost room."""
+        machine = self._interpreter.machine
+
+        def needed(process: Process) -> bool:
+            return process.worker == machine.trainer or bool(machine.leases_of(process.worker))
+
+        for process in self._registry.forget_gone(needed):
+            self._interpreter.with_commit(partial(registry.forget, name=process.name))

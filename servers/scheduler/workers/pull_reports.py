@@ -1,0 +1,108 @@
+"""Reports of loaded weights: what of them is believable enough for the trace.
+
+A rollout worker reports for itself only, a version that was published and survives, with the digest of its publish.
+Every other report is refused and traced as ``reject``. The digests of the versions that a worker may still load are
+stored beside the ledger, so that a restart of the scheduler knows them.
+"""
+
+from staleflow.net.endpoint import Call
+from staleflow.protocols.consistency.effects import Code, Published
+from staleflow.protocols.consistency.ids import Version
+from staleflow.protocols.wire.messages import Done, Pulled
+from staleflow.servers.scheduler.coordination.instances import Instances
+from staleflow.servers.scheduler.ledger.interpreter import Interpreter
+from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.rejects import Rejects
+from staleflow.servers.scheduler.workers.registry import Registry
+from staleflow.store.base import Write, key_number, number_key
+from staleflow.trace import events as trace_events
+
+LATE_VERSIONS = 64
+"""Versions out of use whose digests are kept: a worker may report one that it began to load while it was in use."""
+_PREFIX = b"sha/"
+
+
+class PullReports:
+    """Checks each ``Pulled`` and writes ``pull`` lines."""
+
+    def __init__(
+        self, interpreter: Interpreter, answers: Answers, rejects: Rejects, registry: Registry, instances: Instances
+    ) -> None:
+        self._interpreter = interpreter
+        self._answers = answers
+        self._rejects = rejects
+        self._registry = registry
+        self._instances = instances
+        self._digests: dict[Version, str] = {}
+        """By version: of its newest publish. A version that a rollback abandoned may still be among them."""
+        with interpreter.store.read() as txn:
+            for key, value in txn.items("meta", _PREFIX):
+                if not key.startswith(_PREFIX):
+                    break
+                self._digests[Version(key_number(key.removeprefix(_PREFIX)))] = value.decode()
+
+    def on_published(self, effect: Published) -> None:
+        """Remember the digest, and discard those that no worker can load any more."""
+        self._digests[effect.version] = effect.sha
+        machine = self._interpreter.machine
+        used = {version for _, version in machine.versions_in_use()}
+        oldest = effect.version - machine.limits.max_staleness - LATE_VERSIONS
+        gone = [version for version in self._digests if version < oldest and version not in used]
+        for version in gone:
+            del self._digests[version]
+
+        def write(txn: Write) -> None:
+            txn.put("meta", _key(effect.version), effect.sha.encode())
+            for version in gone:
+                txn.delete("meta", _key(version))
+
+        self._interpreter.with_commit(write)
+
+    def pulled(self, call: Call, body: Pulled) -> None:
+        """Answer one report."""
+        now = self._interpreter.clock.now_ms()
+        instance = self._instances.get(body.worker)
+        if call.peer != body.worker or instance is None:
+            over = self._registry.over(body.worker)
+            detail = over or f"{body.worker} is not attached as a rollout worker"
+            self._refuse(call, Code.FENCED if over else Code.DENIED, detail)
+            return
+        if not body.ok:
+            instance.pull_failed(now)
+        if (no := self._objection(body)) is not None:
+            self._refuse(call, *no)
+            return
+        weights = (body.lineage, body.version)
+        if body.ok and weights > instance.reported:
+            instance.reported = weights
+            worth_a_line = True
+        else:  # a failure, or an earlier version again: a worker may repeat those without end
+            worth_a_line = self._rejects.due(body.worker, "pull", now)
+        if worth_a_line:
+            self._interpreter.trace.add(
+                trace_events.Pull(
+                    worker=body.worker, lineage=body.lineage, version=body.version, sha=body.sha, ok=body.ok
+                )
+            )
+        self._answers.hold(call, Done())
+
+    def _objection(self, body: Pulled) -> tuple[Code, str] | None:
+        """Return why the report cannot be true, or None. A failed pull may have got no bytes, hence no digest."""
+        machine = self._interpreter.machine
+        published = 0 <= body.version <= machine.version and body.lineage == machine.lineage_of(body.version)
+        digest = self._digests.get(body.version) if published else None
+        if digest is None:
+            detail = f"version {body.version} of lineage {body.lineage} is not published, or did not survive"
+            return Code.BAD_VERSION, detail
+        if body.sha != digest and (body.ok or body.sha):
+            detail = f"the digest of version {body.version} is {digest[:12]}, not {body.sha[:12]!a}"
+            return Code.CONFLICT, detail
+        return None
+
+    def _refuse(self, call: Call, code: Code, detail: str) -> None:
+        self._rejects.plain(call.peer, "pull", code.value, self._interpreter.clock.now_ms())
+        self._answers.refuse(call, code, detail)
+
+
+def _key(version: Version) -> bytes:
+    return _PREFIX + number_key(version)

@@ -1,0 +1,122 @@
+"""The allow-list: which keys may connect, and as what. Read again when its file changes, so that keys rotate live.
+
+A file that cannot be read, or that has lost the servers' key, keeps the list as it was, and says so in the log: a slip
+of an editor locks nobody out, and lets nobody in. Whoever writes the file in place empties it first, and ``keygen``
+puts that key last: what is half written lacks it.
+"""
+
+import logging
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from staleflow.configs.durable_files import replace_durably
+from staleflow.configs.errors import ConfigError
+from staleflow.net.keys import as_key, check_private
+from staleflow.net.permissions import Role
+
+log = logging.getLogger(__name__)
+
+_HEADER = """\
+# Who may connect: one table a role, one line a key (name = "public key"). Servers read it again when it changes: what
+# is removed here is refused at once, what is added may come at once.
+"""
+
+
+class Holder(NamedTuple):
+    """Whose key it is."""
+
+    role: Role
+    name: str
+
+
+def read_allowed(path: Path) -> dict[bytes, Holder]:
+    """Public keys (Z85) and their holders. ``ConfigError`` when it is not an allow-list."""
+    try:
+        return _read(path)
+    except OSError as error:
+        raise ConfigError("allow-list", str(path), f"it cannot be read: {error.strerror}") from None
+
+
+def _read(path: Path) -> dict[bytes, Holder]:
+    """The same, or ``OSError``."""
+    check_private(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("allow-list", str(path), f"it must be TOML: {error}") from None
+    found: dict[bytes, Holder] = {}
+    for section, names in table.items():
+        if section not in list(Role) or not isinstance(names, dict):
+            raise ConfigError("allow-list", str(path), f'it has "{section}"; its tables are {", ".join(Role)}')
+        for name, value in cast(dict[str, Any], names).items():
+            public = as_key(value, path, f"{section}.{name}")
+            if public in found:
+                held = found[public]
+                raise ConfigError("allow-list", str(path), f"{held.role}.{held.name} and {section}.{name} are one key")
+            found[public] = Holder(Role(section), name)
+    return found
+
+
+def write_allowed(path: Path, holders: Mapping[bytes, Holder]) -> None:
+    """Replace the file at once, mode 0600."""
+    text = _HEADER
+    for role in Role:
+        text += f"\n[{role}]\n"
+        text += "".join(f'{h.name} = "{public.decode()}"\n' for public, h in holders.items() if h.role is role)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    replace_durably(beside, path)
+
+
+class AllowList:
+    """The list as its file is now. ``ConfigError`` at first if there is no usable file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = self._signature()
+        self._unread = False
+        """The file as it was seen last could not be read: it is tried again, although it has not changed."""
+        self._holders = read_allowed(path)
+
+    def find(self, public: bytes) -> Holder | None:
+        """Whose key (in Z85) it is; None if it is nobody's."""
+        return self._holders.get(public)
+
+    def refresh(self) -> bool:
+        """Look at the file; True if the list is another one now."""
+        signature = self._signature()
+        known = signature == self._seen
+        if known and not self._unread:
+            return False
+        self._seen, self._unread = signature, False
+        try:
+            holders = _read(self._path)
+            if _has_server(self._holders) and not _has_server(holders):
+                raise ConfigError("allow-list", str(self._path), "it has lost the key of the servers")
+        except (OSError, ConfigError) as error:
+            self._unread = isinstance(error, OSError)
+            if known and self._unread:  # said before
+                return False
+            log.error("the allow-list stays as it was: %s", error)
+            return False
+        if holders == self._holders:
+            return False
+        log.info("the allow-list has changed: %d keys, %d before", len(holders), len(self._holders))
+        self._holders = holders
+        return True
+
+    def _signature(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _has_server(holders: Mapping[bytes, Holder]) -> bool:
+    return any(holder.role is Role.SERVER for holder in holders.values())

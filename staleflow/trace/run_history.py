@@ -1,0 +1,96 @@
+"""How far each part of a run knows its history, so that a lost or older ledger, or that of another run, is refused.
+
+A server notes its run, and the newest state that the scheduler has acknowledged; a checkpoint has both in its head.
+Such a note may lag the ledger and never leads it: a ledger that is behind a note has lost what was acknowledged. A
+server that obeyed such a ledger would delete what the ledger does not know.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from staleflow.configs.durable_files import write_durably
+from staleflow.configs.errors import ConfigError
+from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
+from staleflow.protocols.wire.messages import Attached
+from staleflow.store.sealed_json import seal, unseal
+from staleflow.trace.writer import RESTORE
+
+FILE = "run"
+"""Name of the note in the parameter server's folder; a trajectory server keeps its own in its store."""
+CHECKPOINTS = "checkpoints"
+
+
+class Reached(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest state of a run that some part of it knows."""
+
+    run: str = ""
+    """Identity of the run; empty before the first attach."""
+    lineage: Lineage = Lineage(0)
+    version: Version = Version(-1)
+    """Newest registered version of ``lineage``."""
+    lease: LeaseId = LeaseId(0)
+    """Highest lease whose push was registered."""
+
+
+class _State(msgspec.Struct):
+    lineage: Lineage
+    version: Version
+
+
+class _Checkpoint(msgspec.Struct):
+    """The part of a checkpoint's head that names its place in the run."""
+
+    run: str
+    state: _State
+
+
+def check(known: Reached, attached: Attached, path: Path) -> None:
+    """``ConfigError`` when the ledger of the scheduler is another one than ``path`` was written under, or behind it."""
+    check_ledger(path, known, run=attached.run, lineage=attached.lineage, version=attached.version)
+    if known.lease > attached.leases:
+        raise _behind(path, f"it knows lease {known.lease}, but the ledger has granted {attached.leases} leases")
+
+
+def check_ledger(path: Path, known: Reached, *, run: str, lineage: int, version: int) -> None:
+    """The same for the ledger of this run, lineage and newest version."""
+    if known.run not in ("", run):
+        what = f"it is of run {known.run}, but scheduler/data.mdb is of run {run}, which may be new"
+        raise ConfigError("run directory", str(path), f"{what}; {RESTORE}")
+    if (known.lineage, known.version) > (lineage, version):  # a rollback lowers the version and raises the lineage
+        theirs = f"it knows version {known.version} of lineage {known.lineage}"
+        raise _behind(path, f"{theirs}, but the ledger ends at version {version} of lineage {lineage}")
+
+
+def _behind(path: Path, what: str) -> ConfigError:
+    return ConfigError("run directory", str(path), f"{what}: scheduler/data.mdb is an older copy; {RESTORE}")
+
+
+def of_run(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
+    """What the plain files of a run directory know: checkpoints, and the parameter server's folder."""
+    yield from of_checkpoints(run_dir)
+    yield run_dir / "parameters", read(run_dir / "parameters")
+
+
+def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
+    """What each checkpoint knows. A head that cannot be read is left out: the trainer names that damage."""
+    for path in sorted((run_dir / CHECKPOINTS).glob("*/checkpoint.json")):
+        try:
+            found = msgspec.convert(unseal(path.read_bytes()), _Checkpoint)
+        except (OSError, ValueError):
+            continue
+        yield path.parent, Reached(run=found.run, lineage=found.state.lineage, version=found.state.version)
+
+
+def read(folder: Path) -> Reached:
+    """The note in a folder; an empty one where there is none that can be read."""
+    try:
+        return msgspec.convert(unseal((folder / FILE).read_bytes()), Reached)
+    except (OSError, ValueError):
+        return Reached()
+
+
+def write(folder: Path, known: Reached, *, sync: bool) -> None:
+    """Replace the note. ``OSError``."""
+    write_durably(folder / FILE, seal(known), sync=sync)

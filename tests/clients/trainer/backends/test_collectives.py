@@ -1,0 +1,96 @@
+# pyright: basic, reportMissingImports=false
+"""Two ranks of a trainer in a real run: killed, asked to end, started again. Every step is trained once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.clients.trainer.backends.test_backends import needs_deepspeed
+from tests.clients.trainer.service import Service, serving
+from tests.clients.trainer.test_process import checkpoints, surviving_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIMIT_S = 120.0
+
+
+def real(model_directory: Path, *more: str) -> tuple[str, ...]:
+    rollout = ("rollout.engine=transformers", "rollout.max_inflight=16", "rollout.max_new_tokens=8")
+    return (*rollout, f"model.path={model_directory}", "trainer.backend=ddp", "trainer.nproc=2", *more)
+
+
+def ranks_of(trainer: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process(trainer.pid).children()
+    return found
+
+
+def deliveries(service: Service) -> set[tuple[int, int]]:
+    return {(event["step"], event["rank"]) for event in service.trace("deliver")}
+
+
+def test_every_rank_is_delivered_every_batch_and_one_that_dies_ends_the_trainer(model_directory: Path) -> None:
+    with serving(*real(model_directory, "trainer.steps=200", "trainer.checkpoint_every=2")) as service:
+        trainer = service.start_trainer()
+        service.wait_for("checkpoint", 1, LIMIT_S)
+        first, second = ranks_of(trainer)
+        second.kill()
+        assert trainer.wait(LIMIT_S) != 0
+        assert not first.is_running()
+        again = service.start_trainer()
+        service.wait_for("join", 2, LIMIT_S)
+        service.wait_for("consume", len(service.trace("consume")) + 2, LIMIT_S)
+        again.send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        assert again.wait(LIMIT_S) == 0
+        assert time.monotonic() - asked < 10
+        steps = surviving_steps(service)
+        assert steps == list(range(len(steps)))
+        assert {(step, rank) for step in steps for rank in (0, 1)} <= deliveries(service)
+        newest = max(int(path.name) for path in (service.run_dir / "checkpoints").iterdir() if path.name.isdecimal())
+        assert newest == len(steps)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("ddp", marks=pytest.mark.long),
+        "fsdp",
+        pytest.param("deepspeed", marks=[pytest.mark.long, needs_deepspeed]),
+    ],
+)
+def test_all_ranks_resume_from_the_same_older_checkpoint_where_the_file_of_one_rank_is_damaged(
+    model_directory: Path, backend: str
+) -> None:
+    settings = (f"trainer.backend={backend}", "trainer.steps=16", "trainer.checkpoint_every=2")
+    with serving(*real(model_directory, *settings)) as service:
+        trainer = service.start_trainer()
+        service.wait_for("checkpoint", 2, LIMIT_S)
+        for process in (*ranks_of(trainer), trainer):
+            process.kill()
+        trainer.wait(LIMIT_S)
+        older, newest = checkpoints(service)[-2:]
+        folder = service.run_dir / "checkpoints" / str(newest)
+        file = next(folder.glob("*-1-of-2.safetensors"), folder / "trainer.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+        assert service.start_trainer().wait(LIMIT_S) == 0
+        assert [event["to_version"] for event in service.trace("rollback")] == [older]
+        assert len({event["digest"] for event in service.trace("seal") if event["step"] == older}) == 1
+        assert surviving_steps(service) == list(range(16))
+        assert len([*folder.parent.glob(f"{newest}.*.damaged")]) == 1
+        assert f"checkpoint {newest} is damaged ({file.name} " in (service.run_dir / "logs/trainer.log").read_text()
+
+
+def test_ranks_started_by_torchrun_train_a_run_to_its_end(model_directory: Path) -> None:
+    with serving(*real(model_directory, "trainer.steps=3", "trainer.backend=fsdp")) as service:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += ["-m", "staleflow.cli", "attach", "train", "--run-dir", str(service.run_dir), "--name", "trainer"]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0
+        assert deliveries(service) == {(step, rank) for step in range(3) for rank in (0, 1)}
+        assert surviving_steps(service) == [0, 1, 2]

@@ -1,0 +1,60 @@
+"""Stages of a user's own, good and bad, for the tests. Loaded by path in a child process."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from staleflow.clients.user_code.group import Group
+
+
+def both(group: Group, *, weight: float) -> dict[str, Any]:
+    """A value a sample and one a token, out of everything that a group has."""
+    given = group.columns["reward/reward"]
+    return {
+        "score": [weight * len(text) + float(reward) for text, reward in zip(group.completions, given, strict=True)],
+        "values": [logprobs * sampled for logprobs, sampled in zip(group.logprobs, group.sampled, strict=True)],
+    }
+
+
+def length(group: Group) -> dict[str, Any]:
+    return {"score": [len(ids) for ids in group.token_ids]}
+
+
+async def slowly(group: Group, *, seconds: float = 0.3) -> dict[str, Any]:
+    await asyncio.sleep(seconds)
+    return {"score": np.zeros(group.num_samples)}
+
+
+def returns(group: Group, *, what: Any) -> Any:
+    return what
+
+
+def too_few_at_first(group: Group, *, marker: str) -> dict[str, Any]:
+    if not Path(marker).exists():
+        Path(marker).touch()
+        return {"score": [0.0]}
+    return {"score": [0.0] * group.num_samples}
+
+
+def hangs(group: Group) -> dict[str, Any]:
+    time.sleep(3600)
+    return {}
+
+
+async def meets(group: Group, *, me: str, other: str, folder: str) -> dict[str, Any]:
+    """Waits a moment for the other stage to be in its call on a group of the same prompt; notes whether it was."""
+    seen = Path(folder)
+    (seen / f"{me}-{group.prompt}").touch()
+    for _ in range(200):
+        if (seen / f"{other}-{group.prompt}").exists():
+            (seen / f"{me}_met-{group.prompt}").touch()
+            break
+        await asyncio.sleep(0.01)
+    return {"score": [float(len(ids)) for ids in group.token_ids]}
+
+
+def spread(prompt: str, completion: str, *, score: float, **columns: Any) -> float:
+    return score

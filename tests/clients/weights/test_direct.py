@@ -1,0 +1,350 @@
+"""Weights from the trainer's memory into a reader's: the same bytes, or those of the server."""
+
+# pyright: reportPrivateUsage=false
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from staleflow.clients.trainer import main as trainer_main
+from staleflow.clients.weights import NamedTensors, Publisher, PulledVersion, Puller, direct
+from staleflow.clients.weights.direct import ASKS, Ask, connect
+from staleflow.clients.weights.direct_source import GIVING, DirectSource, Held
+from staleflow.configs.errors import ConfigError
+from staleflow.configs.loading.load import load
+from staleflow.net.errors import Refused
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
+from staleflow.protocols.wire.messages import BeginPublish, CommitPublish, GetManifest, ManifestOf, PublishTo
+from staleflow.protocols.wire.tensors import Array
+from tests.servers.parameters.test_service import BYTES, begin, manifest
+from tests.servers.running import WEIGHTS, Run, Trainer, produced
+
+LOOPBACK = "tcp://127.0.0.1:*"
+LARGE: dict[str, Array] = {
+    "a": np.random.default_rng(0).random((700, 1000), dtype=np.float32),
+    "empty": np.zeros((0, 4), np.float32),
+    "b": np.random.default_rng(1).integers(0, 2**16, 300_001, dtype=np.uint16),
+    "half": np.arange(5, dtype=np.float16),
+    "flags": np.asarray([True, False]),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of several spans, whose ends are no tensor's; and a machine that stands still is no reason to leave."""
+    monkeypatch.setattr(direct, "SPAN_BYTES", 1_000_003)
+    monkeypatch.setattr(direct, "MEET_S", 20.0)
+    monkeypatch.setattr(direct, "STALLED_S", 20.0)
+
+
+@pytest.fixture
+async def trainer(run: Run) -> AsyncIterator[Trainer]:
+    """One that gives its newest version itself."""
+    trainer = await run.trainer()
+    trainer.publisher.close()
+    trainer.publisher = Publisher(run.where.parameters, worker=trainer.worker, direct=LOOPBACK)
+    yield trainer
+    await asyncio.to_thread(trainer.publisher.close)
+
+
+def reader(run: Run, number: int = 1) -> Puller:
+    puller = Puller(run.where.parameters, worker=WorkerId(f"reader.{number}"), direct=True)
+    run.clients.append(puller)
+    return puller
+
+
+def source(trainer: Trainer) -> DirectSource:
+    assert trainer.publisher._source is not None
+    return trainer.publisher._source
+
+
+def same(pulled: PulledVersion, weights: dict[str, Array], *, direct: bool) -> None:
+    found = pulled.arrays()
+    assert list(found) == list(weights)
+    for name, array in weights.items():
+        assert (found[name].tobytes(), found[name].shape) == (array.tobytes(), array.shape)
+        assert not found[name].flags.writeable
+    assert (pulled.direct, pulled.mapped) == (direct, not direct)
+
+
+async def test_two_readers_have_the_version_from_the_trainer_and_pins_from_the_server(
+    run: Run, trainer: Trainer
+) -> None:
+    await trainer.publish(0, LARGE)
+    readers = [reader(run, number) for number in range(2)]
+    both = await asyncio.gather(*(puller.pull(Lineage(0), Version(0)) for puller in readers))
+    for pulled in both:
+        same(pulled, LARGE, direct=True)
+    (version,) = (await run.status(run.where.parameters))["versions"]
+    assert sorted(version["pinned_by"]) == ["reader.0", "reader.1"]
+    for pulled in both:
+        await pulled.close()
+    async with await reader(run, 2).pull(Lineage(0), Version(0)) as late:
+        same(late, LARGE, direct=True)
+
+
+async def test_a_reader_that_did_not_ask_for_it_maps_the_file(run: Run, trainer: Trainer) -> None:
+    await trainer.publish(0, WEIGHTS)
+    puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
+    run.clients.append(puller)
+    async with await puller.pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=False)
+
+
+async def test_only_the_newest_version_comes_from_the_trainer(run: Run, trainer: Trainer) -> None:
+    after = {name: array + array.dtype.type(1) for name, array in WEIGHTS.items()}
+    await trainer.publish(0, WEIGHTS)
+    async with produced(run):
+        await trainer.publish(1, after, (await trainer.next_batch(0)).batch)
+    async with await reader(run).pull(Lineage(0), Version(1)) as pulled:
+        same(pulled, after, direct=True)
+    async with await reader(run, 2).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=False)
+
+
+async def test_one_who_asks_for_what_was_just_replaced_is_told_at_once(run: Run, trainer: Trainer) -> None:
+    await trainer.publish(0, WEIGHTS)
+    source(trainer).hold(WEIGHTS, Lineage(0), Version(1))  # a step later; the server has not heard of it yet
+    began = time.monotonic()
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=False)
+    assert time.monotonic() - began < direct.MEET_S
+
+
+async def test_an_optimizer_that_moves_on_changes_nothing_of_what_readers_get(run: Run, trainer: Trainer) -> None:
+    model = {name: array.copy() for name, array in LARGE.items()}
+    await trainer.publish(0, model)
+    for array in model.values():
+        array[...] = 0
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, LARGE, direct=True)
+
+
+class OneByOne:
+    """Weights of which one tensor is in memory at a time."""
+
+    def items(self) -> Iterator[tuple[str, Array]]:
+        for name, array in LARGE.items():
+            lent = array.copy()
+            yield name, lent
+            lent[...] = 0
+
+
+async def test_weights_that_are_gathered_one_by_one_are_given_too(run: Run, trainer: Trainer) -> None:
+    weights: NamedTensors = OneByOne()
+    await trainer.publish(0, weights)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, LARGE, direct=True)
+
+
+async def test_bytes_that_are_not_those_of_the_manifest_are_never_loaded(run: Run, trainer: Trainer) -> None:
+    await trainer.publish(0, LARGE)
+    held = source(trainer)._held
+    assert held is not None
+    held.data[2_500_000] ^= 1
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, LARGE, direct=False)
+
+
+async def test_a_reader_that_dies_over_its_ask_keeps_nobody_else_waiting(run: Run, trainer: Trainer) -> None:
+    await trainer.publish(0, LARGE)
+    store = connect(source(trainer).endpoint)
+    gone = Ask(group="gone", lineage=Lineage(0), version=Version(0), nbytes=3_400_074, card="")
+    store.queue_push(ASKS, b"what is this?")
+    store.queue_push(ASKS, msgspec.json.encode(gone))  # and never joins its group
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, LARGE, direct=True)
+
+
+def gone(store: direct.Store, number: int, version: int = 0) -> None:
+    """Put the ask of a reader that leaves without its answer."""
+    ask = Ask(group=f"gone-{number}", lineage=Lineage(0), version=Version(version), nbytes=132, card="")
+    store.queue_push(ASKS, msgspec.json.encode(ask))
+
+
+async def test_many_readers_that_have_left_keep_the_next_one_waiting_no_longer_than_it_waits(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trainer.publish(0, WEIGHTS)
+    for name, limit_s in (("HERE_S", 0.3), ("MEET_S", 5.0)):
+        monkeypatch.setattr(direct, name, limit_s)
+    store = connect(source(trainer).endpoint)
+    for number in range(2 * GIVING):
+        gone(store, number)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+
+
+async def test_an_ask_that_nobody_waits_for_any_more_is_not_answered(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await trainer.publish(0, WEIGHTS)
+    monkeypatch.setattr(direct, "MEET_S", 3.0)
+    monkeypatch.setattr(direct, "HERE_S", 4.5)  # those in line are too old by then
+    opened, begun = source(trainer), threading.Barrier(GIVING + 1, timeout=10)
+    served: list[str] = []
+    answered = opened._answered
+
+    def noted(ask: Ask, held: Held | None, store: direct.Store) -> None:
+        served.append(ask.group)
+        if len(served) <= GIVING:
+            begun.wait()
+        answered(ask, held, store)
+
+    monkeypatch.setattr(opened, "_answered", noted)
+    store = connect(opened.endpoint)
+    for number in range(3 * GIVING):
+        gone(store, number)
+    await asyncio.to_thread(begun.wait)
+    async with asyncio.timeout(20):
+        while not opened._givers._work_queue.empty():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    monkeypatch.setattr(direct, "MEET_S", 20.0)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+    assert len(served) == GIVING + 1
+
+
+async def test_whoever_left_or_was_told_no_leaves_nothing_at_the_store(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "HERE_S", 0.2)
+    await trainer.publish(0, WEIGHTS)
+    store = connect(source(trainer).endpoint)
+    before = store.list_keys()
+    gone(store, 1)
+    gone(store, 2, version=7)  # never was
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+    source(trainer).hold(WEIGHTS, Lineage(0), Version(1))
+    async with await reader(run, 2).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=False)
+    async with asyncio.timeout(10):
+        while {*store.list_keys()} - {*before, ASKS}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("word", [b"end", b"", b"null"])
+async def test_no_word_from_outside_ends_the_giving(run: Run, trainer: Trainer, word: bytes) -> None:
+    await trainer.publish(0, WEIGHTS)
+    connect(source(trainer).endpoint).queue_push(ASKS, word)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=True)
+
+
+class Robbed:
+    """A store whose queue a stranger empties at once."""
+
+    def __init__(self, store: direct.Store) -> None:
+        self.store = store
+
+    def queue_push(self, key: str, value: bytes) -> None:
+        pass
+
+
+def test_a_stranger_who_takes_every_ask_does_not_keep_the_trainer_from_closing() -> None:
+    opened = DirectSource(LOOPBACK)
+    opened._store = Robbed(opened._store)
+    opened.close()
+    opened._thread.join(10)
+    assert not opened._thread.is_alive()
+
+
+async def test_a_trainer_that_dies_in_the_middle_leaves_the_server(
+    run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "STALLED_S", 2.0)  # in which the trainer lets go of who has left
+    await trainer.publish(0, LARGE)
+    take = direct.Group.take
+
+    def cut(self: direct.Group, data: direct.Bytes) -> Iterator[int]:
+        for arrived in take(self, data):
+            yield arrived
+            raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(direct.Group, "take", cut)
+    async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, LARGE, direct=False)
+
+
+async def test_a_trainer_that_is_gone_leaves_the_server(run: Run, trainer: Trainer) -> None:
+    await trainer.publish(0, WEIGHTS)
+    puller = reader(run)
+    endpoint = source(trainer).endpoint
+    await asyncio.to_thread(trainer.publisher.close)
+    async with await puller.pull(Lineage(0), Version(0)) as pulled:
+        same(pulled, WEIGHTS, direct=False)
+    with pytest.raises(ConnectionRefusedError):
+        connect(endpoint)
+
+
+async def test_a_place_that_is_no_address_is_refused_before_anybody_is_sent_there(run: Run) -> None:
+    trainer = await run.trainer()
+    client = run.client(run.where.parameters, trainer.worker)
+    ask: BeginPublish = begin(trainer)
+    to = await client.ask(ask, PublishTo)
+    with pytest.raises(Refused) as no:
+        await client.call(CommitPublish(upload=to.upload, manifest=manifest(), direct="udp://nowhere"), [BYTES])
+    assert no.value.code is Code.MALFORMED
+
+
+async def test_the_server_sends_nobody_to_a_trainer_that_is_gone(run: Run, trainer: Trainer) -> None:
+    await trainer.publish(0, WEIGHTS)
+    client = run.client(run.where.parameters, WorkerId("reader.1"))
+    ask = GetManifest(worker=WorkerId("reader.1"), lineage=Lineage(0), version=Version(0))
+    assert (await client.ask(ask, ManifestOf)).direct == source(trainer).endpoint
+    await asyncio.to_thread(trainer.publisher.close)
+    async with asyncio.timeout(10):
+        while (await client.ask(ask, ManifestOf)).direct:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+def test_it_listens_on_the_address_that_was_named_and_on_no_other() -> None:
+    opened = DirectSource(LOOPBACK)
+    try:
+        port = int(opened.endpoint.rpartition(":")[2])
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
+        with pytest.raises(
+            ConfigError, match=r"parameters\.direct_bind .* the system refuses it: Address already in use"
+        ):
+            DirectSource(f"tcp://127.0.0.1:{port}")
+    finally:
+        opened.close()
+
+
+def test_a_configuration_says_where_engines_meet_the_trainer() -> None:
+    folder = Path(__file__).parent.parent.parent.parent / "configs"
+    assert trainer_main.direct_bind(load(folder / "smoke.toml")) == ""
+    assert trainer_main.direct_bind(load(folder / "direct.toml")) == LOOPBACK
+    named = ["parameters.direct_bind=tcp://127.0.0.1:5590"]
+    assert trainer_main.direct_bind(load(folder / "direct.toml", named)) == "tcp://127.0.0.1:5590"
+
+
+def test_a_copy_that_is_being_given_is_not_written_over() -> None:
+    opened = DirectSource(LOOPBACK)
+    try:
+        opened.hold(WEIGHTS, Lineage(0), Version(0))
+        ask = Ask(group="slow", lineage=Lineage(0), version=Version(0), nbytes=132, card="")
+        held = opened._taken(ask)
+        assert held is not None
+        before = held.data.tobytes()
+        opened.hold({name: array + array.dtype.type(1) for name, array in WEIGHTS.items()}, Lineage(0), Version(1))
+        assert held.data.tobytes() == before
+        assert opened._taken(ask) is None  # not the newest any more
+        newest = opened._held
+        assert newest is not None
+        opened.hold(WEIGHTS, Lineage(0), Version(2))
+        assert opened._held is not None
+        assert opened._held.data is newest.data  # nobody took that one: its memory is used again
+    finally:
+        opened.close()

@@ -1,0 +1,188 @@
+"""Relays with keys: a tree like any other, for those whose key allows it."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from staleflow.cli.main import main
+from staleflow.clients.weights import Publisher, Puller, mapped, relays
+from staleflow.configs.loading.load import config_sha
+from staleflow.configs.schema import Config
+from staleflow.net.client import Client
+from staleflow.net.endpoint import Call, Endpoint
+from staleflow.net.errors import Refused
+from staleflow.net.permissions import Role
+from staleflow.net.security import client_sockets, server_sockets
+from staleflow.net.transport import SOCKETS
+from staleflow.net.zmq_stream import end_context
+from staleflow.process.daemon import Stop
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
+from staleflow.protocols.wire.messages import (
+    Attach,
+    Attached,
+    GetChunk,
+    GetStatus,
+    JoinRelays,
+    KeepVersions,
+    Ping,
+    Pong,
+    Registered,
+    RegisterVersion,
+    Sources,
+    Status,
+    VersionsInUse,
+)
+from staleflow.protocols.wire.tensors import Array
+from staleflow.servers.parameters import main as parameters
+from staleflow.servers.parameters import tree
+from staleflow.servers.parameters.relay import main as relay_main
+from staleflow.servers.parameters.relay import service as relay
+from staleflow.servers.parameters.service import ParameterService
+from tests.servers.running import config_of, eventually
+
+WEIGHTS: dict[str, Array] = {"w": np.random.default_rng(0).random((300, 100), dtype=np.float32)}
+
+
+class Guarded:
+    """A parameter server with a relay below it and a version in it, all over TCP with keys."""
+
+    def __init__(self, folder: Path) -> None:
+        assert main(["keygen", str(folder / "keys")]) == 0
+        scheduler, root = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+        self.run_dir, keys = folder / "run", {"keys": str(folder / "keys")}
+        self.config: Config = config_of(
+            self.run_dir, security=keys, scheduler={"bind": scheduler}, parameters={"bind": root}
+        )
+        self._own = server_sockets(self.config)
+        self._scheduler = Endpoint(scheduler, on_call=self._answer, transport=self._own)
+        self._stops = Stop(), Stop()
+        self._clients: list[Client | Puller | Publisher] = []
+        self.root = root
+        below = relay_main.serve_until(
+            self._stops[1], self.config, self.run_dir, "relay-0", self._scheduler.address, transport=self._own
+        )
+        above = parameters.serve_until(self._stops[0], self.config, self.run_dir, transport=self._own)
+        self._serving = [asyncio.ensure_future(work) for work in (self._scheduler.serve(), above, below)]
+
+    def _answer(self, call: Call) -> None:
+        """What the scheduler says, as far as weights are concerned."""
+        match call.body:
+            case Attach():
+                call.reply(
+                    Attached(
+                        run="guarded",
+                        config=b"",
+                        config_sha=config_sha(self.config),
+                        run_dir="",
+                        shards=[],
+                        parameters=self.root,
+                        lineage=Lineage(0),
+                        version=Version(0),
+                        lease_ms=1000,
+                    )
+                )
+            case RegisterVersion() as ask:
+                call.reply(Registered(lineage=ask.lineage, version=ask.version))
+            case VersionsInUse():
+                call.reply(KeepVersions(versions=[]))
+            case _:
+                call.reply(Status(values={"trainer_term": 1}))
+
+    def client(self, address: str, role: Role | None, name: str = "worker.1") -> Client:
+        """``role``: of its key; None comes without one."""
+        transport = SOCKETS if role is None else client_sockets(self.config.security, role)
+        self._clients.append(made := Client(address, worker=WorkerId(name), transport=transport))
+        return made
+
+    async def publish(self) -> None:
+        trainer = client_sockets(self.config.security, Role.TRAINER)
+        self._clients.append(publisher := Publisher(self.root, worker=WorkerId("trainer.1"), transport=trainer))
+        await publisher.publish(
+            WEIGHTS, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0), batch=None
+        )
+
+    def reader(self) -> Puller:
+        rollout = client_sockets(self.config.security, Role.ROLLOUT)
+        self._clients.append(puller := Puller(self.root, worker=WorkerId("reader.1"), transport=rollout))
+        return puller
+
+    async def endpoint(self) -> str:
+        """The relay's, once it is in the tree."""
+        looking = self.client(self.root, Role.MONITOR, "looking.1")
+        relays_now = await eventually(lambda: _relays(looking))
+        return str(relays_now[0]["endpoint"])
+
+    async def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        for stop in self._stops:
+            stop.set("test")
+        await asyncio.gather(*self._serving[1:])
+        self._scheduler.close()
+        await self._serving[0]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+async def _relays(looking: Client) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = (await looking.ask(GetStatus(), Status)).values["relays"]
+    return found
+
+
+@pytest.fixture
+async def guarded(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
+    """Relay and readers are on other hosts than the parameter server, and than each other."""
+    monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
+    monkeypatch.setattr(relay, "boot_id", lambda: "the relay's host")
+    monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: it is reached from everywhere
+    monkeypatch.setattr(tree, "ROOT_READERS", 0)
+    for module in (mapped, relays):
+        monkeypatch.setattr(module, "boot_id", lambda: "far away")
+    guarded = Guarded(short_dir)
+    yield guarded
+    await guarded.close()
+    end_context()  # the endpoints' own contexts end, too
+
+
+async def test_readers_with_keys_have_the_version_from_a_relay_with_the_servers_key(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    later = ParameterService._later_chunk  # pyright: ignore[reportPrivateUsage]
+
+    def noted(self: ParameterService, call: Call, ask: GetChunk) -> None:
+        asked.append(call.peer.partition(".")[0])
+        later(self, call, ask)
+
+    monkeypatch.setattr(ParameterService, "_later_chunk", noted)
+    assert (await guarded.endpoint()).startswith("tcp://127.0.0.1:")
+    await guarded.publish()
+    async with await guarded.reader().pull(Lineage(0), Version(0)) as pulled:
+        np.testing.assert_array_equal(pulled.arrays()["w"], WEIGHTS["w"])
+    assert set(asked) == {"relay-0"}, "the reader took its bytes from the parameter server"
+
+
+async def test_who_has_no_key_gets_no_word_out_of_a_relay(guarded: Guarded) -> None:
+    endpoint = await guarded.endpoint()
+    assert isinstance(await guarded.client(endpoint, Role.ROLLOUT).ask(Ping(), Pong, timeout_s=5), Pong)
+    with pytest.raises(Refused, match="asked with no key"):
+        await guarded.client(endpoint, None, "stranger.1").ask(Ping(), Pong, timeout_s=5)
+
+
+@pytest.mark.parametrize("role", [Role.ROLLOUT, Role.TRAINER, Role.STAGE, Role.MONITOR])
+async def test_nobody_but_a_server_s_key_joins_the_tree(guarded: Guarded, role: Role) -> None:
+    worker = WorkerId("worker.1")
+    join = JoinRelays(worker=worker, run="guarded", endpoint="tcp://127.0.0.1:5999", host="here")
+    with pytest.raises(Refused) as no:
+        await guarded.client(guarded.root, role, worker).ask(join, Sources, timeout_s=10)
+    assert no.value.code is Code.DENIED

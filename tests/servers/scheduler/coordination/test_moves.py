@@ -1,0 +1,290 @@
+"""A group that goes on at another instance, as the scheduler sees it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from staleflow.configs.schema import Config, Coordination
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import LeaseId, Version, WorkerId
+from staleflow.protocols.coordination.decide import Strategies
+from staleflow.protocols.coordination.migration import MIN_AGE_MS
+from staleflow.protocols.coordination.view import Flight, Order, Snapshot
+from staleflow.protocols.wire.messages import Assign, Detach, RegisterYield, Yield
+from staleflow.servers.scheduler.coordination import cycle
+from staleflow.servers.scheduler.coordination.moves import PATIENCE_MS
+from tests.servers.scheduler.table import Seat, Table
+from tests.servers.scheduler.world import config
+
+
+def moving() -> Config:
+    """Batches of one group, staleness 1: two groups at once."""
+    return msgspec.structs.replace(config(batch_size=1), coordination=Coordination(migration="idle"))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[Table]:
+    made = Table(tmp_path / "run", moving())
+    yield made
+    made.close()
+
+
+class Crowd:
+    """Instance a has both groups, of which one waits for a slot; b came later and has nothing to do."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.a = Seat(table, "a")
+        self.b = Seat(table, "b")
+        self.a.report()
+        assert (len(self.a.held), self.b.held) == (2, {})
+        self.newest = self.a.held[max(self.a.held)]
+
+    def told(self) -> Assign:
+        """a is told to give the newest group up."""
+        self.a.report(running=2, waiting=2, slots=2)
+        self.table.after(MIN_AGE_MS + 600)
+        self.a.report(tokens_per_s=1.0)
+        assert self.a.told == [Yield(lease=self.newest.lease)]
+        return self.newest
+
+    def moved(self) -> Assign:
+        """It has; what b is assigned."""
+        left = self.told()
+        assert self.a.give_up(left) is None
+        self.b.report()
+        (assign,) = self.b.held.values()
+        return assign
+
+
+def test_a_group_moves_in_one_step_to_who_has_nothing_to_do_and_finds_what_was_written(table: Table) -> None:
+    crowd = Crowd(table)
+    left, arrived = crowd.newest, crowd.moved()
+    assert arrived == msgspec.structs.replace(left, lease=LeaseId(left.lease + 1), partial=left.lease)
+    assert crowd.a.told == [Yield(lease=left.lease)], "what it gave up is not aborted"
+    assert table.interpreter.totals.counts.moves == 1
+    crowd.a.report()
+    crowd.b.report()
+    assert table.interpreter.machine.leases_of(WorkerId("b")) == ((arrived.group, arrived.lease),)
+
+
+def test_what_was_written_when_a_group_moved_is_known_until_it_is_begun_anew(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two samples that run gets half a token a second, for somewhat more than five seconds."""
+    seen: dict[LeaseId, Flight] = {}
+
+    def look(snapshot: Snapshot, _: Strategies) -> list[Order]:
+        seen.update((flight.lease, flight) for flight in snapshot.flights)
+        return []
+
+    crowd = Crowd(table)
+    crowd.a.report(tokens_per_s=1.0)
+    arrived = crowd.moved()
+    with monkeypatch.context() as patch:
+        patch.setattr(cycle, "decide", look)
+        table.after(600)
+        crowd.b.report(running=2)
+    (stayed,) = (seen[lease] for lease in crowd.a.held)
+    assert 0.5 * 5 <= seen[arrived.lease].written <= 0.5 * 6
+    assert stayed.written == 0.0
+    table.ask("b", Detach(worker=WorkerId("b"), why="test"))
+    crowd.a.report()
+    again = crowd.a.assign(arrived.group)
+    monkeypatch.setattr(cycle, "decide", look)
+    table.after(600)
+    crowd.a.report(running=3)
+    assert seen[again.lease].written == 0.0
+
+
+def test_the_lease_that_was_given_up_pushes_nothing_any_more(table: Table) -> None:
+    crowd = Crowd(table)
+    left, arrived = crowd.newest, crowd.moved()
+    assert table.push(left, "a") is Code.STALE_LEASE
+    assert table.push(left, "b") is Code.STALE_LEASE
+    assert table.push(arrived, "a") is Code.STALE_LEASE
+    assert table.push(arrived, "b") is None
+    assert table.push(left, "a") is Code.STALE_LEASE
+    table.occupy(arrived)
+
+
+def test_said_again_because_the_answer_was_lost_a_yield_has_its_effect_once(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.newest
+    crowd.moved()
+    assert crowd.a.give_up(left) is Code.STALE_LEASE
+    assert table.interpreter.totals.counts.moves == 1
+
+
+def test_nobody_yields_to_nobody(table: Table) -> None:
+    crowd = Crowd(table)
+    assert crowd.a.give_up(crowd.newest) is Code.DENIED, "it was not told to"
+    assert crowd.newest.lease in crowd.a.held
+
+
+@pytest.mark.parametrize("gone", ["silent", "detached", "replaced"])
+def test_when_the_target_is_gone_the_group_stays(table: Table, gone: str) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    match gone:
+        case "silent":
+            table.silent("b")
+        case "detached":
+            table.ask("b", Detach(worker=WorkerId("b"), why="test"))
+        case _:
+            table.attach("b.2", "rollout", capacity=4)
+            table.ask("b", Detach(worker=WorkerId("b"), why="test"))
+    assert crowd.a.give_up(left) is Code.DENIED
+    assert table.push(left, "a") is None
+    table.occupy(left)
+
+
+def test_a_target_whose_weights_are_older_than_what_wrote_last_is_none(table: Table) -> None:
+    """a has loaded version 1 meanwhile and written with it; b has not."""
+    crowd = Crowd(table)
+    left = crowd.told()
+    (other,) = (assign for assign in crowd.a.held.values() if assign != left)
+    crowd.a.finish(other.group)
+    crowd.b.loads = False
+    table.train()
+    crowd.a.report()
+    assert (crowd.a.stats.version, crowd.b.stats.version) == (1, 0)
+    assert crowd.a.give_up(left, version=1) is Code.DENIED
+    assert table.push(left, "a", [(0, 3), (1, 3)]) is None
+
+
+def test_a_target_with_newer_weights_goes_on_with_them(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    (other,) = (assign for assign in crowd.a.held.values() if assign != left)
+    crowd.a.finish(other.group)
+    table.train()
+    crowd.b.report()
+    assert crowd.b.stats.version == 1
+    assert crowd.a.give_up(left, version=0) is None
+    crowd.b.report()
+    arrived = crowd.b.assign(left.group)
+    assert arrived.version == 0, "its oldest token is of version 0, wherever it goes on"
+    assert table.push(arrived, "b", [(0, 3), (1, 3)]) is None
+
+
+def test_an_order_that_takes_too_long_is_over_and_the_group_stays(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    crowd.a.report(waiting=0)
+    table.after(PATIENCE_MS)
+    crowd.a.report()
+    assert table.interpreter.machine.group(left.group).lease == left.lease  # type: ignore[union-attr]
+    assert crowd.a.give_up(left) is Code.DENIED
+
+
+def test_a_group_under_way_is_not_ordered_twice_and_counts_at_its_target(table: Table) -> None:
+    crowd = Crowd(table)
+    crowd.told()
+    for _ in range(5):
+        table.after(600)
+        crowd.a.report(tokens_per_s=crowd.a.stats.tokens_per_s + 1)
+        crowd.b.report()
+    assert len(crowd.a.told) == 1
+
+
+def test_a_group_that_just_moved_stays_for_a_while(table: Table) -> None:
+    crowd = Crowd(table)
+    crowd.moved()
+    crowd.a.report(running=0, waiting=0)
+    crowd.b.report(running=2, waiting=1)
+    table.after(600)
+    crowd.b.report(tokens_per_s=1.0)
+    assert crowd.b.told == []
+
+
+def test_a_source_that_is_silent_and_comes_back_goes_on_with_its_group(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    table.silent("a")
+    crowd.a.report()
+    assert crowd.a.give_up(left) is Code.DENIED
+    assert left.lease in crowd.a.held
+    assert table.push(left, "a") is None
+
+
+def test_a_source_that_dies_loses_the_group_and_it_begins_anew(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    table.ask("a", Detach(worker=WorkerId("a"), why="test"))
+    assert table.operate(_yield(left), by="a")[0].code is Code.STALE_LEASE
+    crowd.b.report()
+    again = crowd.b.assign(left.group)
+    assert (again.partial, again.lease > left.lease) == (0, True)
+
+
+def test_a_target_that_dies_loses_the_group_and_it_begins_anew(table: Table) -> None:
+    """What the first one wrote is not used a second time: the lease after the move began with nothing."""
+    crowd = Crowd(table)
+    arrived = crowd.moved()
+    table.ask("b", Detach(worker=WorkerId("b"), why="test"))
+    crowd.a.report()
+    again = crowd.a.assign(arrived.group)
+    assert (again.partial, again.lease > arrived.lease) == (0, True)
+    assert table.push(arrived, "b") is Code.STALE_LEASE
+
+
+def test_an_assignment_that_was_lost_says_again_where_the_samples_are(table: Table) -> None:
+    crowd = Crowd(table)
+    arrived = crowd.moved()
+    crowd.b.held.clear()
+    crowd.b.report()
+    assert crowd.b.held == {arrived.lease: arrived}
+
+
+def test_a_scheduler_that_is_killed_forgets_orders_and_keeps_moves(table: Table) -> None:
+    crowd = Crowd(table)
+    left, arrived = crowd.newest, crowd.moved()
+    table.restart()
+    crowd.a.report()
+    crowd.b.report()
+    assert list(crowd.b.held) == [arrived.lease]
+    assert crowd.a.give_up(left) is Code.STALE_LEASE
+    assert table.push(arrived, "b") is None
+
+
+def test_an_order_that_a_killed_scheduler_gave_moves_nothing(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    table.restart()
+    crowd.a.report()
+    assert crowd.a.give_up(left) is Code.DENIED
+    assert table.push(left, "a") is None
+
+
+def test_nothing_moves_once_the_run_drains(table: Table) -> None:
+    crowd = Crowd(table)
+    left = crowd.told()
+    table.service.drain()
+    assert crowd.a.give_up(left) is Code.DENIED
+
+
+def test_a_rollback_leaves_nothing_of_an_abandoned_version_to_go_on_from(table: Table) -> None:
+    """The group moved with tokens of version 1, which the rollback abandons: whoever has it next begins it anew."""
+    crowd = Crowd(table)
+    left = crowd.told()
+    (other,) = (assign for assign in crowd.a.held.values() if assign != left)
+    crowd.a.finish(other.group)
+    table.train()
+    for seat in (crowd.a, crowd.b):
+        seat.report()
+    assert crowd.a.give_up(left, version=1) is None
+    crowd.b.report()
+    arrived = crowd.b.assign(left.group)
+    assert arrived.partial == left.lease
+    table.roll_back(to=0)
+    assert table.push(arrived, "b", [(0, 3), (1, 3)]) is Code.STALE
+    crowd.b.held.clear()
+    crowd.b.report()
+    assert crowd.b.assign(left.group) == msgspec.structs.replace(arrived, partial=LeaseId(0))
+
+
+def _yield(assign: Assign) -> RegisterYield:
+    return RegisterYield(group=assign.group, lease=assign.lease, lineage=assign.lineage, version=Version(0), sha="")
