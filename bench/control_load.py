@@ -24,10 +24,10 @@ from staleflow.protocols.wire.messages import (
     Attach,
     Batch,
     Commands,
+    GetBatch,
     InstanceStats,
     Join,
-    Joined,
-    NextBatch,
+    JoinReply,
     Op,
     Operations,
     Ping,
@@ -35,10 +35,10 @@ from staleflow.protocols.wire.messages import (
     Pulled,
     Refusal,
     RegisterCheckpoint,
-    Registered,
     RegisterOccupy,
     RegisterPush,
     RegisterVersion,
+    RegisterVersionReply,
     Reply,
     Report,
     Request,
@@ -212,7 +212,7 @@ class Trainer:
         self.peer.ask(Join(trainer=self.peer.worker, lineage=LINEAGE, version=Version(0)), self._on_joined)
 
     def _on_joined(self, reply: Reply, _: float) -> None:
-        if not isinstance(reply, Joined):
+        if not isinstance(reply, JoinReply):
             raise RuntimeError(f"the trainer may not join: {reply}")
         self._term = reply.trainer_term
         self._register(None)
@@ -229,7 +229,7 @@ class Trainer:
         self.peer.ask(register, self._on_registered)
 
     def _on_registered(self, reply: Reply, seconds: float) -> None:
-        if not isinstance(reply, Registered):
+        if not isinstance(reply, RegisterVersionReply):
             raise RuntimeError(f"version {self._version} is not taken: {reply}")
         if self._version:
             self._counts().consumes += 1
@@ -240,7 +240,7 @@ class Trainer:
         self._next()
 
     def _next(self) -> None:
-        self.peer.ask(NextBatch(trainer_term=self._term, step=Step(self._version)), self._on_batch)
+        self.peer.ask(GetBatch(trainer_term=self._term, step=Step(self._version)), self._on_batch)
 
     def _on_batch(self, reply: Reply, _: float) -> None:
         if isinstance(reply, Batch):

@@ -19,7 +19,7 @@ from staleflow.protocols.consistency.ids import GroupId, Lineage, Version, Worke
 from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.routing import Routing
 from staleflow.protocols.coordination.view import Cost, Instance, Next, Snapshot
-from staleflow.servers.scheduler.coordination.snapshots import MOST_STARTS
+from staleflow.servers.scheduler.coordination.snapshots import MAX_STARTS
 
 
 def fleet(instances: int) -> Snapshot:
@@ -43,7 +43,7 @@ def fleet(instances: int) -> Snapshot:
         )
         for n in range(instances)
     ]
-    following = tuple(Next(group=GroupId(n), length=200.0 + 37 * (n % 50)) for n in range(MOST_STARTS))
+    following = tuple(Next(group=GroupId(n), length=200.0 + 37 * (n % 50)) for n in range(MAX_STARTS))
     return Snapshot(
         lineage=Lineage(0),
         version=Version(9),

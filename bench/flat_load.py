@@ -19,26 +19,26 @@ from staleflow.protocols.consistency.ids import LeaseId, Lineage, Step, Version
 from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
-    Attached,
+    AttachReply,
     Batch,
-    CheckpointRegistered,
     Commands,
-    FetchGroups,
-    FinishStage,
+    GetBatch,
+    GetGroups,
+    GetStageWork,
     Groups,
     InstanceStats,
     Join,
-    Joined,
-    NextBatch,
+    JoinReply,
     Pull,
     PushGroups,
     PushItem,
+    PutStageResults,
     RegisterCheckpoint,
+    RegisterCheckpointReply,
     Report,
     Results,
     StageResult,
     StageWork,
-    TakeStage,
     TensorSpec,
 )
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
@@ -116,7 +116,7 @@ class Load:
     async def _produce(self) -> None:
         scheduler, shard = self._of_rollout
         hello = Attach(worker=self._rollout, name="rollout-0", role="rollout", capacity=3 * BATCH)
-        while not all((await scheduler.ask(hello, Attached, timeout_s=None)).shards):  # noqa: ASYNC110
+        while not all((await scheduler.ask(hello, AttachReply, timeout_s=None)).shards):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         held: dict[LeaseId, Assign] = {}
         ack, version = 0, Version(-1)
@@ -149,26 +149,26 @@ class Load:
         rewards: Array = np.linspace(0, 1, GROUP_SIZE, dtype=np.float32)
         specs, frame = specs_and_frames({"reward": rewards})
         while True:
-            take = TakeStage(stage="reward", worker=self._stage, max_groups=AT_ONCE, wait_ms=5_000)
+            take = GetStageWork(stage="reward", worker=self._stage, max_groups=AT_ONCE, wait_ms=5_000)
             work, _ = await self._of_stage.call(take, timeout_s=None)
             assert isinstance(work, StageWork)
             results = [
                 StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs) for item in work.items
             ]
-            finish = FinishStage(stage="reward", worker=self._stage, results=results)
+            finish = PutStageResults(stage="reward", worker=self._stage, results=results)
             await self._of_stage.ask(finish, Results, frame * len(results), timeout_s=None)
 
     async def _train(self) -> None:
         scheduler, shard = self._of_trainer
-        await scheduler.ask(Attach(worker=self._trainer, name="trainer", role="trainer"), Attached, timeout_s=None)
+        await scheduler.ask(Attach(worker=self._trainer, name="trainer", role="trainer"), AttachReply, timeout_s=None)
         join = Join(trainer=self._trainer, lineage=Lineage(0), version=Version(0))
-        term = (await scheduler.ask(join, Joined, timeout_s=None)).trainer_term
+        term = (await scheduler.ask(join, JoinReply, timeout_s=None)).trainer_term
         weights: dict[str, Array] = {"w": np.zeros(1_000, np.float32)}
         lineage = Lineage(0)
         await self._publisher.publish(weights, trainer_term=term, lineage=lineage, version=Version(0), batch=None)
         for step in range(self._steps):
-            batch = await scheduler.ask(NextBatch(trainer_term=term, step=Step(step)), Batch, timeout_s=None)
-            fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+            batch = await scheduler.ask(GetBatch(trainer_term=term, step=Step(step)), Batch, timeout_s=None)
+            fetch = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
             groups, _ = await shard.call(fetch, timeout_s=None)
             assert isinstance(groups, Groups)
             version = Version(step + 1)
@@ -178,7 +178,7 @@ class Load:
             )
             if version % CHECKPOINT_EVERY == 0:
                 kept = RegisterCheckpoint(trainer_term=term, lineage=lineage, version=version)
-                await scheduler.ask(kept, CheckpointRegistered, timeout_s=None)
+                await scheduler.ask(kept, RegisterCheckpointReply, timeout_s=None)
             self.trained += len(groups.groups) * GROUP_SIZE
             self._on_step(self.trained)
 

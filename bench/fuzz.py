@@ -37,8 +37,8 @@ SHARES = {"codec": 0.7, "scheduler": 0.1, "shard": 0.1, "parameters": 0.1}
 SEEDS_EVERY = 64
 """Messages made from the same state of the server."""
 TRACED_EVERY = 16
-MOST_CORPUS = 400
-MOST_HEADER = 4_096
+MAX_CORPUS = 400
+MAX_HEADER = 4_096
 """Bytes of a message that others are made from: doubled again and again they would only grow."""
 ROOMS = ("/servers/", "/protocols/", "/staleflow/net/", "/staleflow/store/")
 
@@ -133,10 +133,10 @@ class Fuzzer:
             raise Finding(f"{self._name}, message {report.messages}: {error!r} at {raw.header.hex()}") from error
         report.outcomes[outcome] += 1
         new = report.outcomes[outcome] == 1 or len(report.lines) > reached
-        if new and len(raw.header) < MOST_HEADER and (found := read(raw)) is not None:
+        if new and len(raw.header) < MAX_HEADER and (found := read(raw)) is not None:
             self._corpus.append(Said(raw.peer, found, raw.frames))
-            if len(self._corpus) > MOST_CORPUS:
-                del self._corpus[random.randrange(MOST_CORPUS)]
+            if len(self._corpus) > MAX_CORPUS:
+                del self._corpus[random.randrange(MAX_CORPUS)]
 
     async def _settled(self) -> None:
         try:

@@ -22,9 +22,9 @@ from staleflow.servers.parameters.versions import Versions
 from staleflow.servers.runner import Tasks
 
 READER, TRAINER, RELAY = WorkerId("rollout-0"), WorkerId("trainer"), WorkerId("relay-0")
-MOST_VERSIONS = 8
+MAX_VERSIONS = 8
 """Versions after which the server begins anew."""
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 class Registry:
@@ -38,9 +38,9 @@ class Registry:
             case messages.RegisterVersion():
                 if self._random.random() < 0.1:
                     raise Refused(Code.STALE, "no such batch")
-                return messages.Registered(lineage=body.lineage, version=body.version)
-            case messages.VersionsInUse():
-                return messages.KeepVersions(versions=[])
+                return messages.RegisterVersionReply(lineage=body.lineage, version=body.version)
+            case messages.GetRetainedVersions():
+                return messages.RetainedVersions(versions=[])
             case messages.GetStatus():
                 return messages.Status(values={"trainer_term": 1})
             case _:
@@ -65,7 +65,7 @@ class ParameterTarget:
             Tasks(self._group),
             keep_versions=2,
             chunk_bytes=256,
-            budget_bytes=MOST_BYTES // 2,  # a trainer may announce what it likes otherwise, up to the disk
+            budget_bytes=MAX_BYTES // 2,  # a trainer may announce what it likes otherwise, up to the disk
         )
         self._service.run = "fuzz"
         self._ears = Ears(self._service.on_call)
@@ -107,7 +107,7 @@ class ParameterTarget:
         return self._ears.say(peer, body, frames, then=self._service.on_drained, late=self._late)
 
     def _late(self, reply: messages.Reply) -> None:
-        if isinstance(reply, messages.PublishTo):
+        if isinstance(reply, messages.BeginPublishReply):
             self._upload = reply.upload
 
     def seeds(self) -> Sequence[Said]:
@@ -117,7 +117,7 @@ class ParameterTarget:
             Said(READER, messages.GetManifest(worker=READER, lineage=lineage, version=version)),
             Said(READER, messages.GetChunk(lineage=lineage, version=version, offset=0, nbytes=400)),
             Said(READER, self._delta(version)),
-            Said(READER, messages.FindSources(worker=READER, host="h")),
+            Said(READER, messages.GetSources(worker=READER, host="h")),
             Said(RELAY, messages.JoinRelays(worker=RELAY, run="fuzz", endpoint="tcp://10.0.0.1:1", host="h")),
             Said(READER, messages.Unpin(worker=READER, lineage=lineage, version=version)),
             Said(TRAINER, self._begin_publish(manifest)),
@@ -161,9 +161,9 @@ class ParameterTarget:
         await self._rest()
         for stored in self._versions.stored.values():
             self._versions.verify(stored)
-        if bytes_of(self._folder) > MOST_BYTES:
+        if bytes_of(self._folder) > MAX_BYTES:
             raise Finding("small messages have taken much of the disk")
-        if len(self._versions.stored) > MOST_VERSIONS or self._random.random() < 0.02:
+        if len(self._versions.stored) > MAX_VERSIONS or self._random.random() < 0.02:
             await self.close()
             await self.begin()
 

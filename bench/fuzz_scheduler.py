@@ -108,8 +108,8 @@ class SchedulerTarget:
             Said(WORKER, messages.Report(worker=WORKER, ack=0, held=leases, stats=stats)),
             Said(WORKER, messages.Report(worker=WORKER, ack=5, held=leases[:1], stats=stats)),
             Said(WORKER, loaded),
-            Said(SHARD, messages.Retention(shard=0, groups=[group for group, _ in held])),
-            Said(SHARD, messages.Described(shard=0, rows=[], frames=[])),
+            Said(SHARD, messages.GetRetained(shard=0, groups=[group for group, _ in held])),
+            Said(SHARD, messages.PromptFeatures(shard=0, rows=[], frames=[])),
             Said(SHARD, messages.StageLoads(shard=0, loads=[_load([group for group, _ in held])], used_share=0.1)),
             Said("x", messages.GetStatus()),
         ]
@@ -120,12 +120,12 @@ class SchedulerTarget:
         lineage, version = machine.checkpoint
         return [
             Said(TRAINER, messages.Join(trainer=TRAINER, lineage=machine.lineage, version=machine.version)),
-            Said(TRAINER, messages.NextBatch(trainer_term=term, step=step)),
-            Said(TRAINER, messages.NextGroups(trainer_term=term, step=machine.next_step, held=[], count=1)),
+            Said(TRAINER, messages.GetBatch(trainer_term=term, step=step)),
+            Said(TRAINER, messages.GetClaims(trainer_term=term, step=machine.next_step, held=[], count=1)),
             Said(TRAINER, messages.Metrics(worker=TRAINER, step=step, values={"loss": 1.0})),
             Said(TRAINER, messages.RegisterCheckpoint(trainer_term=term, lineage=lineage, version=version)),
             Said(PARAMETERS, self._register(None if sealed is None else sealed.batch)),
-            Said(PARAMETERS, messages.VersionsInUse()),
+            Said(PARAMETERS, messages.GetRetainedVersions()),
         ]
 
     def _register(self, batch: BatchId | None) -> messages.RegisterVersion:

@@ -33,7 +33,7 @@ from staleflow.store.lmdb import Store
 WORKER, STAGE, TRAINER = WorkerId("rollout-0"), WorkerId("reward-0"), WorkerId("trainer")
 SAMPLES, TOKENS = 2, 5
 MAP_BYTES = 64 << 20
-MOST_HELD = 40
+MAX_HELD = 40
 """Payloads after which the shard begins anew."""
 REMEMBERED = 16
 
@@ -49,9 +49,9 @@ class Agreeable:
             case Operations():
                 codes = (None, None, None, None, None, Code.STALE_LEASE, Code.STALE)
                 return Results(results=[Result(code=self._random.choice(codes)) for _ in body.ops])
-            case messages.Retention():
+            case messages.GetRetained():
                 return messages.Retained(keep=body.groups[: len(body.groups) // 2])
-            case messages.Inventory():
+            case messages.GetExpected():
                 groups = [GroupId(body.after + 1)] if body.after < 9 else []
                 return messages.Expected(groups=groups, shas=["0" * 64] * len(groups))
             case messages.GetModelLimits(known=None):
@@ -117,7 +117,7 @@ class ShardTarget:
 
     def seeds(self) -> Sequence[Said]:
         known = [*self._pushed][-4:] or [self._fresh()]
-        fetch = messages.FetchGroups(groups=[key.group for key in known], shas=[self._pushed[key] for key in known])
+        fetch = messages.GetGroups(groups=[key.group for key in known], shas=[self._pushed[key] for key in known])
         return [
             *(self._push(self._fresh()) for _ in range(3)),
             self._push(*known[:2]),
@@ -176,12 +176,12 @@ class ShardTarget:
         return Said(WORKER, messages.PutPartial(group=key.group, lease=key.lease, partial=partial), frames)
 
     def _take(self) -> Said:
-        return Said(STAGE, messages.TakeStage(stage="reward", worker=STAGE, max_groups=2, wait_ms=0))
+        return Said(STAGE, messages.GetStageWork(stage="reward", worker=STAGE, max_groups=2, wait_ms=0))
 
     def _finish(self, key: Key, ticket: int) -> Said:
         specs, frames = specs_and_frames({"reward": np.asarray([0.0, 1.0], np.float32)})
         result = messages.StageResult(group=key.group, lease=key.lease, ticket=ticket, frames=specs)
-        return Said(STAGE, messages.FinishStage(stage="reward", worker=STAGE, results=[result]), frames)
+        return Said(STAGE, messages.PutStageResults(stage="reward", worker=STAGE, results=[result]), frames)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class ShardTarget:
             if record is None:
                 raise Finding(f"the record of {key} is damaged")
             unpacked(key, record, self._store.payload(key, record))
-        if len(stored) > MOST_HELD or self._working.done():
+        if len(stored) > MAX_HELD or self._working.done():
             await self.close()
             await self.begin()
 

@@ -11,7 +11,7 @@ from bench.fuzz_messages import Raw, Said
 from staleflow.net.endpoint import Call
 from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.wire.codec import ProtocolError, decode_reply, decode_request, encode_reply
-from staleflow.protocols.wire.messages import BeginPublish, FinishStage, Refusal, Reply, Request, Results
+from staleflow.protocols.wire.messages import BeginPublish, PutStageResults, Refusal, Reply, Request, Results
 
 UNREADABLE = "unreadable"
 WAITS = "waits"
@@ -90,7 +90,7 @@ def is_no(reply: Reply | None) -> bool:
 def must_be_unchanged(body: Request, reply: Reply | None, before: Hashable, after: Hashable) -> None:
     """A refusal changes nothing; but a stage that answers nonsense has given its group up, and a trainer that begins
     another version has given up the one it was writing, even if it has to wait for room."""
-    if before != after and is_no(reply) and not isinstance(body, FinishStage | BeginPublish):
+    if before != after and is_no(reply) and not isinstance(body, PutStageResults | BeginPublish):
         raise Finding(f"{type(body).__name__} was refused, {reply}, and yet changed the state")
 
 

@@ -17,7 +17,7 @@ from tests.protocols.consistency.test_model import SameAsTheBuffers
 
 HISTORY = 300
 """Events of one history."""
-MOST_STALENESS, LARGEST_BATCH = 4, 6
+MAX_STALENESS, LARGEST_BATCH = 4, 6
 WEIGHTS = {
     "reserve": 36,
     "push": 10,
@@ -39,7 +39,7 @@ def compare(seed: int, events: int) -> Counter[str]:
     draw = random.Random(seed)
     pair = SameAsTheBuffers()
     pair.begin(
-        max_staleness=draw.randint(0, MOST_STALENESS),
+        max_staleness=draw.randint(0, MAX_STALENESS),
         batch_size=draw.randint(1, LARGEST_BATCH),
         token_bound=draw.random() < 0.25,
     )

@@ -46,16 +46,16 @@ from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step,
 from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
-    Attached,
-    CheckpointRegistered,
+    AttachReply,
     Commands,
     InstanceStats,
     Join,
-    Joined,
+    JoinReply,
     Pull,
     RegisterCheckpoint,
-    Registered,
+    RegisterCheckpointReply,
     RegisterVersion,
+    RegisterVersionReply,
     Report,
     Result,
 )
@@ -207,7 +207,7 @@ async def _produce(run_dir: Path, number: int, shape: Shape) -> None:
     shards = [Client(address, worker=me) for address in where.trajectories]
     capacity = -(-shape.groups * (shape.max_staleness + 1) // shape.producers)
     hello = Attach(worker=me, name=name, role="rollout", capacity=capacity)
-    while not all((await scheduler.ask(hello, Attached, timeout_s=None)).shards):  # noqa: ASYNC110
+    while not all((await scheduler.ask(hello, AttachReply, timeout_s=None)).shards):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     held: dict[LeaseId, Assign] = {}
 
@@ -288,10 +288,10 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
     scheduler = Client(where.scheduler, worker=me)
     shards = [Client(address, worker=me) for address in where.trajectories]
     hello = Attach(worker=versions, name="parameters", role="parameters", endpoint="ipc:///bench")
-    await parameters.ask(hello, Attached, timeout_s=None)
-    await scheduler.ask(Attach(worker=me, name="trainer", role="trainer"), Attached, timeout_s=None)
+    await parameters.ask(hello, AttachReply, timeout_s=None)
+    await scheduler.ask(Attach(worker=me, name="trainer", role="trainer"), AttachReply, timeout_s=None)
     join = Join(trainer=me, lineage=Lineage(0), version=Version(0))
-    term = (await scheduler.ask(join, Joined, timeout_s=None)).trainer_term
+    term = (await scheduler.ask(join, JoinReply, timeout_s=None)).trainer_term
     stream = BatchStream(scheduler, shards, term, mapped=shape.shared)
 
     async def register(version: int, batch: BatchId | None) -> None:
@@ -303,10 +303,10 @@ async def _consume(run_dir: Path, shape: Shape, taken: "Synchronized[int]", numb
             sha=f"{version:064d}",
             nbytes=8,
         )
-        await parameters.ask(told, Registered, timeout_s=None)
+        await parameters.ask(told, RegisterVersionReply, timeout_s=None)
         if version % CHECKPOINT_EVERY == 0:
             kept = RegisterCheckpoint(trainer_term=term, lineage=Lineage(0), version=Version(version))
-            await scheduler.ask(kept, CheckpointRegistered, timeout_s=None)
+            await scheduler.ask(kept, RegisterCheckpointReply, timeout_s=None)
 
     await register(0, None)
     if shape.step_s:

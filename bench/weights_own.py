@@ -24,13 +24,13 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
+    AttachReply,
+    GetRetainedVersions,
     GetStatus,
-    KeepVersions,
-    Registered,
     RegisterVersion,
+    RegisterVersionReply,
+    RetainedVersions,
     Status,
-    VersionsInUse,
 )
 from staleflow.servers.parameters.main import serve_until
 
@@ -49,7 +49,7 @@ def _answer(call: Call) -> None:
     match call.body:
         case Attach():
             call.reply(
-                Attached(
+                AttachReply(
                     run="bench",
                     config=b"",
                     config_sha="",
@@ -62,9 +62,9 @@ def _answer(call: Call) -> None:
                 )
             )
         case RegisterVersion() as ask:
-            call.reply(Registered(lineage=ask.lineage, version=ask.version))
-        case VersionsInUse():
-            call.reply(KeepVersions(versions=[]))
+            call.reply(RegisterVersionReply(lineage=ask.lineage, version=ask.version))
+        case GetRetainedVersions():
+            call.reply(RetainedVersions(versions=[]))
         case GetStatus():
             call.reply(Status(values={"trainer_term": 1}))
         case _:

@@ -47,13 +47,13 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
+    AttachReply,
+    GetRetainedVersions,
     GetStatus,
-    KeepVersions,
-    Registered,
     RegisterVersion,
+    RegisterVersionReply,
+    RetainedVersions,
     Status,
-    VersionsInUse,
 )
 from staleflow.servers.parameters import main as root
 from staleflow.servers.parameters import tree
@@ -152,9 +152,9 @@ def serve(place: str, port: int, delta: str) -> None:
             case Attach():
                 call.reply(attached(config, folder))
             case RegisterVersion() as ask:
-                call.reply(Registered(lineage=ask.lineage, version=ask.version))
-            case VersionsInUse():
-                call.reply(KeepVersions(versions=[]))
+                call.reply(RegisterVersionReply(lineage=ask.lineage, version=ask.version))
+            case GetRetainedVersions():
+                call.reply(RetainedVersions(versions=[]))
             case GetStatus():
                 call.reply(Status(values={"trainer_term": 1}))
             case _:
@@ -171,8 +171,8 @@ def serve(place: str, port: int, delta: str) -> None:
         runner.run(serving())
 
 
-def attached(config: Config, folder: Path) -> Attached:
-    return Attached(
+def attached(config: Config, folder: Path) -> AttachReply:
+    return AttachReply(
         run="bench",
         config=b"",
         config_sha=config_sha(config),

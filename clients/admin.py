@@ -4,7 +4,7 @@ from typing import Any
 
 from staleflow.net.client import BlockingClient, worker_id
 from staleflow.net.transport import SOCKETS, Transport
-from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done, Drain, GetStatus, Status
+from staleflow.protocols.wire.messages import Attach, AttachReply, Detach, Done, Drain, GetStatus, Status
 
 
 class Admin:
@@ -29,10 +29,10 @@ class Admin:
         """End the run: train what is under way, lease nothing new, keep what is acknowledged."""
         self._client.ask(Drain(why=why), Done, timeout_s=timeout_s)
 
-    def run(self, timeout_s: float = 10.0) -> Attached:
+    def run(self, timeout_s: float = 10.0) -> AttachReply:
         """What the scheduler tells a worker that joins: configuration, run directory, addresses."""
         hello = Attach(worker=self._worker, name=self._worker, role="monitor")
-        attached = self._client.ask(hello, Attached, timeout_s=timeout_s)
+        attached = self._client.ask(hello, AttachReply, timeout_s=timeout_s)
         self._client.ask(Detach(worker=self._worker, why="asked only"), Done, timeout_s=timeout_s)
         return attached
 

@@ -12,7 +12,7 @@ from staleflow.net.errors import Refused, RunOver
 from staleflow.net.retry import Backoff
 from staleflow.process import readiness
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.protocols.wire.messages import Attach, AttachReply
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ SILENCE_S = 2.0
 """After so long without an answer the log names what this process waits for."""
 
 
-async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> Attached:
+async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> AttachReply:
     """The run's answer, once every trajectory server (and the parameter server, if wanted) is attached to it too.
 
     Waits for servers that are still to come, and a bounded time for a name whose owner may have died. ``RunOver`` after
@@ -32,7 +32,7 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
         waiting = "waiting for the scheduler at %s, which does not answer"
         notice = asyncio.get_running_loop().call_later(SILENCE_S, log.info, waiting, scheduler.address)
         try:
-            answer = await scheduler.ask(request, Attached, timeout_s=None)
+            answer = await scheduler.ask(request, AttachReply, timeout_s=None)
         except Refused as refused:
             if refused.is_over:
                 raise RunOver from refused

@@ -11,7 +11,7 @@ from msgspec import field
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.section import Section, Text
 
-LEAST_TOKEN = 16
+MIN_TOKEN = 16
 """Characters of a token."""
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 
@@ -66,6 +66,6 @@ def read_token(path: str) -> str:
         raise ConfigError("metrics.token", path, f"it cannot be read: {error}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError("metrics.token", path, "others may read it: its mode must be 0600")
-    if len(word) < LEAST_TOKEN or not word.isprintable() or " " in word:
-        raise ConfigError("metrics.token", path, f"it must hold one word of at least {LEAST_TOKEN} characters")
+    if len(word) < MIN_TOKEN or not word.isprintable() or " " in word:
+        raise ConfigError("metrics.token", path, f"it must hold one word of at least {MIN_TOKEN} characters")
     return word

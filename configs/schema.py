@@ -26,7 +26,7 @@ from staleflow.configs.section import (
     Text,
 )
 from staleflow.configs.simulation import Simulated, Simulation
-from staleflow.protocols.consistency.limits import MOST_STALENESS, Bound, OnOverdue
+from staleflow.protocols.consistency.limits import MAX_STALENESS, Bound, OnOverdue
 
 Durability = Literal["process", "power"]
 DeltaKind = Literal["off", "raw", "compressed"]
@@ -185,7 +185,7 @@ class Critic(Section, frozen=True, kw_only=True):
 class Staleness(Section, frozen=True, kw_only=True):
     """The promise."""
 
-    max_staleness: Annotated[int, Meta(ge=0, le=MOST_STALENESS)] = 2
+    max_staleness: Annotated[int, Meta(ge=0, le=MAX_STALENESS)] = 2
     """Versions between a trajectory's oldest token and the step that trains it. 0 waits for every batch; more keeps
     engines busy while the trainer works, at the price of older data. A status has a row for each, hence the limit."""
     bound: Bound = Bound.TRAJECTORY

@@ -18,8 +18,8 @@ PositiveFloat = Annotated[float, Meta(gt=0, le=MOST)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=4096)]
 """Processes, threads and machines: what a kernel and a scheduler can still hold."""
-MOST_GROUPS: Final = 1 << 20
-Groups = Annotated[int, Meta(ge=1, le=MOST_GROUPS)]
+MAX_GROUPS: Final = 1 << 20
+Groups = Annotated[int, Meta(ge=1, le=MAX_GROUPS)]
 """Groups or samples that are held at once: some bytes each in memory, and in one message."""
 Calls = Annotated[int, Meta(ge=1, le=1 << 20)]
 """Calls of user code that are under way at once: a task each, and a connection each where they ask over a network."""

@@ -18,7 +18,7 @@ from staleflow.net.errors import Refused, RunOver
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.process import readiness
 from staleflow.process.daemon import Stop
-from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.protocols.wire.messages import Attach, AttachReply
 
 GRACE_S = 3.0
 
@@ -68,7 +68,7 @@ async def serve_attached(
     scheduler: Client,
     hello: Callable[[str], Attach],
     make: Callable[[Tasks], Service],
-    on_attached: Callable[[Attached], None] | None = None,
+    on_attached: Callable[[AttachReply], None] | None = None,
     transport: Transport = SOCKETS,
 ) -> None:
     """Serve ``make(tasks)`` at ``bind`` until stopped. ``hello`` gets the bound address, ``on_attached`` the answer."""
@@ -96,11 +96,11 @@ async def serve_attached(
 
 
 async def _work(
-    scheduler: Client, hello: Attach, service: Service, on_attached: Callable[[Attached], None] | None
+    scheduler: Client, hello: Attach, service: Service, on_attached: Callable[[AttachReply], None] | None
 ) -> None:
     hello = msgspec.structs.replace(hello, slot=readiness.slot())
     try:
-        attached = await scheduler.ask(hello, Attached, timeout_s=None)
+        attached = await scheduler.ask(hello, AttachReply, timeout_s=None)
     except Refused as no:
         if no.is_over:
             raise RunOver from no

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from staleflow.clients.trainer.client import TrainerClient
 
 TRACE = "trace.jsonl"
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """Between two looks at whether a worker has joined the run."""
 LAST_LINE_S = 1.0
 """In which the last line of a process that has ended is read; a process that it started may hold the pipe."""
@@ -262,7 +262,7 @@ class Run:
             while not self._has(name, worker.pid):
                 if not worker.alive:
                     raise ConfigError(f"{role} worker", name, worker.last_line() or "it ended before it joined the run")
-                time.sleep(LOOK_S)
+                time.sleep(POLL_INTERVAL_S)
         except BaseException:
             worker.leave()
             raise

@@ -22,8 +22,8 @@ from staleflow.protocols.wire.messages import Assign, Place, PushGroups, PushIte
 from staleflow.protocols.wire.tensors import Array, pieces, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 
-MOST_GROUPS = 64
-MOST_BYTES = 32 << 20
+MAX_GROUPS = 64
+MAX_BYTES = 32 << 20
 BUSY_S = 0.5
 """A group that the shard did not take is not offered again sooner; others are."""
 
@@ -74,7 +74,7 @@ class Pusher:
         self._slabs = slabs
         self._worker = worker
         self._settled = settled
-        self._portion = Portion(MOST_BYTES)
+        self._portion = Portion(MAX_BYTES)
         self._queue: list[Finished] = []
         self._filled = asyncio.Event()
         self.idle = asyncio.Event()
@@ -97,7 +97,7 @@ class Pusher:
 
     async def run(self) -> None:
         """Push for ever."""
-        most = MOST_GROUPS
+        most = MAX_GROUPS
         while True:
             await self._filled.wait()
             self._filled.clear()
@@ -116,14 +116,14 @@ class Pusher:
                 if busy:
                     self._put_off(busy, behind=most == 1)
                     await self._room()
-                most = 1 if busy else MOST_GROUPS  # room for one group is not yet room for all
+                most = 1 if busy else MAX_GROUPS  # room for one group is not yet room for all
             self.idle.set()
 
     def _take(self, most: int) -> list[Finished]:
         """As many as fit into one message, at least one; none when no group may be offered now."""
         now_s = asyncio.get_running_loop().time()
         batch = [finished for finished in self._queue if finished.due_s <= now_s][:most]
-        batch = batch[: fitting([finished.nbytes for finished in batch], MOST_BYTES)]
+        batch = batch[: fitting([finished.nbytes for finished in batch], MAX_BYTES)]
         self._queue = [finished for finished in self._queue if finished not in batch]
         return batch
 

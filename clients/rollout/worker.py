@@ -60,7 +60,7 @@ Encode = Callable[[str], NDArray[np.int32]]
 
 STUCK_S = 1.0
 """A step that takes longer renews no lease until it returns."""
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 REPORT_MS = 1_000
 DRAIN_S = 5.0
 """How long a worker of a run that drains goes on with what it holds: the servers it would go to end as well."""
@@ -142,7 +142,7 @@ class Worker:
     async def _reports(self) -> None:
         while True:
             if self._engine.stuck_s() > STUCK_S:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             self._report_now.clear()
             report = Report(

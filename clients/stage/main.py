@@ -29,7 +29,7 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 log = logging.getLogger(__name__)
 
 FAREWELL_S = 1.0
-LOOK_EVERY_S = 2.0
+POLL_INTERVAL_S = 2.0
 """Whether the run is over."""
 GONE_S = 60.0
 """A scheduler not heard of for so long has ended with its run."""
@@ -118,7 +118,7 @@ async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> No
             if status.get("finished"):
                 log.info("leaves: the run is over")
                 return
-            await asyncio.wait((serving,), timeout=LOOK_EVERY_S)
+            await asyncio.wait((serving,), timeout=POLL_INTERVAL_S)
         await serving
     finally:
         serving.cancel()

@@ -24,7 +24,7 @@ from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import FinishStage, Results, StageItem, StageResult, StageWork, TakeStage
+from staleflow.protocols.wire.messages import GetStageWork, PutStageResults, Results, StageItem, StageResult, StageWork
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -165,7 +165,7 @@ class StageWorker:
         loop = asyncio.get_running_loop()
         while True:
             room, asked = await hand.room(), loop.time()
-            take = TakeStage(
+            take = GetStageWork(
                 stage=self._name,
                 worker=self._worker,
                 max_groups=room,
@@ -219,7 +219,7 @@ class StageWorker:
                 result, more = self._result(one.item, one.made)
                 results.append(result)
                 out += more
-            finish = FinishStage(stage=self._name, worker=self._worker, results=results)
+            finish = PutStageResults(stage=self._name, worker=self._worker, results=results)
             answer = await shard.ask(finish, Results, out, timeout_s=None)
             good = self._count(finish, answer)
             groups = [one.group for one in done if one.group is not None]
@@ -244,7 +244,7 @@ class StageWorker:
         result = StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs, error=error)
         return result, frames
 
-    def _count(self, finish: FinishStage, answer: Results) -> set[GroupId]:
+    def _count(self, finish: PutStageResults, answer: Results) -> set[GroupId]:
         """The groups whose columns the shard has taken."""
         good: set[GroupId] = set()
         for result, outcome in zip(finish.results, answer.results, strict=True):
@@ -257,7 +257,7 @@ class StageWorker:
         return good
 
 
-async def _asked(shard: Client, take: TakeStage, portion: Portion) -> tuple[StageWork, list[memoryview]]:
+async def _asked(shard: Client, take: GetStageWork, portion: Portion) -> tuple[StageWork, list[memoryview]]:
     """What the shard has, and learn from how long it was on its way. ``Stuck``."""
     clock = asyncio.get_running_loop().time
     began, call = clock(), shard.call(take, timeout_s=None)

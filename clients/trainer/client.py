@@ -39,18 +39,18 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
+    AttachReply,
     Batch,
-    CheckpointRegistered,
     Detach,
     Done,
     Finished,
     GetStatus,
     Join,
-    Joined,
+    JoinReply,
     Metrics,
     ModelLimits,
     RegisterCheckpoint,
+    RegisterCheckpointReply,
     Status,
 )
 
@@ -63,7 +63,7 @@ COMMIT_GRACE_S = 5.0
 CROWDED_SHARE = 0.5
 """Of a trajectory server's map. Beyond it consumed payload should go, which only a checkpoint lets happen."""
 STATUS_TIMEOUT_S = 1.0
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 """After waiting so long for a batch: is the newest version still whole?"""
 FAREWELL_GRACE_S = 1.0
 """Once asked to end, nothing else that is said waits longer than this."""
@@ -141,7 +141,7 @@ class TrainerClient:
         self._shards: list[Client] = []
         self._publisher: Publisher | None = None
         self._direct = direct
-        self._joined: Joined | None = None
+        self._joined: JoinReply | None = None
         self.version = Version(0)
         """Of the weights that the trainer holds, as far as the run knows."""
         self._lineage = Lineage(0)
@@ -164,7 +164,7 @@ class TrainerClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def attach(self) -> Attached:
+    def attach(self) -> AttachReply:
         """Become known to the run; waits for its servers. ``join`` does it when it was not done before."""
         request = Attach(
             worker=self.worker, name=self._name, role="trainer", config_sha=self._config_sha, pid=os.getpid()
@@ -177,7 +177,7 @@ class TrainerClient:
         )
         return attached
 
-    def join(self, lineage: Lineage, version: Version) -> Joined:
+    def join(self, lineage: Lineage, version: Version) -> JoinReply:
         """Take over with the weights of (lineage, version), (0, 0) being the initial model. Older trainers are fenced.
 
         From an older version the run rolls back to it. The answer's version is -1 while nothing is published: then
@@ -187,7 +187,7 @@ class TrainerClient:
             self.attach()
         request = Join(trainer=self.worker, lineage=lineage, version=version, model=self.model)
         try:
-            self._joined = self._wait(self._scheduler.ask(request, Joined, timeout_s=None))
+            self._joined = self._wait(self._scheduler.ask(request, JoinReply, timeout_s=None))
         except Refused as refused:
             if refused.code is Code.BAD_VERSION:
                 raise BadVersion(f"version {version} of lineage {lineage}: {refused.detail}") from refused
@@ -310,7 +310,7 @@ class TrainerClient:
 
     def _next(self, coming: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What comes next. Nothing may, while the newest version is damaged at the server and loaded by nobody."""
-        while (found := self._wait(within(LOOK_S, coming()))) is None:
+        while (found := self._wait(within(POLL_INTERVAL_S, coming()))) is None:
             self._mend()
             self.on_wait()
         return found
@@ -377,7 +377,7 @@ class TrainerClient:
         scheduler did not acknowledge: then delete nothing.
         """
         request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version, keep=keep)
-        registered = self._say(self._scheduler.ask(request, CheckpointRegistered, timeout_s=None))
+        registered = self._say(self._scheduler.ask(request, RegisterCheckpointReply, timeout_s=None))
         return None if registered is None else registered.oldest
 
     def crowded(self) -> bool:

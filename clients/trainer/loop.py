@@ -29,7 +29,7 @@ from staleflow.clients.trainer.steps import Computed, Steps
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, Version
-from staleflow.protocols.wire.messages import Joined
+from staleflow.protocols.wire.messages import JoinReply
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class TrainingLoop:
         else:
             self._client.holds(self._backend.weights())
 
-    def _join_newest(self, refused: dict[TrainerState, str]) -> tuple[Path | None, TrainerState, Joined]:
+    def _join_newest(self, refused: dict[TrainerState, str]) -> tuple[Path | None, TrainerState, JoinReply]:
         """The checkpoint that the service took, None for the initial model. ``BadVersion`` when it takes neither."""
         for path, state in self._checkpoints.newest():
             self._backend.check(path)  # before the trainer that wrote it is fenced

@@ -23,10 +23,10 @@ from staleflow.protocols.wire.messages import (
     Batch,
     CheckBatch,
     Done,
+    GetBatch,
+    GetClaims,
     MemberRef,
     ModelLimits,
-    NextBatch,
-    NextGroups,
     NoMoreBatches,
     QuarantineGroups,
     Reply,
@@ -96,12 +96,12 @@ class BatchStream:
 
     async def sealed(self, step: Step) -> Batch:
         """The batch of ``step`` as it is sealed now; waits for the seal. ``NoBatch`` and ``Drained`` if none comes."""
-        reply = await self.next(NextBatch(trainer_term=self._trainer_term, step=step, rank=self._rank))
+        reply = await self.next(GetBatch(trainer_term=self._trainer_term, step=step, rank=self._rank))
         if not isinstance(reply, Batch):
             raise ProtocolError(Code.MALFORMED, f"the scheduler answered NextBatch with {type(reply).__name__}")
         return reply
 
-    async def next(self, ask: NextBatch | NextGroups) -> Reply:
+    async def next(self, ask: GetBatch | GetClaims) -> Reply:
         """The answer to a request for the next data. ``NoBatch`` and ``Drained`` if none comes."""
         try:
             reply, _ = await self._scheduler.call(ask, timeout_s=None)

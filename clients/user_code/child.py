@@ -36,7 +36,7 @@ OURS = str(Path(__file__).parent.parent)
 """Calls come through this folder; an error that has no other lines is of the call itself."""
 INSTALLED = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 """Where no code of the user's is, or code that he did not write for this run."""
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """How often the loop of an ``async def`` is asked whether it still turns."""
 
 
@@ -196,7 +196,7 @@ def _watch(loop: asyncio.AbstractEventLoop, timeout_s: float, outgoing: BinaryIO
         alive.clear()
         loop.call_soon_threadsafe(alive.set)
         if alive.wait(timeout_s):
-            time.sleep(min(timeout_s, LOOK_S))
+            time.sleep(min(timeout_s, POLL_INTERVAL_S))
         elif (task := asyncio.current_task(loop)) is not None and task.get_name().isdecimal():
             outgoing.write(pipe.frame(pipe.Hung(id=int(task.get_name()))))
             os._exit(1)

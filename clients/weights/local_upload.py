@@ -23,7 +23,7 @@ from staleflow.clients.weights.mmap_cache import KeptMaps
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, tensor_of
 from staleflow.process.host import boot_id, file_system
 from staleflow.protocols.wire.manifest import Digest
-from staleflow.protocols.wire.messages import Manifest, PublishTo, TensorEntry
+from staleflow.protocols.wire.messages import BeginPublishReply, Manifest, TensorEntry
 from staleflow.protocols.wire.tensors import Array
 
 PIECE_BYTES = 2 << 20
@@ -49,7 +49,7 @@ class ServerFiles:
         self._writing = threading.Lock()
 
     def write(
-        self, to: PublishTo, places: Manifest, weights: NamedTensors, given_up: threading.Event
+        self, to: BeginPublishReply, places: Manifest, weights: NamedTensors, given_up: threading.Event
     ) -> list[str] | None:
         """Put the bytes where the server will look for them, and return the digest of each tensor.
 

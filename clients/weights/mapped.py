@@ -9,11 +9,11 @@ import numpy as np
 
 from staleflow.clients.weights.mmap_cache import KeptMaps
 from staleflow.process.host import boot_id
-from staleflow.protocols.wire.messages import ManifestOf
+from staleflow.protocols.wire.messages import ManifestReply
 from staleflow.store.shared_file import hold
 
 
-def map_file(found: ManifestOf) -> memoryview | None:
+def map_file(found: ManifestReply) -> memoryview | None:
     """The file of the version, mapped; None when it is not within reach. Nobody writes it while the map lives."""
     maps = Maps()
     try:
@@ -28,7 +28,7 @@ class Maps:
     def __init__(self) -> None:
         self._kept = KeptMaps(mmap.PROT_READ)
 
-    def map(self, found: ManifestOf) -> memoryview | None:
+    def map(self, found: ManifestReply) -> memoryview | None:
         """The file of the version; None when it is not within reach."""
         if found.host != boot_id():
             return None
@@ -47,7 +47,7 @@ class Maps:
         weakref.finalize(root, os.close, descriptor)  # every view of it keeps it alive
         return root.data
 
-    def _content(self, held: int, found: ManifestOf) -> mmap.mmap | None:
+    def _content(self, held: int, found: ManifestReply) -> mmap.mmap | None:
         """The map of a file that is held; None when it has another size. ``OSError``."""
         status = os.fstat(held)
         if status.st_size != found.manifest.nbytes or status.st_size == 0:

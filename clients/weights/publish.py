@@ -17,11 +17,11 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     BeginPublish,
+    BeginPublishReply,
     CommitPublish,
     GetStatus,
     Manifest,
-    PublishTo,
-    Registered,
+    RegisterVersionReply,
     Status,
 )
 from staleflow.store.disk_errors import state_of
@@ -36,7 +36,7 @@ TRIES = 5
 server that starts again, does not count: the next one gets farther."""
 FULL_S = 1.0
 """After this the bytes are written again that the disk had no room for."""
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Between looks, while the server finds no room, at which files it has deleted."""
 
 
@@ -62,7 +62,7 @@ class Publisher:
         lineage: Lineage,
         version: Version,
         batch: BatchId | None,
-    ) -> Registered:
+    ) -> RegisterVersionReply:
         """Returns once the version is durable and registered. Waits for a server that is away; ``Refused`` is final.
 
         uint16 arrays are the bits of bfloat16. Nobody may change the arrays before the end. They are gone through
@@ -109,7 +109,7 @@ class Publisher:
 
     async def _upload(
         self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: Moved
-    ) -> Registered:
+    ) -> RegisterVersionReply:
         to = await self._begun(begin)
         given_up = threading.Event()
         try:
@@ -122,20 +122,20 @@ class Publisher:
             digests = await chunks.send(self._client, to.upload, places, weights, self._portion, arrived)
         manifest = described(places, digests)
         commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
-        return await self._client.ask(commit, Registered, timeout_s=None)
+        return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
 
-    async def _begun(self, begin: BeginPublish) -> PublishTo:
+    async def _begun(self, begin: BeginPublish) -> BeginPublishReply:
         """Where the version goes, once there is room: this process must not keep what is deleted."""
         await asyncio.to_thread(self._files.forget_deleted)
 
         async def forgetting() -> None:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
                 await asyncio.to_thread(self._files.forget_deleted)
 
         meanwhile = asyncio.ensure_future(forgetting())
         try:
-            return await self._client.ask(begin, PublishTo, timeout_s=None)
+            return await self._client.ask(begin, BeginPublishReply, timeout_s=None)
         finally:
             meanwhile.cancel()
 

@@ -21,7 +21,7 @@ from staleflow.net.weights import while_alive
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.manifest import check
-from staleflow.protocols.wire.messages import GetManifest, Manifest, ManifestOf
+from staleflow.protocols.wire.messages import GetManifest, Manifest, ManifestReply
 from staleflow.protocols.wire.tensors import Array
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Puller:
     async def reach(self, lineage: Lineage, version: Version) -> PulledVersion:
         """As ``pull``, but nothing may be made of the bytes before ``verify`` has looked at them."""
         asked = GetManifest(worker=self._worker, lineage=lineage, version=version)
-        found = await self._client.ask(asked, ManifestOf, timeout_s=None)
+        found = await self._client.ask(asked, ManifestReply, timeout_s=None)
         check(found.manifest)
         if (given := await self._given(asked, found)) is not None:
             return given
@@ -147,7 +147,7 @@ class Puller:
             return await self._brought(asked, found.manifest)
         return PulledVersion(asked, found.manifest, file, lambda: unpin(self._client, asked), mapped=True)
 
-    async def _given(self, asked: GetManifest, found: ManifestOf) -> PulledVersion | None:
+    async def _given(self, asked: GetManifest, found: ManifestReply) -> PulledVersion | None:
         """By the trainer itself; None when it does not, and the bytes are to be had as always."""
         if self._direct is None or not found.direct:
             return None
@@ -161,7 +161,7 @@ class Puller:
         """Have the server look at every byte: what it finds damaged can be published again."""
         with suppress(Refused, Unavailable):
             doubted = msgspec.structs.replace(asked, doubted=True)
-            await self._client.ask(doubted, ManifestOf, timeout_s=DOUBT_TIMEOUT_S)
+            await self._client.ask(doubted, ManifestReply, timeout_s=DOUBT_TIMEOUT_S)
 
     async def _brought(self, asked: GetManifest, manifest: Manifest) -> PulledVersion:
         """Through a relay, or else into this process's own memory."""

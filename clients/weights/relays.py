@@ -15,7 +15,7 @@ from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import FindSources, GetManifest, Manifest, ManifestOf, Sources
+from staleflow.protocols.wire.messages import GetManifest, GetSources, Manifest, ManifestReply, Sources
 
 NEAR_S = 60.0
 """In which a relay must say that a version is there, or still comes."""
@@ -35,7 +35,7 @@ class Relays:
 
     async def nearest(self) -> list[Client]:
         """Whom to ask before the parameter server itself, in this order."""
-        found = await self._root.ask(FindSources(worker=self._worker, host=boot_id()), Sources, timeout_s=None)
+        found = await self._root.ask(GetSources(worker=self._worker, host=boot_id()), Sources, timeout_s=None)
         for endpoint in list(self._open):
             if endpoint not in found.endpoints:  # gone, or another is nearer: what is pinned there goes with it
                 self._open.pop(endpoint).close()
@@ -57,7 +57,7 @@ async def map_near(relay: Client, asked: GetManifest, manifest: Manifest) -> mem
     """
     near = msgspec.structs.replace(asked, host=boot_id())
     while True:
-        found = await relay.ask(near, ManifestOf, timeout_s=NEAR_S)
+        found = await relay.ask(near, ManifestReply, timeout_s=NEAR_S)
         if found.manifest.sha != manifest.sha:
             detail = f"{relay.address} calls other weights version {asked.version}: is it a relay of another run?"
             raise ProtocolError(Code.CONFLICT, detail)
@@ -75,7 +75,7 @@ async def map_near(relay: Client, asked: GetManifest, manifest: Manifest) -> mem
 
 async def doubt(relay: Client, asked: GetManifest) -> None:
     """Have the relay look at every byte of a version, and forget it if that is damaged."""
-    await relay.ask(msgspec.structs.replace(asked, doubted=True), ManifestOf, timeout_s=ANSWER_S)
+    await relay.ask(msgspec.structs.replace(asked, doubted=True), ManifestReply, timeout_s=ANSWER_S)
 
 
 def unpinning(asked: GetManifest, *clients: Client) -> Callable[[], Coroutine[Any, Any, None]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from staleflow.configs.errors import ConfigError, shown
 from staleflow.configs.schema import Config, Coordination, Rollout
-from staleflow.configs.section import MOST_GROUPS
+from staleflow.configs.section import MAX_GROUPS
 
 
 def groups_held(slots: int, started: int) -> int:
@@ -24,8 +24,8 @@ def check_coordination(config: Config) -> None:
     if chosen.composition == "length_clustered" and chosen.ranker == "none":
         allowed = 'with coordination.ranker "none" no length is expected: "iid", or a ranker of "history" and "learned"'
         raise ConfigError("coordination.composition", chosen.composition, allowed)
-    if (groups := chosen.lookahead * config.trainer.batch_size) > MOST_GROUPS and chosen.composition != "iid":
-        allowed = f"{groups} groups of trainer.batch_size {config.trainer.batch_size} batches: at most {MOST_GROUPS}"
+    if (groups := chosen.lookahead * config.trainer.batch_size) > MAX_GROUPS and chosen.composition != "iid":
+        allowed = f"{groups} groups of trainer.batch_size {config.trainer.batch_size} batches: at most {MAX_GROUPS}"
         raise ConfigError("coordination.lookahead", chosen.lookahead, allowed)
     if config.environment.run and chosen.migration != "none":
         allowed = 'it must be "none" with environment.run: an episode cannot leave the process that plays it'

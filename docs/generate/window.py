@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from docs.generate.svg import box, picture, words
-from staleflow.protocols.consistency.effects import Refused
+from staleflow.protocols.consistency.effects import Rejected
 from staleflow.protocols.consistency.events import Consume, Event, Join, Occupy, Publish, Push, Reserve
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import GroupId, Lineage, Segment, Step, Version, WorkerId
@@ -86,7 +86,7 @@ class Scene:
 
     def _apply(self, event: Event) -> None:
         effects = self.machine.apply(event, now_ms=0)
-        assert not any(isinstance(effect, Refused) for effect in effects), effects
+        assert not any(isinstance(effect, Rejected) for effect in effects), effects
 
 
 def window() -> str:

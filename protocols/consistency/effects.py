@@ -1,6 +1,6 @@
 """Outputs of the machine, in the order in which they must be carried out.
 
-Each effect but ``Refused`` and ``Truncate`` is a transition of the ledger: the shell stores it and its trace event in
+Each effect but ``Rejected`` and ``Truncate`` is a transition of the ledger: the shell stores it and its trace event in
 one transaction before any reply leaves. Field names are those of the trace.
 """
 
@@ -207,7 +207,7 @@ class Truncate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Rejected:
     """A normal no. Nothing changed."""
 
     op: str
@@ -235,5 +235,5 @@ Effect = (
     | Consumed
     | CheckpointKept
     | Truncate
-    | Refused
+    | Rejected
 )

@@ -14,7 +14,7 @@ from staleflow.protocols.consistency.effects import (
     Effect,
     Occupied,
     Pushed,
-    Refused,
+    Rejected,
     Released,
     ReleaseWhy,
     Reserved,
@@ -112,7 +112,7 @@ class Ledger:
         group: GroupId | None = None,
         lease: LeaseId | None = None,
     ) -> None:
-        self.out.append(Refused(op=op, code=code, worker=worker, group=group, lease=lease, detail=detail))
+        self.out.append(Rejected(op=op, code=code, worker=worker, group=group, lease=lease, detail=detail))
 
     def illegal(self, message: str, group: GroupId | None = None) -> TransitionError:
         """The error for a caller that asks for what the state does not allow. To be raised before anything changes."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-MOST_STALENESS: Final = 1024
+MAX_STALENESS: Final = 1024
 """The window has a step for each version of staleness, and a status a row for each of them. Training on data a thousand
 versions old is no use to anybody."""
 
@@ -47,8 +47,8 @@ class Limits:
     """Check every invariant after every event. Costs a pass over the ledger each time."""
 
     def __post_init__(self) -> None:
-        if self.max_staleness > MOST_STALENESS:
-            raise ValueError(f"max_staleness is {self.max_staleness}; it must be at most {MOST_STALENESS}")
+        if self.max_staleness > MAX_STALENESS:
+            raise ValueError(f"max_staleness is {self.max_staleness}; it must be at most {MAX_STALENESS}")
         for name, low in (("max_staleness", 0), ("batch_size", 1), ("lease_ms", 1), ("max_spares", 0)):
             if (value := getattr(self, name)) < low:
                 raise ValueError(f"{name} is {value}; it must be at least {low}")

@@ -20,9 +20,9 @@ from staleflow.protocols.coordination.view import Flight, Instance, Move, Snapsh
 
 Migration = Literal["none", "idle", "throughput"]
 
-MOST_MOVES = 8
+MAX_MOVES = 8
 """Orders of one cycle."""
-MOST_ENDS = 16
+MAX_ENDS = 16
 """Instances that groups leave, and that they go to, in one cycle: those where it matters most. With a thousand of them
 the others wait for the next one."""
 MIN_AGE_MS = 5_000
@@ -30,7 +30,7 @@ MIN_AGE_MS = 5_000
 move before."""
 FULL_KV = 0.95
 """Share of the KV cache in use above which nothing more begins."""
-LEAST_GAP = 1.05
+MIN_GAP = 1.05
 """What is known of equal instances differs by some percent: a smaller gap than this is none."""
 MIN_LEFT_S = 2.0
 """A group that is expected to end sooner stays: moving costs reading its tokens in again."""
@@ -50,13 +50,13 @@ def idle(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Mo
 def throughput(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Move]:
     """What waits for a slot to whoever has one free, and what is written to where that is ``gap`` times as fast."""
 
-    gap = max(gap, LEAST_GAP)
+    gap = max(gap, MIN_GAP)
 
     def slow(targets: Sequence[Instance]) -> list[tuple[Instance, float]]:
         best = max(pace(target, snapshot.group_size) for target in targets)
         paces = ((pace(i), i) for i in snapshot.instances if i.running)
         found = ((here, i) for here, i in paces if 0.0 < here * gap <= best)
-        return [(i, here * gap) for here, i in nsmallest(MOST_ENDS, found, key=lambda item: item[0])]
+        return [(i, here * gap) for here, i in nsmallest(MAX_ENDS, found, key=lambda item: item[0])]
 
     return _moves(snapshot, _open(snapshot, given), slow)
 
@@ -82,8 +82,8 @@ def _moves(
     second: the longest expected remainder first, of those without one the oldest."""
     if not targets or not snapshot.flights:
         return []
-    targets = nlargest(MOST_ENDS, targets, key=lambda target: pace(target, snapshot.group_size))
-    crowded = nlargest(MOST_ENDS, (i for i in snapshot.instances if crowded_out(i)), key=crowded_out)
+    targets = nlargest(MAX_ENDS, targets, key=lambda target: pace(target, snapshot.group_size))
+    crowded = nlargest(MAX_ENDS, (i for i in snapshot.instances if crowded_out(i)), key=crowded_out)
     slower = list(slow(targets))
     moves = Moves(snapshot, targets, [*crowded, *(i for i, _ in slower)])
     for flight in moves.waiting(crowded):
@@ -177,7 +177,7 @@ class Moves:
 
     def move(self, flight: Flight, *, at_least: float) -> None:
         """Order it to where its samples are written fastest, unless that is below ``at_least``."""
-        target = None if len(self.orders) == MOST_MOVES else self._target(flight, at_least)
+        target = None if len(self.orders) == MAX_MOVES else self._target(flight, at_least)
         if target is None:
             return
         self._taken.add(flight.group)

@@ -12,7 +12,7 @@ from staleflow.protocols.coordination.view import Instance, Load, Snapshot
 
 Sync = Literal["greedy", "threshold", "idle"]
 
-MOST_AT_ONCE = 16
+MAX_AT_ONCE = 16
 """Orders of one cycle. A thousand instances are told within a fifth of a second, and nobody else waits for them all."""
 
 
@@ -30,7 +30,7 @@ def load(snapshot: Snapshot, sync: Sync, threshold: int) -> list[Load]:
         case _:
             assert_never(sync)
     return [
-        Load(worker=i.worker, lineage=snapshot.lineage, version=snapshot.version) for i in islice(chosen, MOST_AT_ONCE)
+        Load(worker=i.worker, lineage=snapshot.lineage, version=snapshot.version) for i in islice(chosen, MAX_AT_ONCE)
     ]
 
 

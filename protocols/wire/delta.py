@@ -37,7 +37,7 @@ _HEAD: Final = struct.Struct("<4sBBBxQQ")
 _SUM: Final = struct.Struct("<I")
 _LENGTH: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _SUM.size + _HEAD.size + _LENGTH.size
-MOST_BYTES: Final = 1 << 31
+MAX_BYTES: Final = 1 << 31
 """Of one span: its lengths are 32-bit numbers."""
 
 _FAR: Final = 255
@@ -111,7 +111,7 @@ def spans(old: Manifest, new: Manifest, *, most_bytes: int) -> list[Span]:
 
 def encode(old: Data, new: Data, width: int, *, compress: bool = True) -> bytes:
     """The delta from ``old`` to ``new``, of equal size, a multiple of ``width``. ``ValueError`` for anything else."""
-    if width not in WIDTHS or len(old) != len(new) or len(new) % width or len(new) > MOST_BYTES:
+    if width not in WIDTHS or len(old) != len(new) or len(new) % width or len(new) > MAX_BYTES:
         raise ValueError(f"no delta of width {width} between {len(old)} and {len(new)} bytes")
     was, now = _elements(old, width), _elements(new, width)
     changed = np.flatnonzero(was != now)

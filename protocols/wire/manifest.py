@@ -31,7 +31,7 @@ NBYTES: Final[dict[str, int]] = {
 ALIGNMENT: Final = 64
 """Bytes: each tensor starts at a multiple of it."""
 
-MOST_BYTES: Final = 1 << 48
+MAX_BYTES: Final = 1 << 48
 """Of one version: more than any disk holds, and far below where numbers of bytes no longer fit a file's offsets."""
 
 MAX_DIMENSIONS: Final = 64
@@ -98,8 +98,8 @@ def _check_entries(tensors: list[TensorEntry]) -> None:
         if any(extent < 0 for extent in entry.shape):
             raise _malformed(f"tensor {entry.name!r}: shape {entry.shape} holds a negative extent")
         nbytes += ALIGNMENT + math.prod(entry.shape) * NBYTES[entry.dtype]
-        if nbytes > MOST_BYTES:
-            raise _malformed(f"tensor {entry.name!r}: a version has at most {MOST_BYTES} bytes")
+        if nbytes > MAX_BYTES:
+            raise _malformed(f"tensor {entry.name!r}: a version has at most {MAX_BYTES} bytes")
 
 
 def _sha(entries: list[TensorEntry]) -> str:

@@ -40,7 +40,7 @@ _COLUMNS: Final[dict[str, "tuple[np.dtype[Any], int]"]] = {
 
 _FLOAT: Final = np.dtype("float32")
 _LAST_FINISH: Final = max(Finish)
-_MOST_ROWS: Final = 65_536
+_MAX_ROWS: Final = 65_536
 """Samples of a group, and segments of all its samples: they are looked at one by one."""
 _FEW: Final = 32
 """Up to so many values plain Python is faster than NumPy."""
@@ -150,8 +150,8 @@ class GroupPayload:
         return found
 
     def _check_sizes(self) -> None:
-        if not 0 < len(self.lengths) <= _MOST_ROWS:
-            raise _malformed(f"lengths holds {len(self.lengths)} values; a group has 1 to {_MOST_ROWS} samples")
+        if not 0 < len(self.lengths) <= _MAX_ROWS:
+            raise _malformed(f"lengths holds {len(self.lengths)} values; a group has 1 to {_MAX_ROWS} samples")
         lengths: list[int] = self.lengths.tolist()
         samples, tokens = len(lengths), sum(lengths)
         if (least := min(lengths)) < 0:
@@ -241,8 +241,8 @@ def _check_type(name: str, array: Array, dtype: "np.dtype[Any]", ndim: int) -> N
 def _check_segments(segments: Array, lengths: Array) -> None:
     if segments.shape[1] != 4:
         raise _malformed(f"segments has {segments.shape[1]} columns; a row is sample, lineage, version, tokens")
-    if len(segments) > _MOST_ROWS:
-        raise _malformed(f"segments has {len(segments)} rows; a group has at most {_MOST_ROWS}")
+    if len(segments) > _MAX_ROWS:
+        raise _malformed(f"segments has {len(segments)} rows; a group has at most {_MAX_ROWS}")
     wanted: list[int] = lengths.tolist()
     longest, written, last = max(wanted), [0] * len(wanted), (0, 0, 0)
     rows: list[list[int]] = segments.tolist()

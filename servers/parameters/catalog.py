@@ -17,12 +17,12 @@ from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire.messages import (
+    GetRetainedVersions,
     GetStatus,
-    KeepVersions,
-    Registered,
     RegisterVersion,
+    RegisterVersionReply,
+    RetainedVersions,
     Status,
-    VersionsInUse,
 )
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.turns import Looks
@@ -40,7 +40,7 @@ from staleflow.servers.parameters.versions import (
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 1.0
+RETRY_INTERVAL_S = 1.0
 """After a no of now: the run is over, or a key is not allowed at present."""
 
 
@@ -183,13 +183,13 @@ class Catalog:
         self._versions.stored[key] = stored
         self._corrupt.pop(key, None)
 
-    async def register(self, about: About) -> Registered:
+    async def register(self, about: About) -> RegisterVersionReply:
         """Tell the scheduler of a durable version; forget it if the answer is no. One that is registered is not asked
         for again: the no to a trainer that is fenced meanwhile would cost the run a version that it uses."""
         await self._recovered.wait()
         key, manifest = about.key, about.manifest
         if key in self._registered:
-            return Registered(lineage=about.lineage, version=about.version)
+            return RegisterVersionReply(lineage=about.lineage, version=about.version)
         request = RegisterVersion(
             trainer_term=about.trainer_term,
             lineage=about.lineage,
@@ -199,7 +199,7 @@ class Catalog:
             nbytes=manifest.nbytes,
         )
         try:
-            registered = await self._scheduler.ask(request, Registered, timeout_s=None)
+            registered = await self._scheduler.ask(request, RegisterVersionReply, timeout_s=None)
         except Refused as no:
             log.warning("%s is not registered: %s", key, no)
             await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
@@ -216,7 +216,7 @@ class Catalog:
         """Find out which of the versions in the folder are registered; register, or forget, the others. While nobody
         says it, all of them stay."""
         while (used := await self._used()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
         self._registered |= used & self._versions.stored.keys()
         self._recovered.set()
         for key in sorted(self._versions.stored.keys() - self._registered):
@@ -252,7 +252,7 @@ class Catalog:
 
     async def _in_use(self) -> set[VersionKey]:
         """What the scheduler says is in use. ``Refused`` when the run is over."""
-        answer = await self._scheduler.ask(VersionsInUse(), KeepVersions, timeout_s=None)
+        answer = await self._scheduler.ask(GetRetainedVersions(), RetainedVersions, timeout_s=None)
         return {VersionKey(*key) for key in answer.versions}
 
     def status(self) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from staleflow.net.security import server_sockets
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.process.daemon import Stop, run
 from staleflow.process.host import raise_file_limit
-from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.protocols.wire.messages import Attach, AttachReply
 from staleflow.servers.parameters.service import ParameterService
 from staleflow.servers.parameters.versions import Versions
 from staleflow.servers.runner import Tasks, serve_attached
@@ -90,7 +90,7 @@ async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: T
         services.append(service)
         return service
 
-    def on_attached(attached: Attached) -> None:
+    def on_attached(attached: AttachReply) -> None:
         run_history.check(versions.reached, attached, run_dir / NAME)
         versions.reach(attached.run)
         services[0].run = attached.run

@@ -2,7 +2,7 @@
 
 from staleflow.servers.parameters.versions import VersionKey
 
-MOST_OF_ONE = 16
+MAX_OF_ONE = 16
 """Versions that one worker pins at once. An engine needs three: the one that it has, its base, and the next."""
 MAX_PER_KEY = 32
 """Versions that all workers of one key pin at once, however many names they have; without keys, all workers.
@@ -24,7 +24,7 @@ class Pins:
     def add(self, worker: str, key: VersionKey, owner: str = "") -> None:
         """``worker``, with the key ``owner``, uses the version from now on.
 
-        Beyond ``MOST_OF_ONE`` versions of the worker, or ``MAX_PER_KEY`` of the key, the oldest goes.
+        Beyond ``MAX_OF_ONE`` versions of the worker, or ``MAX_PER_KEY`` of the key, the oldest goes.
         """
         if self._owners.get(worker, owner) != owner:
             self.forget(worker)
@@ -34,7 +34,7 @@ class Pins:
         pinned[key] = True
         versions = self._by_owner.setdefault(owner, {})
         versions[key] = versions.pop(key, set()) | {worker}
-        if len(pinned) > MOST_OF_ONE:
+        if len(pinned) > MAX_OF_ONE:
             self.remove(worker, next(iter(pinned)))
         if len(versions) > MAX_PER_KEY:
             oldest = next(iter(versions))

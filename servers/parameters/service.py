@@ -23,22 +23,22 @@ from staleflow.process.host import boot_id
 from staleflow.process.rate_limited_log import Seldom
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.manifest import MOST_BYTES, check
+from staleflow.protocols.wire.manifest import MAX_BYTES, check
 from staleflow.protocols.wire.messages import (
     BeginPublish,
+    BeginPublishReply,
     Chunk,
     CommitPublish,
     Done,
-    FindSources,
     GetChunk,
     GetDelta,
     GetManifest,
+    GetSources,
     GetStatus,
     JoinRelays,
-    ManifestOf,
+    ManifestReply,
     PublishChunk,
-    PublishTo,
-    Registered,
+    RegisterVersionReply,
     Reply,
     Sources,
     Status,
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 BUSY_MS = 200
 """A client asks again after this long for what is not ready yet."""
-COLLECT_EVERY_S = 2.0
+COLLECT_INTERVAL_S = 2.0
 
 
 class Direct(NamedTuple):
@@ -89,7 +89,7 @@ class ParameterService:
         self._uploads = Uploads(versions)
         self._deltas = Deltas(versions, delta)
         self._tree = Tree()
-        self._pieces = Turns(turns.MOST_PIECES)
+        self._pieces = Turns(turns.MAX_PIECES)
         self._direct: Direct | None = None
         self.run = ""
         """Id of the run, once the scheduler has said it."""
@@ -146,7 +146,7 @@ class ParameterService:
                 self._later(call, partial(self._commit, call.peer, ask))
             case JoinRelays() as ask:
                 call.reply(self._join(call.peer, ask))
-            case FindSources() as ask:
+            case GetSources() as ask:
                 call.reply(Sources(endpoints=self._tree.sources(call.peer, ask.host)))
             case GetStatus():
                 values = {"versions": self._catalog.status(), "uploads": len(self._uploads)}
@@ -171,11 +171,11 @@ class ParameterService:
 
     # Publishing ------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, peer: str, ask: BeginPublish) -> PublishTo:
+    async def _begin(self, peer: str, ask: BeginPublish) -> BeginPublishReply:
         if self._draining:
             raise Refused(Code.BUSY, "the parameter server is draining")
-        if not 0 <= ask.nbytes <= MOST_BYTES:
-            raise Refused(Code.MALFORMED, f"a version has 0 to {MOST_BYTES} bytes, not {ask.nbytes}")
+        if not 0 <= ask.nbytes <= MAX_BYTES:
+            raise Refused(Code.MALFORMED, f"a version has 0 to {MAX_BYTES} bytes, not {ask.nbytes}")
         if self._uploads.is_newest(ask.trainer_term):
             await self._catalog.check_begun(ask.trainer_term)
         async with self._beginning:
@@ -184,7 +184,7 @@ class ParameterService:
                 key = VersionKey(ask.lineage, ask.version)
                 staged = await self._catalog.stage(key, ask.nbytes, self._uploads.nbytes)
                 upload = self._uploads.add(peer, ask, staged)
-        return PublishTo(upload=upload.number, path=str(upload.staged.path.resolve()), host=boot_id())
+        return BeginPublishReply(upload=upload.number, path=str(upload.staged.path.resolve()), host=boot_id())
 
     async def _write(self, call: Call, ask: PublishChunk) -> Done:
         upload = self._uploads.find(ask.upload)
@@ -205,7 +205,7 @@ class ParameterService:
             raise Refused(Code.BUSY, str(error)) from error
         return Done()
 
-    async def _commit(self, peer: str, ask: CommitPublish) -> Registered:
+    async def _commit(self, peer: str, ask: CommitPublish) -> RegisterVersionReply:
         """The outcome of an upload, however often it is asked for."""
         check(ask.manifest)
         if ask.direct:
@@ -226,7 +226,7 @@ class ParameterService:
             raise outcome
         return outcome
 
-    async def _publish(self, upload: Upload, about: About, *, in_place: bool) -> Registered:
+    async def _publish(self, upload: Upload, about: About, *, in_place: bool) -> RegisterVersionReply:
         async with self._catalog.publishing:
             try:
                 lacked = self._catalog.lacks(about)
@@ -242,11 +242,11 @@ class ParameterService:
 
     # Pulling ---------------------------------------------------------------------------------------------------------
 
-    async def _manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestOf:
+    async def _manifest(self, ask: GetManifest, key: VersionKey, stored: Stored) -> ManifestReply:
         await self._catalog.verified(ask.worker, key, stored, doubted=ask.doubted)
         direct = self._direct.endpoint if self._direct is not None and self._direct.key == key else ""
         path = str(stored.path.resolve())
-        return ManifestOf(manifest=stored.about.manifest, path=path, host=boot_id(), direct=direct)
+        return ManifestReply(manifest=stored.about.manifest, path=path, host=boot_id(), direct=direct)
 
     def _later_chunk(self, call: Call, ask: GetChunk) -> None:
         """One piece, at most ``chunk_bytes`` of what was asked."""
@@ -315,11 +315,11 @@ class ParameterService:
             await self._catalog.collect()
             await self._uploads.forget_left()
             with suppress(TimeoutError):
-                async with asyncio.timeout(COLLECT_EVERY_S):
+                async with asyncio.timeout(COLLECT_INTERVAL_S):
                     await self._catalog.grown.wait()
 
 
-async def _settled(publishing: Coroutine[Any, Any, Registered]) -> Registered | Refused:
+async def _settled(publishing: Coroutine[Any, Any, RegisterVersionReply]) -> RegisterVersionReply | Refused:
     """The result or the refusal, as a value: a refused publish is no failure of this process."""
     try:
         return await publishing

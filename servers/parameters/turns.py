@@ -7,9 +7,9 @@ from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.servers.parameters.versions import Stored, Versions
 
-MOST_PIECES = 64
+MAX_PIECES = 64
 """Chunks and deltas that are read or made for one peer at once. A reader asks for four; a relay for four a version."""
-MOST_MANIFESTS = 8
+MAX_MANIFESTS = 8
 """Versions that a relay looks for at once for one peer. A reader asks for one; a relay for what its readers want."""
 
 

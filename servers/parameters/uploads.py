@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
-from staleflow.protocols.wire.messages import BeginPublish, Manifest, Registered
+from staleflow.protocols.wire.messages import BeginPublish, Manifest, RegisterVersionReply
 from staleflow.servers.parameters.versions import About, Staged, Versions
 
 REMEMBERED = 16
@@ -32,7 +32,7 @@ class Upload:
     staged: Staged
     about: About | None = None
     """What it turned out to be, once it is committed."""
-    committing: "asyncio.Task[Registered] | None" = None
+    committing: "asyncio.Task[RegisterVersionReply] | None" = None
     left_s: float | None = None
     """When its publisher was gone; None while it is there."""
 

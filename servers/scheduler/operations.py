@@ -8,7 +8,7 @@ from typing import assert_never
 from staleflow.net.endpoint import Call
 from staleflow.net.permissions import Role
 from staleflow.protocols.consistency import events
-from staleflow.protocols.consistency.effects import Code, Refused, Released, ReleaseWhy
+from staleflow.protocols.consistency.effects import Code, Rejected, Released, ReleaseWhy
 from staleflow.protocols.consistency.errors import TransitionError
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
@@ -34,7 +34,7 @@ from staleflow.servers.scheduler.prompts.failures import Setbacks
 from staleflow.servers.scheduler.status.step_metrics import Metrics
 from staleflow.store.disk_errors import trouble
 
-MOST_TOKENS = 1 << 40
+MAX_TOKENS = 1 << 40
 """Of one group: what is counted over a run still fits the store's 64 bits."""
 PEERS_WHY = (ReleaseWhy.ABORTED, ReleaseWhy.FILTERED)
 """Reasons of release that a peer may give; the others are the ledger's own."""
@@ -98,7 +98,7 @@ class GroupOperations:
             told = self._interpreter.apply(event)
         except TransitionError as error:
             return self._no(peer, op, Code.DENIED, str(error))
-        if told and isinstance(refused := told[0], Refused):
+        if told and isinstance(refused := told[0], Rejected):
             self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
             if refused.code is not Code.DUPLICATE:
                 return Result(code=refused.code, detail=refused.detail)
@@ -129,14 +129,14 @@ class GroupOperations:
 
     def _no(self, peer: str, op: Op, code: Code, detail: str) -> Result:
         """What the ledger does not say no to: it was not asked, or raised."""
-        refused = Refused(op=type(op).__name__, code=code, group=op.group)
+        refused = Rejected(op=type(op).__name__, code=code, group=op.group)
         self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
         return Result(code=code, detail=detail)
 
     def _nonsense(self, op: Op) -> str:
         """Why nobody may ask for this in whatever state; empty when somebody may."""
-        if isinstance(op, RegisterPush) and sum([segment.tokens for segment in op.segments]) > MOST_TOKENS:
-            return f"a group has at most {MOST_TOKENS} tokens"
+        if isinstance(op, RegisterPush) and sum([segment.tokens for segment in op.segments]) > MAX_TOKENS:
+            return f"a group has at most {MAX_TOKENS} tokens"
         if isinstance(op, RegisterPush) and not 0 <= op.shard < self._shards:
             return f"shard is {op.shard}; it must be 0 to {self._shards - 1}"
         if isinstance(op, RegisterRelease) and op.why not in PEERS_WHY:

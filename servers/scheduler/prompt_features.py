@@ -1,8 +1,8 @@
 """Features of the prompts that come next, from the trajectory servers: they have the rows, the deck only numbers.
 
-- A shard that has nothing to do waits here (``Described``), and is answered with the rows of the block that is being
-  dealt and of the one behind it, a chunk at a time. So memory holds what is about to be dealt and never a whole source.
-- Every shard has every row, since the groups of one row are on other shards in other epochs: whoever waits is asked.
+- An idle shard waits here (``PromptFeatures``). The reply names rows of the block that is being dealt and of the next one,
+  a chunk at a time, so memory holds what is about to be dealt and never a whole source.
+- Every shard has every row, because the groups of one row are on other shards in other epochs; any waiting shard will do.
 - What a shard was asked for when it fell silent is asked of the next.
 """
 
@@ -13,14 +13,14 @@ import numpy as np
 from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import FEATURES, Describe, Described
+from staleflow.protocols.wire.messages import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.tensors import Array, arrays
 from staleflow.servers.scheduler.prompts.queue import Deck
 from staleflow.servers.scheduler.workers.registry import Registry
 
 CHUNK = 256
 """Rows of one question: a shard describes them in some ten milliseconds."""
-MOST_WAIT_MS = 60_000
+MAX_WAIT_MS = 60_000
 
 
 class Describing:
@@ -38,7 +38,7 @@ class Describing:
         self._place = 0
         """First place of the prompt stream that nobody was asked for."""
 
-    def described(self, call: Call, body: Described, now_ms: int) -> None:
+    def described(self, call: Call, body: PromptFeatures, now_ms: int) -> None:
         """Take features in; the call waits for the next rows. Anybody but a shard is refused."""
         process = self._registry.get(call.peer)
         if process is None or process.role != "trajectories":
@@ -52,10 +52,10 @@ class Describing:
         self._asked.pop(call.peer, None)
         if features is not None:
             self._deck.lengths.describe(body.rows, features)
-        self._waiting.append((call, now_ms + min(body.wait_ms, MOST_WAIT_MS)))
+        self._waiting.append((call, now_ms + min(body.wait_ms, MAX_WAIT_MS)))
         self.ask()
 
-    def _checked(self, call: Call, body: Described) -> Array | None:
+    def _checked(self, call: Call, body: PromptFeatures) -> Array | None:
         for row in body.rows:
             if not 0 <= row < self._deck.rows:
                 raise ProtocolError(Code.MALFORMED, f"row {row} is none of {self._deck.rows}")
@@ -77,7 +77,7 @@ class Describing:
                 self._again += rows
             else:
                 self._asked[call.peer] = rows
-                call.reply(Describe(rows=rows))
+                call.reply(PromptFeaturesReply(rows=rows))
 
     def _next(self) -> list[int]:
         """Rows that nobody described and nobody was asked for; empty when there are none for now."""
@@ -106,4 +106,4 @@ class Describing:
         self._waiting = deque((call, due_ms) for call, due_ms in self._waiting if due_ms > now_ms)
         for call in late:
             if not call.done:
-                call.reply(Describe(rows=[]))
+                call.reply(PromptFeaturesReply(rows=[]))

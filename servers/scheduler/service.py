@@ -73,7 +73,7 @@ MAX_LOADED_PER_KEY = 32
 """Versions that are kept because workers of one key have loaded them, the newest of them."""
 EXPECTED = 16_384
 """Payloads that a shard is asked for at once."""
-_QUESTIONS = (messages.Report, messages.Retention, messages.Inventory, messages.VersionsInUse, messages.Metrics)
+_READS = (messages.Report, messages.GetRetained, messages.GetExpected, messages.GetRetainedVersions, messages.Metrics)
 """Answered even then: they change nothing that is traced."""
 MAX_WHY_CHARS = 200
 """Of the reason of a drain: it is stored."""
@@ -167,19 +167,19 @@ class Service:
             messages.Report: self._report,
             messages.Pulled: self._pulls.pulled,
             messages.Operations: self._operate,
-            messages.Retention: self._retention,
-            messages.Inventory: self._inventory,
+            messages.GetRetained: self._retention,
+            messages.GetExpected: self._inventory,
             messages.StageLoads: self._loads.report,
-            messages.Described: self._described,
+            messages.PromptFeatures: self._described,
             messages.Join: self._training.join,
-            messages.NextBatch: self._training.next_batch,
+            messages.GetBatch: self._training.next_batch,
             messages.CheckBatch: self._training.check_batch,
-            messages.NextGroups: self._training.next_batch,
+            messages.GetClaims: self._training.next_batch,
             messages.QuarantineGroups: self._training.quarantine,
             messages.GetModelLimits: self._known_limits.get,
             messages.RegisterVersion: self._training.register_version,
             messages.RegisterCheckpoint: self._training.register_checkpoint,
-            messages.VersionsInUse: self._versions_in_use,
+            messages.GetRetainedVersions: self._versions_in_use,
             messages.Metrics: self._step_metrics,
             messages.Finished: self._finish,
             messages.Drain: self._drain,
@@ -258,7 +258,7 @@ class Service:
             call.reply(Done())
         elif self.phase.closed and kind is messages.Attach and not self.phase.finished:
             call.refuse(Code.BUSY, "the scheduler ends", RETRY_MS)  # its successor takes them
-        elif self._has_no_use_for(body) or (self.phase.closed and kind not in _QUESTIONS):
+        elif self._has_no_use_for(body) or (self.phase.closed and kind not in _READS):
             call.refuse(Code.DENIED, RUN_IS_OVER)
         else:
             handler(call, body)
@@ -423,20 +423,20 @@ class Service:
     def _operate(self, call: Call, body: messages.Operations) -> None:
         self._operations.operations(call, body)
 
-    def _retention(self, call: Call, body: messages.Retention) -> None:
+    def _retention(self, call: Call, body: messages.GetRetained) -> None:
         machine = self._interpreter.machine
         keep = [group for group in body.groups if machine.must_keep(group)]
         self._answers.hold(call, messages.Retained(keep=keep))
 
-    def _inventory(self, call: Call, body: messages.Inventory) -> None:
+    def _inventory(self, call: Call, body: messages.GetExpected) -> None:
         found = self._interpreter.machine.expected(body.shard, body.after, EXPECTED)
         groups, shas = [group for group, _ in found], [sha for _, sha in found]
         self._answers.hold(call, messages.Expected(groups=groups, shas=shas))
 
-    def _described(self, call: Call, body: messages.Described) -> None:
+    def _described(self, call: Call, body: messages.PromptFeatures) -> None:
         self._describing.described(call, body, self._clock.now_ms())
 
-    def _versions_in_use(self, call: Call, _: messages.VersionsInUse) -> None:
+    def _versions_in_use(self, call: Call, _: messages.GetRetainedVersions) -> None:
         machine = self._interpreter.machine
         used = dict.fromkeys(machine.versions_in_use())
         claimed = defaultdict[str, set[tuple[Lineage, Version]]](set)
@@ -447,7 +447,7 @@ class Service:
                     claimed["" if process is None else process.key].add(weights)
         for versions in claimed.values():  # what a worker reports as loaded is its word alone
             used |= dict.fromkeys(nlargest(MAX_LOADED_PER_KEY, versions))
-        self._answers.hold(call, messages.KeepVersions(versions=sorted(used)))
+        self._answers.hold(call, messages.RetainedVersions(versions=sorted(used)))
 
     # --- the end ---------------------------------------------------------------------------------------------
 

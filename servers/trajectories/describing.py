@@ -8,7 +8,7 @@ import asyncio
 from staleflow.configs.loading.prompt_rows import PromptRows
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
-from staleflow.protocols.wire.messages import Describe, Described
+from staleflow.protocols.wire.messages import PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.servers.trajectories.prompt_features import described
 
@@ -21,7 +21,7 @@ async def describe(scheduler: Client, prompts: PromptRows, shard: int) -> None:
         specs, frames = specs_and_frames(features)
         try:
             answer = await scheduler.ask(
-                Described(shard=shard, rows=rows, frames=specs), Describe, frames, timeout_s=None
+                PromptFeatures(shard=shard, rows=rows, frames=specs), PromptFeaturesReply, frames, timeout_s=None
             )
         except Refused:
             return

@@ -17,7 +17,7 @@ from staleflow.net.security import server_sockets
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.process.daemon import Stop, run
 from staleflow.process.host import raise_file_limit
-from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.protocols.wire.messages import Attach, AttachReply
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.servers.runner import Tasks, serve_attached
 from staleflow.servers.trajectories.filters import FILTERS
@@ -91,7 +91,7 @@ async def serve_until(
     def make(tasks: Tasks) -> TrajectoryService:
         return make_service(config, shard, store, prompts, scheduler, tasks, times)
 
-    def on_attached(attached: Attached) -> None:
+    def on_attached(attached: AttachReply) -> None:
         run_history.check(store.reached, attached, run_dir / name_of(shard))
         store.reach(attached.run)
 

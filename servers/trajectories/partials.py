@@ -15,7 +15,7 @@ from staleflow.protocols.wire.partial_samples import check_partial
 from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits
 from staleflow.servers.trajectories.records import Key
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Of all samples kept: those of some hundred groups of eight long ones."""
 
 OVERHEAD_BYTES = 4 << 10
@@ -39,7 +39,7 @@ class Partial:
 class Partials:
     """At most one a group, that of its newest lease."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = MAX_BYTES) -> None:
         self._most_bytes = most_bytes
         self._kept: dict[GroupId, Partial] = {}
         self._nbytes = 0

@@ -16,9 +16,9 @@ from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
 from staleflow.protocols.wire.tensors import Array, arrays, pieces, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
-MOST_ID = 1 << 61
+MAX_ID = 1 << 61
 """Above it the ledger's rows of groups would be those of something else."""
-MOST_VERSIONS = 2_048
+MAX_VERSIONS = 2_048
 """That may have written a group: twice what any bound allows."""
 
 
@@ -87,7 +87,7 @@ def pushed(
     ``written``: where payload lies that does not come in frames; without it none may. ``limits``: those of the run.
     """
     place = item.place
-    if not (0 <= item.group < MOST_ID and 0 <= item.lease < MOST_ID):
+    if not (0 <= item.group < MAX_ID and 0 <= item.lease < MAX_ID):
         raise ProtocolError(Code.MALFORMED, f"there is no lease {item.lease} of a group {item.group}")
     data = None if place is None else _in_slab(item, place, written)
     named = arrays(item.frames, frames) if data is None else unpack(data)
@@ -95,8 +95,8 @@ def pushed(
     if payload.num_samples != samples:
         raise ProtocolError(Code.MALFORMED, f"a group has {samples} samples; {payload.num_samples} came")
     limits.check(payload)
-    if len(segments := payload.segment_summary()) > MOST_VERSIONS:
-        raise ProtocolError(Code.MALFORMED, f"{len(segments)} versions wrote it; at most {MOST_VERSIONS} can")
+    if len(segments := payload.segment_summary()) > MAX_VERSIONS:
+        raise ProtocolError(Code.MALFORMED, f"{len(segments)} versions wrote it; at most {MAX_VERSIONS} can")
     parts: list[Data] = [*pieces(named)] if data is None else [data]
     digest = hashlib.sha256()
     for part in parts:

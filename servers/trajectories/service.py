@@ -28,11 +28,12 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.columns import joined
 from staleflow.protocols.wire.messages import (
     Done,
-    FetchGroups,
-    FinishStage,
+    GetGroups,
     GetModelLimits,
+    GetRetained,
     GetRows,
     GetSlab,
+    GetStageWork,
     GetStatus,
     GroupFrames,
     Groups,
@@ -40,15 +41,14 @@ from staleflow.protocols.wire.messages import (
     PartialFrames,
     PushGroups,
     PutPartial,
+    PutStageResults,
     Result,
     Results,
     Retained,
-    Retention,
     Rows,
     Slab,
     StageResult,
     Status,
-    TakeStage,
 )
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
@@ -71,16 +71,16 @@ log = logging.getLogger(__name__)
 
 BUSY_MS = 500
 """A client asks again after this long when there is no room."""
-TRY_S = 2.0
+RETRY_INTERVAL_S = 2.0
 """Where a push found no room although the map has some, a worker may try again so often: nothing else tells that a disk
 has room."""
 FETCH_AT_ONCE = 32
 """Groups that are read and checked before the loop has its turn again."""
-MOST_ROW_BYTES = 64 << 20
+MAX_ROW_BYTES = 64 << 20
 """Of the rows and samples of one answer, and of either of its first group."""
-MOST_ROWS = 16_384
+MAX_ROWS = 16_384
 """Groups of one question: its answer has their prompts, however few bytes it is."""
-RETAIN_EVERY_S = 2.0
+RETAIN_INTERVAL_S = 2.0
 RETAIN_SHARE = 1 / 64
 """Of the map: so much may be pushed before it is asked again what may go."""
 RETAIN_GROUPS = 4096
@@ -191,11 +191,11 @@ class TrajectoryService:
                 self._push(call, body)
             case GetSlab() as body:
                 self._slab(call, body)
-            case TakeStage() as body:
+            case GetStageWork() as body:
                 self._stage_calls.take(call, body)
-            case FinishStage() as body:
+            case PutStageResults() as body:
                 self._finish(call, body)
-            case FetchGroups() as body:
+            case GetGroups() as body:
                 self._tasks.start(self._fetch(call, body))
             case GetRows() as body:
                 self._rows(call, body)
@@ -221,23 +221,23 @@ class TrajectoryService:
     def _rows(self, call: Call, body: GetRows) -> None:
         """Prompt rows, and what other instances wrote of the groups, of as many as fit. Samples that never do are begun
         anew; a row that does not is refused."""
-        if len(body.groups) > MOST_ROWS:
-            raise ProtocolError(Code.OVERSIZE, f"{len(body.groups)} groups are asked for; at most {MOST_ROWS} at once")
+        if len(body.groups) > MAX_ROWS:
+            raise ProtocolError(Code.OVERSIZE, f"{len(body.groups)} groups are asked for; at most {MAX_ROWS} at once")
         if body.partials and len(body.partials) != len(body.groups):
             raise ProtocolError(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.partials)} leases")
         rows: list[dict[str, Any]] = []
         partials: list[PartialFrames | None] = []
         frames: list[bytes] = []
-        left = min(body.most_bytes, MOST_ROW_BYTES)
+        left = min(body.most_bytes, MAX_ROW_BYTES)
         for group, lease in zip(body.groups, body.partials or [LeaseId(0)] * len(body.groups), strict=True):
             row, found = self.row(group), self._partials.find(Key(group, lease))
-            if found is not None and found.nbytes > MOST_ROW_BYTES:
+            if found is not None and found.nbytes > MAX_ROW_BYTES:
                 found = None
             row_bytes = len(msgspec.msgpack.encode(row))
             left -= row_bytes + (0 if found is None else found.nbytes)
             if rows and left < 0:
                 break
-            if row_bytes > MOST_ROW_BYTES:
+            if row_bytes > MAX_ROW_BYTES:
                 raise ProtocolError(Code.OVERSIZE, f"the row of group {group} has {row_bytes} bytes")
             rows.append(row)
             partials.append(None if found is None else found.header)
@@ -294,7 +294,7 @@ class TrajectoryService:
         now_s = asyncio.get_running_loop().time()
         if self._tried_s is None:
             self._tried_s = now_s
-        if now_s < self._tried_s + TRY_S:
+        if now_s < self._tried_s + RETRY_INTERVAL_S:
             return f"the trajectory server's {trouble(what)}"
         self._tried_s = now_s
         return ""
@@ -308,7 +308,7 @@ class TrajectoryService:
         else:
             call.reply(slabs.give(body, self._shard.slab_room()))
 
-    def _finish(self, call: Call, body: FinishStage) -> None:
+    def _finish(self, call: Call, body: PutStageResults) -> None:
         if body.stage not in self._shard.queues:
             raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
         parts = _split([len(result.frames) for result in body.results], call.frames)
@@ -317,7 +317,7 @@ class TrajectoryService:
         for index, (result, frames) in enumerate(zip(body.results, parts, strict=True)):
             self._finish_one(body, result, frames, partial(answers.put, index))
 
-    def _finish_one(self, body: FinishStage, result: StageResult, frames: list[memoryview], then: Then) -> None:
+    def _finish_one(self, body: PutStageResults, result: StageResult, frames: list[memoryview], then: Then) -> None:
         key, stage, worker = Key(result.group, result.lease), body.stage, body.worker
         if result.error:
             then(self._shard.fail(key, stage, result.ticket, worker, result.error))
@@ -336,15 +336,15 @@ class TrajectoryService:
 
     # Fetching --------------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, call: Call, body: FetchGroups) -> None:
+    async def _fetch(self, call: Call, body: GetGroups) -> None:
         try:
             await self._give(call, body)
         except Refused as no:
             call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
 
-    async def _give(self, call: Call, body: FetchGroups) -> None:
-        if len(body.groups) > MOST_ROWS or len(set(body.groups)) < len(body.groups):
-            raise Refused(Code.OVERSIZE, f"{len(body.groups)} groups; at most {MOST_ROWS} at once, each of them once")
+    async def _give(self, call: Call, body: GetGroups) -> None:
+        if len(body.groups) > MAX_ROWS or len(set(body.groups)) < len(body.groups):
+            raise Refused(Code.OVERSIZE, f"{len(body.groups)} groups; at most {MAX_ROWS} at once, each of them once")
         if len(body.groups) != len(body.shas):
             raise Refused(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.shas)} shas")
         wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
@@ -429,10 +429,10 @@ class TrajectoryService:
             await self._missed.wait()
 
     async def _retain(self) -> None:
-        """Ask what may go: every ``RETAIN_EVERY_S``, when much has been pushed, and soon when a push found no room."""
+        """Ask what may go, every ``RETAIN_INTERVAL_S``, after many pushes, and soon after a push that found no room."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(RETAIN_EVERY_S):
+                async with asyncio.timeout(RETAIN_INTERVAL_S):
                     await self._look.wait()
             if self._full:
                 await asyncio.sleep(BUSY_MS / 1000)
@@ -445,7 +445,7 @@ class TrajectoryService:
 
     async def _retain_some(self, asked: Sequence[Key]) -> None:
         groups = list(dict.fromkeys(key.group for key in asked))
-        question = Retention(shard=self._shard.shard, groups=groups)
+        question = GetRetained(shard=self._shard.shard, groups=groups)
         try:
             answer = await self._scheduler.ask(question, Retained, timeout_s=None)
         except Refused:  # the run is over: nothing is deleted any more

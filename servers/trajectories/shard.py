@@ -49,9 +49,9 @@ RECOVER_AT_ONCE = 500
 the old ones."""
 RECOVER_WAIT_S = 1.0
 """A scheduler that answers some of these with busy for longer does not keep the others waiting."""
-AGAIN_S = 1.0
+RETRY_INTERVAL_S = 1.0
 """A push that the ledger was not asked for, since it hears nothing from here at present, is told again after this."""
-MOST_DETAIL = 500
+MAX_DETAIL = 500
 """Characters of what a stage's function said."""
 
 
@@ -185,7 +185,7 @@ class Shard:
         def then(result: Result) -> None:
             waiting, held.waiting = held.waiting, []
             if isinstance(result, Untold) and not new:
-                asyncio.get_running_loop().call_later(AGAIN_S, self._register_again, held)
+                asyncio.get_running_loop().call_later(RETRY_INTERVAL_S, self._register_again, held)
             elif result.code is not None:
                 self.forget(held.key)
             else:
@@ -236,11 +236,11 @@ class Shard:
         """A worker has nothing for a group: it is tried again, elsewhere first, or given up for good."""
         if self.holdings.find(key) is None:
             return _ticket_is_over(key)
-        given_up = self.queues[stage].fail(key, ticket, worker, why[:MOST_DETAIL], now_s=self.now_s())
+        given_up = self.queues[stage].fail(key, ticket, worker, why[:MAX_DETAIL], now_s=self.now_s())
         if given_up is None:
             return _ticket_is_over(key)
         if given_up:
-            self.give_up([key], f"{stage}: {why}"[:MOST_DETAIL])
+            self.give_up([key], f"{stage}: {why}"[:MAX_DETAIL])
         else:
             self.on_queued(stage)
         return Result()
@@ -306,7 +306,7 @@ class Shard:
                 return
             held.phase = Phase.SETTLED
             if isinstance(result, Untold):
-                asyncio.get_running_loop().call_later(AGAIN_S, again)
+                asyncio.get_running_loop().call_later(RETRY_INTERVAL_S, again)
             elif result.code is not None:
                 log.info("group %d, lease %d: %s %s", *held.key, result.code, result.detail)
 

@@ -32,15 +32,15 @@ from staleflow.protocols.wire.tensors import ALIGNMENT
 from staleflow.servers.trajectories.records import Key
 from staleflow.store.shared_file import SCARCE
 
-MOST_SLAB_BYTES = 16 << 20
-LEAST_SLAB_BYTES = 1 << 20
+MAX_SLAB_BYTES = 16 << 20
+MIN_SLAB_BYTES = 1 << 20
 ITSELF = WorkerId("")
 """Whose slabs are the shard's own."""
 FREE_SLABS = 4
 """On a disk with less room than for so many none is made: what is left is for the records."""
 SHARE = 256
 """A slab is this part of a shard's map, within these bounds."""
-MOST_UNPUSHED_BYTES = 64 << 20
+MAX_UNPUSHED_BYTES = 64 << 20
 """And two slabs: who writes into as much and has pushed nothing of it gets no more. A worker writes 32 MB of groups at
 most before it pushes them, and of two slabs that follow each other it fills more than one."""
 UNPUSHED_SHARE = 4
@@ -77,8 +77,8 @@ class Slabs:
 
     def __init__(self, folder: Path, *, map_bytes: int) -> None:
         self._folder = folder
-        self._slab_bytes = min(max(map_bytes // SHARE, LEAST_SLAB_BYTES), MOST_SLAB_BYTES)
-        self._most_unpushed = min(MOST_UNPUSHED_BYTES, map_bytes // UNPUSHED_SHARE) + 2 * self._slab_bytes
+        self._slab_bytes = min(max(map_bytes // SHARE, MIN_SLAB_BYTES), MAX_SLAB_BYTES)
+        self._most_unpushed = min(MAX_UNPUSHED_BYTES, map_bytes // UNPUSHED_SHARE) + 2 * self._slab_bytes
         self._slabs: dict[str, _Slab] = {}
         self._where: dict[Key, str] = {}
         self._given: dict[WorkerId, tuple[int, Slab]] = {}

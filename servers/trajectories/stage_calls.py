@@ -16,14 +16,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from staleflow.configs.section import MOST_GROUPS
+from staleflow.configs.section import MAX_GROUPS
 from staleflow.net.endpoint import Call
 from staleflow.process.host import boot_id
 from staleflow.process.pauses import Pauses
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import FinishStage, StageItem, StageWork, TakeStage
+from staleflow.protocols.wire.messages import GetStageWork, PutStageResults, StageItem, StageWork
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.holdings import Held, place_of
@@ -34,14 +34,14 @@ from staleflow.servers.trajectories.store import CorruptRecord, unpacked
 
 log = logging.getLogger(__name__)
 
-WATCH_EVERY_S = 0.5
+WATCH_INTERVAL_S = 0.5
 LONGEST_WAIT_MS = 60_000
 """A worker that waits longer is answered with nothing."""
 REMEMBERED = 16
 """Calls of one worker whose answer can be given again."""
 REMEMBERED_WORKERS = 1024
 """Workers whose calls are remembered, those that are gone included."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of the frames of one answer, but for its first group."""
 
 
@@ -78,14 +78,14 @@ class StageCalls:
         shard.now_s = self._now_s
         self._scheduled: set[str] = set()
 
-    def take(self, call: Call, body: TakeStage) -> None:
+    def take(self, call: Call, body: GetStageWork) -> None:
         """Answer with what there is, or keep the call until there is something, at most ``wait_ms``."""
         if body.stage not in self._waiting:
             raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
         if body.max_groups < 1 or body.wait_ms < 0:
             raise ProtocolError(Code.MALFORMED, f"max_groups {body.max_groups}, wait_ms {body.wait_ms}")
-        if len(body.held) > MOST_GROUPS:
-            raise ProtocolError(Code.OVERSIZE, f"{len(body.held)} groups are held; at most {MOST_GROUPS}")
+        if len(body.held) > MAX_GROUPS:
+            raise ProtocolError(Code.OVERSIZE, f"{len(body.held)} groups are held; at most {MAX_GROUPS}")
         given = self._given.get(body.worker, {})
         if (tickets := given.get(call.id)) is not None:
             queue = self._shard.queues[body.stage]
@@ -109,13 +109,13 @@ class StageCalls:
         """Calls of that worker that wait."""
         return [call.id for waiting in self._waiting.values() for call in waiting if _of(call, worker)]
 
-    def _give_back(self, body: TakeStage) -> None:
+    def _give_back(self, body: GetStageWork) -> None:
         """What a worker that asks for more neither has nor finished did not reach it: it went to an echo."""
         queue, held = self._shard.queues[body.stage], set(body.held)
         for tickets in self._given.get(body.worker, {}).values():
             queue.give_back(ticket for ticket in tickets if ticket.number not in held)
 
-    def finished(self, body: FinishStage) -> None:
+    def finished(self, body: PutStageResults) -> None:
         """A worker has handed these back, whatever becomes of them."""
         if self._times is not None:
             tickets = [result.ticket for result in body.results]
@@ -140,14 +140,14 @@ class StageCalls:
         A pause of this process (SIGSTOP, a virtual machine that was suspended, a sync) is credited first: what the
         workers finished in the meantime lies unread in the socket.
         """
-        loop, pauses = asyncio.get_running_loop(), Pauses(WATCH_EVERY_S)
+        loop, pauses = asyncio.get_running_loop(), Pauses(WATCH_INTERVAL_S)
         while True:
             self._paused_s += pauses.tick(loop.time())
             for stage, queue in self._shard.queues.items():
                 self._shard.give_up(queue.expire(self._now_s()), f"{stage}: its workers took too long")
                 self._tell_held(stage)
                 self._serve(stage)
-            await asyncio.sleep(WATCH_EVERY_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _now_s(self) -> float:
         """The loop's time without the pauses of this process."""
@@ -176,7 +176,7 @@ class StageCalls:
 
     def _end(self, stage: str, call: Call) -> None:
         came_s = self._waiting[stage].pop(call, None)
-        if came_s is not None and not call.done and isinstance(call.body, TakeStage):
+        if came_s is not None and not call.done and isinstance(call.body, GetStageWork):
             self._remember(call.body.worker, call.id, [])
             call.reply(StageWork(items=[], waited_ms=_ms_since(came_s)))
 
@@ -200,7 +200,7 @@ class StageCalls:
             if not queue or self._closed:
                 return
             came_s, body = waiting[call], call.body
-            if call.done or not isinstance(body, TakeStage):
+            if call.done or not isinstance(body, GetStageWork):
                 del waiting[call]
                 continue
             most, left = min(body.max_groups, math.ceil(len(queue) / left)), left - 1
@@ -214,12 +214,12 @@ class StageCalls:
                 self._times.given(stage, tickets, asyncio.get_running_loop().time())
             self._answer(call, body, tickets, waited_ms=_ms_since(came_s))
 
-    def _answer(self, call: Call, body: TakeStage, tickets: Sequence[Ticket], *, waited_ms: int = 0) -> None:
+    def _answer(self, call: Call, body: GetStageWork, tickets: Sequence[Ticket], *, waited_ms: int = 0) -> None:
         items: list[StageItem] = []
         frames: list[memoryview] = []
         slabs = self._shard.slabs
         maps = slabs is not None and body.host == boot_id()
-        left = min(body.most_bytes, MOST_BYTES)
+        left = min(body.most_bytes, MAX_BYTES)
         for index, ticket in enumerate(tickets):
             held = self._shard.holdings.find(ticket.key)
             if held is None:
@@ -269,7 +269,7 @@ class StageCalls:
 
 def _of(call: Call, worker: str) -> bool:
     """Whether this worker waits for it."""
-    return not call.done and isinstance(call.body, TakeStage) and call.body.worker == worker
+    return not call.done and isinstance(call.body, GetStageWork) and call.body.worker == worker
 
 
 def _ms_since(came_s: float) -> int:
@@ -278,4 +278,4 @@ def _ms_since(came_s: float) -> int:
 
 def _has(call: Call) -> int:
     """Groups that the worker of a call has already."""
-    return len(call.body.held) if isinstance(call.body, TakeStage) else 0
+    return len(call.body.held) if isinstance(call.body, GetStageWork) else 0

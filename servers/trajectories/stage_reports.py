@@ -18,14 +18,14 @@ from staleflow.servers.trajectories.stage_queue import Failing
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
+INTERVAL_S = 1.0
 
 
 async def report_stages(scheduler: Client, shard: Shard) -> None:
     """Until cancelled. A refusal may pass: the next report is sent as ever."""
     said = ""
     while True:
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(INTERVAL_S)
         report = StageLoads(shard=shard.shard, loads=loads_of(shard), used_share=shard.used_share(), full=shard.full())
         try:
             await scheduler.ask(report, Done, timeout_s=None)

@@ -1,6 +1,6 @@
 """When workers had groups of a stage, for a picture of the run: one line for each result, in the run directory.
 
-Bounded: past ``MOST_BYTES`` the file begins anew and the one before is kept beside it. Nobody decides by it, and a full
+Bounded: past ``MAX_BYTES`` the file begins anew and the one before is kept beside it. Nobody decides by it, and a full
 disk has none.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from staleflow.servers.trajectories.stage_queue import Ticket
 
-MOST_BYTES = 8 << 20
-MOST_TICKETS = 1 << 16
+MAX_BYTES = 8 << 20
+MAX_TICKETS = 1 << 16
 """Of groups that are with workers; older ones are forgotten."""
 
 
@@ -34,7 +34,7 @@ class StageTimes:
         """A worker has these from now on."""
         for ticket in tickets:
             self._began[stage, ticket.number] = now_s
-        while len(self._began) > MOST_TICKETS:
+        while len(self._began) > MAX_TICKETS:
             del self._began[next(iter(self._began))]
 
     def finished(self, stage: str, worker: str, tickets: Iterable[int], now_s: float) -> None:
@@ -48,7 +48,7 @@ class StageTimes:
 
     def _opened(self) -> FileIO:
         """The file for the next line. ``OSError``: there is none for this one, nor is it begun anew."""
-        if self._file is None or self._file.tell() > MOST_BYTES:
+        if self._file is None or self._file.tell() > MAX_BYTES:
             if self._file is not None:
                 with suppress(FileNotFoundError):  # it was moved, and no new one could be opened
                     self._path.replace(self._path.with_suffix(".old.jsonl"))

@@ -10,8 +10,8 @@ import logging
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.protocols.wire.messages import Expected, Inventory
-from staleflow.servers.trajectories.shard import AGAIN_S, Shard
+from staleflow.protocols.wire.messages import Expected, GetExpected
+from staleflow.servers.trajectories.shard import RETRY_INTERVAL_S, Shard
 
 log = logging.getLogger(__name__)
 
@@ -21,9 +21,9 @@ async def take_stock(scheduler: Client, shard: Shard) -> None:
     lost, after = 0, GroupId(-1)
     while True:
         try:
-            expected = await scheduler.ask(Inventory(shard=shard.shard, after=after), Expected, timeout_s=None)
+            expected = await scheduler.ask(GetExpected(shard=shard.shard, after=after), Expected, timeout_s=None)
         except Refused:  # of now: the run is over, or a key is not allowed at present
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
             continue
         if not expected.groups:
             break

@@ -11,7 +11,7 @@ from staleflow.cli import options
 if TYPE_CHECKING:
     from staleflow.configs.loading.describe import Key, Table
 
-MOST_COLUMNS = 100
+MAX_COLUMNS = 100
 
 
 @click.command("explain", short_help="Say what a key of a configuration, or a metric, means.")
@@ -92,7 +92,7 @@ def _wrapped(text: str) -> Iterator[str]:
     import shutil
     import textwrap
 
-    columns = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+    columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
     for place, part in enumerate(text.replace("``", "`").split("\n\n")):
         yield from ([""] if place else [])
         yield from textwrap.wrap(part, columns, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)

@@ -11,7 +11,7 @@ from staleflow.configs.errors import ConfigError
 if TYPE_CHECKING:
     from staleflow.monitor.sources import Live, Replay
 
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 """Between two looks at whether a run that is being started can be asked."""
 
 
@@ -121,4 +121,4 @@ def wait_for_start(run_dir: Path, address: str) -> None:
         return
     with Console(stderr=True).status(f"process {process} starts the run; Ctrl-C leaves"):
         while holder(run_dir) is not None and not may_answer(address):
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from staleflow.monitor.lanes import Lane
     from staleflow.trace.audit.report import AuditReport
 
-MOST_VIOLATIONS = 20
+MAX_VIOLATIONS = 20
 TRACE = "trace.jsonl"
 PICTURES = (".html", ".png", ".svg", ".pdf")
 
@@ -205,10 +205,10 @@ def _print(report: "AuditReport") -> None:
     console.print(table)
     counts = "  ".join(f"{printable(name)} {count:,}" for name, count in report.events.items())
     console.print(counts, style="dim", markup=False)
-    for violation in report.violations[:MOST_VIOLATIONS]:
+    for violation in report.violations[:MAX_VIOLATIONS]:
         console.print(
             f"seq {violation.seq}: {violation.rule}: {printable(violation.why)}", style="bold red", markup=False
         )
-    if report.num_violations > MOST_VIOLATIONS:
-        console.print(f"and {report.num_violations - MOST_VIOLATIONS:,} more")
+    if report.num_violations > MAX_VIOLATIONS:
+        console.print(f"and {report.num_violations - MAX_VIOLATIONS:,} more")
     console.print(plural(report.num_violations, "violation"), style="bold green" if report.ok else "bold red")

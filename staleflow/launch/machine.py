@@ -36,7 +36,7 @@ JOIN_S = 600.0
 """In which the scheduler must answer: it may still be starting, or the model be built."""
 ENDED_S = 20.0
 """After a process has left by itself: a scheduler that does not answer for so long has ended with its run."""
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 ROOM_S = 0.2
 """In which standard output must take a line: on a link that is silent nobody reads it, and it is full one day."""
 GLOO = "GLOO_SOCKET_IFNAME"
@@ -65,7 +65,7 @@ class Machine:
                         say(f"{child.name} could not be started: {error}")
                         return 1
                     say(f"{child.name} started")
-                while not stop.wait(LOOK_S):
+                while not stop.wait(POLL_INTERVAL_S):
                     self._tell()
                     if (code := self._look_after()) is not None:
                         return code

@@ -35,7 +35,7 @@ from staleflow.supervisor.roles import Kind, Role
 from staleflow.supervisor.stopping import StopSignals
 
 RAY = install("ray")
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 ABSENT = -1000
 """Instead of an exit code: there was no machine."""
 MOVES = 3
@@ -168,7 +168,7 @@ class Driver:
 
         ray, told = self._ray, time.monotonic() - PLACED_S
         group = placement_group(self._fleet.bundles, strategy="STRICT_SPREAD", name=self._fleet.name)
-        while not ray.wait([group.ready()], timeout=LOOK_S)[0]:
+        while not ray.wait([group.ready()], timeout=POLL_INTERVAL_S)[0]:
             if stop.wait(0.0):
                 return False
             if time.monotonic() - told >= PLACED_S:
@@ -207,7 +207,7 @@ class Driver:
                 codes.append(code)
         except RayActorError as error:
             say(f"an actor is lost, Ray starts it anew: {' '.join(str(error).split())[:200]}")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             return None
         if 2 in codes:
             return 2
@@ -274,7 +274,7 @@ def main() -> int:
         try:
             if not driver.placed(stop):
                 return 0
-            while not stop.wait(LOOK_S):
+            while not stop.wait(POLL_INTERVAL_S):
                 if (code := driver.look()) is not None:
                     return code
             return 0

@@ -25,9 +25,9 @@ from staleflow.supervisor.stopping import StopSignals
 
 UNREACHABLE = 255
 """How ssh ends when it is ssh that failed."""
-AGAIN_S = 5.0
+RETRY_INTERVAL_S = 5.0
 """Between two tries to reach a machine."""
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 
 
 def main() -> int:
@@ -39,8 +39,8 @@ def main() -> int:
             code = _once(reach, stop)
             if code != UNREACHABLE or stop.first.is_set():
                 return code if code >= 0 else 128 - code
-            print(f"{reach.host} is not reached; next try in {AGAIN_S:g} s", flush=True)
-            if stop.wait(AGAIN_S):
+            print(f"{reach.host} is not reached; next try in {RETRY_INTERVAL_S:g} s", flush=True)
+            if stop.wait(RETRY_INTERVAL_S):
                 return 0
 
 
@@ -57,12 +57,12 @@ def _once(reach: Reach, stop: StopSignals) -> int:
             beat_at = time.monotonic() + BEAT_S
             with suppress(BrokenPipeError):
                 os.write(remote.stdin.fileno(), b".")
-        if stop.wait(LOOK_S) and not remote.stdin.closed:
+        if stop.wait(POLL_INTERVAL_S) and not remote.stdin.closed:
             remote.stdin.close()  # the machine drains
         if stop.second.is_set():
             remote.kill()
         if stop.first.is_set():
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
     return remote.returncode
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from staleflow.process.sanitize import MOST
 
-MOST_STEP = 2**50
+MAX_STEP = 2**50
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -42,4 +42,4 @@ def _is_number(value: object) -> bool:
 
 
 def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -MOST_STEP <= value <= MOST_STEP
+    return isinstance(value, int) and not isinstance(value, bool) and -MAX_STEP <= value <= MAX_STEP

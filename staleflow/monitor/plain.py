@@ -14,7 +14,7 @@ from staleflow.process.sanitize import json_line, printable_lines
 from staleflow.supervisor.summary import Summary
 from staleflow.supervisor.view import Snapshot
 
-EVERY_S = 5.0
+INTERVAL_S = 5.0
 
 
 class PlainView:
@@ -26,7 +26,7 @@ class PlainView:
         to: TextIO,
         name: str,
         summary_to: TextIO | None = None,
-        every_s: float = EVERY_S,
+        every_s: float = INTERVAL_S,
         *,
         run_dir: Path | None = None,
     ) -> None:

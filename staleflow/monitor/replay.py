@@ -24,7 +24,7 @@ Line = Mapping[str, Any]
 
 RATE_S = 10.0
 """Over which tokens a second are counted."""
-MOST_PINS = 16
+MAX_PINS = 16
 FURTHEST = 1_000
 """From the next step to the newest version, in the trace of any run: one does not go on without the other."""
 
@@ -303,7 +303,7 @@ class Retold:
             "group_size": opening.get("group_size", 1),
             "ledger": counts,
             "window": self._rows(),
-            "pinned": {"step": int(window.step), "groups": [asdict(pin) for pin in pins[:MOST_PINS]]},
+            "pinned": {"step": int(window.step), "groups": [asdict(pin) for pin in pins[:MAX_PINS]]},
             "why": self._why(counts, pins),
             "trainer_waits": self._trainer_waits(counts),
             "staleness": self._ages(),
@@ -399,6 +399,6 @@ class Retold:
         training = f"the trainer works on step {version}; " if step > version else ""
         if pins:
             policy = OnOverdue(self._opening.get("on_overdue", "wait")).value
-            return training + pinned(step, pins[:MOST_PINS], len(pins), policy)
+            return training + pinned(step, pins[:MAX_PINS], len(pins), policy)
         need = window.batch_size
         return training + starved(step, need, counts, self._staged.until_s(need - counts["occupied"]))

@@ -17,7 +17,7 @@ from staleflow.supervisor.watch import NewLines, StatusWatch
 from staleflow.trace.writer import read_events
 
 TRACE = "trace.jsonl"
-LIVE_EVERY_S = 1.0
+LIVE_INTERVAL_S = 1.0
 """Between two questions to the scheduler."""
 
 
@@ -46,7 +46,7 @@ class Live:
         self.name = run_dir.resolve().name if run_dir is not None else address
         self.trace: Path | None = None
         self._transport = transport
-        self._watch = StatusWatch(address, LIVE_EVERY_S, transport=transport)
+        self._watch = StatusWatch(address, LIVE_INTERVAL_S, transport=transport)
         self._parameters: StatusWatch | None = None
         self._lines: PatientReader[tuple[Mapping[str, Any], ...]] | None = None
         self._summary: PatientReader[summary.Summary | None] | None = None
@@ -100,7 +100,7 @@ class Live:
 
     def _end(self) -> tuple[str, str] | None:
         """The outcome of a run for which nobody answers any more, and a sentence about it; None if it is not known."""
-        if self.trace is None or self._summary is None or self.silent_s <= 3 * LIVE_EVERY_S:
+        if self.trace is None or self._summary is None or self.silent_s <= 3 * LIVE_INTERVAL_S:
             return None
         folder = self.trace.parent
         if (found := self._summary.take()) is None:
@@ -134,7 +134,7 @@ class Live:
     def _ask_parameters(self, endpoint: str) -> None:
         """As soon as the scheduler has said where it is."""
         if self._parameters is None and endpoint:
-            self._parameters = StatusWatch(endpoint, 2 * LIVE_EVERY_S, transport=self._transport)
+            self._parameters = StatusWatch(endpoint, 2 * LIVE_INTERVAL_S, transport=self._transport)
             self._parameters.__enter__()
 
 
@@ -142,7 +142,7 @@ def phase_of(status: Mapping[str, Any], age_s: float = 0.0) -> str:
     """In a word or a few, from a status that was heard ``age_s`` ago."""
     if not status:
         return "no answer yet"
-    if age_s > 3 * LIVE_EVERY_S:
+    if age_s > 3 * LIVE_INTERVAL_S:
         return "no answer"
     if status.get("error"):
         return "failed"

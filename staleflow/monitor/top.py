@@ -17,7 +17,7 @@ from staleflow.monitor.history import History
 from staleflow.monitor.keyboard import Keyboard
 from staleflow.monitor.look import Look, press
 from staleflow.monitor.model import Board, board
-from staleflow.monitor.plain import EVERY_S, line
+from staleflow.monitor.plain import INTERVAL_S, line
 from staleflow.monitor.screen import WIDE, Telling, dashboard, keys
 from staleflow.monitor.sources import Live, Replay
 from staleflow.monitor.story import events_about, headline, story
@@ -162,7 +162,7 @@ def lines(source: "Live | Replay", to: TextIO, *, as_json: bool, speed: float | 
     Hours of a replay in which nothing happens are left out.
     """
     history = History()
-    every_s = 1.0 if as_json else EVERY_S
+    every_s = 1.0 if as_json else INTERVAL_S
     while True:
         it = _board(source, history)
         print(encoded(it) if as_json else line(it), file=to, flush=True)

@@ -12,7 +12,7 @@ from staleflow.net.client import Client
 from staleflow.net.errors import Unavailable
 from staleflow.protocols.wire.messages import Ping, Pong
 
-LEAST_BYTES = 64 << 10
+MIN_BYTES = 64 << 10
 FIRST_BYTES = 256 << 10
 QUICK_S = 0.25
 """An answer within this may be twice as large. Longer than the way round the world and back."""
@@ -33,7 +33,7 @@ class Portion:
     """Of what goes over one connection at once. Belongs to one loop; kept as long as the connection."""
 
     def __init__(self, most: int) -> None:
-        self._least = min(LEAST_BYTES, most)
+        self._least = min(MIN_BYTES, most)
         self._most = most
         self.nbytes = min(FIRST_BYTES, most)
         """Of the next message, together with its answer."""

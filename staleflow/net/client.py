@@ -42,7 +42,7 @@ NONCE_BYTES: Final = 8
 """Of a route: who could guess it could have the answers to it."""
 CLOCK_GRAIN_S: Final = 0.002
 """A timer of the loop may be early by this much."""
-LEAST_BUSY_S: Final = 0.01
+MIN_BUSY_S: Final = 0.01
 """A busy server is not asked again sooner than this."""
 PING_BEFORE_BYTES: Final = 32_768
 """A larger message follows a ping: a server has no patience with a new connection whose first message takes long."""
@@ -236,7 +236,7 @@ class Client:
             reply = Refusal(code=Code.OVERSIZE, detail=f"the answer of {self.address} exceeds this client's limits")
         if type(reply) is Refusal and reply.code is Code.BUSY and not pending.is_final(reply, now):
             pending.why = reply.detail
-            base_s = max(reply.retry_after_ms / 1_000, LEAST_BUSY_S)
+            base_s = max(reply.retry_after_ms / 1_000, MIN_BUSY_S)
             self._set_timer(pending, now, Backoff(base_s, max(base_s, self._limits.retry_cap_s)).delay_s(1))
             return
         pending.future.set_result((reply, frames))

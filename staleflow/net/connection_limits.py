@@ -24,7 +24,7 @@ from staleflow.net.limits import TransportLimits
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.05
+POLL_INTERVAL_S: Final = 0.05
 """Between two looks at the process's memory."""
 SCAN_S: Final = 1.0
 """Between two looks at every connection, if memory does not grow."""
@@ -42,7 +42,7 @@ SHORT_BYTES: Final = 255
 
 SPARE_FILES: Final = 128
 """Descriptors that the process keeps for everything else, if it may have as many again."""
-MOST_LINES: Final = 5
+MAX_LINES: Final = 5
 """Cut connections that one scan tells one by one."""
 
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -76,7 +76,10 @@ class _Connection:
 
 
 class Connections:
-    """Those of one bound socket. ``arrived`` at each message, ``look`` every ``LOOK_S``; both on one thread."""
+    """Connections of one bound socket.
+
+    Call ``arrived`` for each message and ``look`` every ``POLL_INTERVAL_S``, both from one thread.
+    """
 
     def __init__(
         self,
@@ -157,8 +160,8 @@ class Connections:
         for descriptor, why in list(self._offenders(now_s)):
             self._cut(descriptor, why)
         self._cut_most({d: c for d, c in seen.items() if not c.cut}, memory)
-        if self._lines > MOST_LINES:
-            log.warning("and %d more connections are cut", self._lines - MOST_LINES)
+        if self._lines > MAX_LINES:
+            log.warning("and %d more connections are cut", self._lines - MAX_LINES)
 
     def _descriptors(self, now_s: float, memory: int) -> Iterator[tuple[int, _Connection]]:
         """The accepted connections of this port, known ones as they were."""
@@ -242,7 +245,7 @@ class Connections:
         self._connections[descriptor].cut = True
         self.cut += 1
         self._lines += 1
-        if self._lines <= MOST_LINES:
+        if self._lines <= MAX_LINES:
             log.warning("connection of %s:%d is cut: %s", peer[0], peer[1], why)
 
 

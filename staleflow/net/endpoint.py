@@ -34,7 +34,7 @@ __all__ = ["Answering", "Call", "Counts", "Endpoint", "Peer", "TransportLimits"]
 log = logging.getLogger(__name__)
 
 DEFAULT_LIMITS: Final = TransportLimits()
-LOG_EVERY_S: Final = 1.0
+LOG_INTERVAL_S: Final = 1.0
 """Of what is denied."""
 _RENAMED: Final = b"\0"
 """Begins a name that ZeroMQ gave: to a connection that another one replaced, or that came without a name."""
@@ -289,7 +289,7 @@ class Endpoint:
         self.counts.denied += 1
         self._send(route, id, Refusal(code=Code.DENIED, detail=why))
         if self._now_s() >= self._log_denied_s:
-            self._log_denied_s = self._now_s() + LOG_EVERY_S
+            self._log_denied_s = self._now_s() + LOG_INTERVAL_S
             log.warning("denied: %s (%d so far)", why, self.counts.denied)
         if self._on_denied is not None:
             self._on_denied(name_of(route), verb)

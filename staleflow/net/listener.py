@@ -10,7 +10,7 @@ import zmq
 
 from staleflow.net import addresses
 from staleflow.net.allow_list import AllowList
-from staleflow.net.connection_limits import CURVE_BYTES, LOOK_S, Connections, wire_bytes
+from staleflow.net.connection_limits import CURVE_BYTES, POLL_INTERVAL_S, Connections, wire_bytes
 from staleflow.net.keyring import Keyring, as_server
 from staleflow.net.limits import TransportLimits
 from staleflow.net.zap import Doorman
@@ -98,7 +98,7 @@ class Listener:
             self._doorman.close()
 
     def _look(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)
         self._looks += 1
         if self._allowed is not None and self._looks % REFRESH_LOOKS == 0:
             self._allowed.refresh()

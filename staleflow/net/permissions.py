@@ -34,28 +34,28 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.Report: frozenset((_R,)),
     m.Pulled: frozenset((_R,)),
     m.Operations: frozenset((_R, _O)),
-    m.Retention: frozenset((_O,)),
-    m.Inventory: frozenset((_O,)),
+    m.GetRetained: frozenset((_O,)),
+    m.GetExpected: frozenset((_O,)),
     m.StageLoads: frozenset((_O,)),
     m.GetModelLimits: frozenset((_O,)),
-    m.Described: frozenset((_O,)),
+    m.PromptFeatures: frozenset((_O,)),
     m.Join: frozenset((_T,)),
-    m.NextBatch: frozenset((_T,)),
+    m.GetBatch: frozenset((_T,)),
     m.CheckBatch: frozenset((_T,)),
-    m.NextGroups: frozenset((_T,)),
+    m.GetClaims: frozenset((_T,)),
     m.QuarantineGroups: frozenset((_T,)),
     m.RegisterVersion: frozenset((_O,)),
     m.RegisterCheckpoint: frozenset((_T,)),
-    m.VersionsInUse: frozenset((_O,)),
+    m.GetRetainedVersions: frozenset((_O,)),
     m.Metrics: frozenset((_T,)),
     m.Finished: frozenset((_T,)),
     m.GetRows: frozenset((_R,)),
     m.GetSlab: frozenset((_R,)),
     m.PushGroups: frozenset((_R,)),
     m.PutPartial: frozenset((_R,)),
-    m.TakeStage: frozenset((_S,)),
-    m.FinishStage: frozenset((_S,)),
-    m.FetchGroups: frozenset((_T,)),
+    m.GetStageWork: frozenset((_S,)),
+    m.PutStageResults: frozenset((_S,)),
+    m.GetGroups: frozenset((_T,)),
     m.BeginPublish: frozenset((_T,)),
     m.PublishChunk: frozenset((_T,)),
     m.CommitPublish: frozenset((_T,)),
@@ -64,7 +64,7 @@ VERBS: Final[dict[type[Any], frozenset[Role]]] = {
     m.GetDelta: frozenset((_R, _T, _O)),
     m.Unpin: frozenset((_R, _T, _O)),
     m.JoinRelays: frozenset((_O,)),
-    m.FindSources: frozenset((_R, _T)),
+    m.GetSources: frozenset((_R, _T)),
 }
 """Requests, and the roles that may send them."""
 
@@ -91,7 +91,7 @@ ATTACHES_AS: Final[dict[Role, frozenset[str]]] = {
 
 _FOR_ITSELF: Final = (
     *(m.Attach, m.Detach, m.Report, m.Pulled, m.Metrics),
-    *(m.GetSlab, m.TakeStage, m.FinishStage, m.GetManifest, m.Unpin),
+    *(m.GetSlab, m.GetStageWork, m.PutStageResults, m.GetManifest, m.Unpin),
 )
 """Requests that name the worker who sends them."""
 

@@ -33,9 +33,9 @@ CREDIT = 4
 SILENT_S = 5.0
 """Without an answer to a ping: a relay is gone."""
 STALLED_S = 300.0
-"""In which a source must have given ``LEAST_BYTES``: one that answers pings and does no more than that is broken.
+"""In which a source must have given ``MIN_BYTES``: one that answers pings and does no more than that is broken.
 Longer than a large tensor takes to a relay on a slow link, which gives nothing of it before all of it is right."""
-LEAST_BYTES = 1 << 20
+MIN_BYTES = 1 << 20
 SHUNNED_S = 3600.0
 """For which a relay that has stalled is not asked again by who waited for it."""
 AWAY_S = 60.0
@@ -219,7 +219,7 @@ async def _watch(client: Client, moved: Moved | None) -> None:
     while True:
         await client.ask(Ping(), Pong, timeout_s=SILENT_S)
         await asyncio.sleep(SILENT_S / 2)
-        if moved is None or moved.nbytes - before >= LEAST_BYTES:
+        if moved is None or moved.nbytes - before >= MIN_BYTES:
             since_s, before = clock(), 0 if moved is None else moved.nbytes
         elif (waited_s := clock() - since_s) > STALLED_S:
             raise Stalled(client.address, waited_s, moved.nbytes - before)

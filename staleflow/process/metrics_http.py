@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 PATH: Final = "/metrics"
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
-MOST_CONNECTIONS: Final = 8
-MOST_HEAD_BYTES: Final = 8_192
+MAX_CONNECTIONS: Final = 8
+MAX_HEAD_BYTES: Final = 8_192
 PATIENCE_S: Final = 5.0
 """For a whole exchange."""
 
@@ -52,7 +52,7 @@ class ScrapeServer:
         """Listen. ``ConfigError`` if the address is in use or not of this machine."""
         try:
             self._server = await asyncio.start_server(
-                self._connected, self._host, self._port, limit=MOST_HEAD_BYTES, backlog=MOST_CONNECTIONS
+                self._connected, self._host, self._port, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
             )
         except OSError as error:
             raise ConfigError("metrics.bind", self._bind, f"the system refuses it: {error.strerror}") from None
@@ -70,7 +70,7 @@ class ScrapeServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._tasks) >= MOST_CONNECTIONS:
+        if len(self._tasks) >= MAX_CONNECTIONS:
             writer.close()
             return
         self._tasks.add(task)
@@ -87,9 +87,9 @@ class ScrapeServer:
             writer.transport.abort()  # to close would wait for who reads nothing, and for ever
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         while (event := http.next_event()) is h11.NEED_DATA:
-            http.receive_data(await reader.read(MOST_HEAD_BYTES))
+            http.receive_data(await reader.read(MAX_HEAD_BYTES))
         if not isinstance(event, h11.Request):
             return
         status, body = await self._reply(event)

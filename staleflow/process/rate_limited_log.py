@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-EVERY_S = 1.0
+INTERVAL_S = 1.0
 
 
 class Seldom:
@@ -20,5 +20,5 @@ class Seldom:
         if now_s < self._next_s:
             self._left_out += 1
             return None
-        left_out, self._left_out, self._next_s = self._left_out, 0, now_s + EVERY_S
+        left_out, self._left_out, self._next_s = self._left_out, 0, now_s + INTERVAL_S
         return f" (and {left_out:,} like it before)" if left_out else ""

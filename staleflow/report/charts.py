@@ -12,7 +12,7 @@ from itertools import pairwise
 from staleflow.monitor.words import clock
 
 SIDE = 1000
-MOST_POINTS = 400
+MAX_POINTS = 400
 """Of a curve; neighbours are averaged when there are more."""
 NOISY = 60
 """From so many points on a curve is drawn smoothed, and faintly as it is."""
@@ -200,8 +200,8 @@ def _labels(ticks: Sequence[float]) -> list[str]:
 
 
 def _thin(places: Sequence[float], series: Sequence[Series]) -> tuple[list[float], list[list[float | None]]]:
-    """At most ``MOST_POINTS`` places, each the mean of its neighbours'; values that are no number are left out."""
-    width = -(-len(places) // MOST_POINTS) or 1
+    """At most ``MAX_POINTS`` places, each the mean of its neighbours'; values that are no number are left out."""
+    width = -(-len(places) // MAX_POINTS) or 1
     starts = range(0, len(places), width)
     xs = [sum(places[at : at + width]) / len(places[at : at + width]) for at in starts]
     return xs, [[_one(one.values[at : at + width], exact=one.exact) for at in starts] for one in series]

@@ -7,7 +7,7 @@ Times are seconds since the first line, by the scheduler's clock, without those 
 from collections import Counter
 from dataclasses import dataclass, field
 
-MOST_SAMPLES = 400
+MAX_SAMPLES = 400
 """Points of a curve over time; when there are more, every second one goes."""
 
 
@@ -109,7 +109,7 @@ Counts = tuple[int, int, int, int]
 class Levels:
     """A curve of a bounded number of points, however long the run is."""
 
-    def __init__(self, most: int = MOST_SAMPLES) -> None:
+    def __init__(self, most: int = MAX_SAMPLES) -> None:
         self._most = most
         self._gap_s = 0.0
         self._points: list[tuple[float, float, list[float]]] = []

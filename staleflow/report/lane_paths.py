@@ -12,12 +12,12 @@ from staleflow.report.charts import SIDE, Path, Tick, time_ticks
 
 Numbers = NDArray[np.float64]
 
-MOST_LANES = 64
+MAX_LANES = 64
 CLOSE = 8
 """Zoom from which more ticks are shown; the page's script knows it too."""
 FINEST = 4_000
 """Pieces of a lane, that can be zoomed into."""
-MOST_PIECES = 120_000
+MAX_PIECES = 120_000
 """Of all lanes together: the page stays a file that opens at once."""
 STAGE_COLOURS = ("orange", "teal", "purple", "red", "green")
 
@@ -51,7 +51,7 @@ def lane_rows(shown: Sequence[Lane], window_s: tuple[float, float]) -> Lanes:
     """Height is what a worker had at once, against the most that any of its kind had."""
     drawn = chosen(shown)
     kinds = list(dict.fromkeys(lane.kind for lane in drawn))
-    pieces = max(min(FINEST, MOST_PIECES // max(len(drawn), 1)), 200)
+    pieces = max(min(FINEST, MAX_PIECES // max(len(drawn), 1)), 200)
     edges = np.linspace(window_s[0], max(window_s[1], window_s[0] + 1e-6), pieces + 1)
     loads = [_load(lane.spans, edges) for lane in drawn]
     most = {kind: max(_most(lane.spans) for lane in drawn if lane.kind == kind) for kind in kinds}
@@ -87,8 +87,8 @@ def chosen(shown: Sequence[Lane]) -> list[Lane]:
     """The trainer and every stage are shown, however many engines there are."""
     others = [lane for lane in shown if lane.kind != "engine"]
     engines = [lane for lane in shown if lane.kind == "engine"]
-    first = engines[: max(MOST_LANES - len(others), MOST_LANES // 2)]
-    return [*first, *others[: MOST_LANES - len(first)]]
+    first = engines[: max(MAX_LANES - len(others), MAX_LANES // 2)]
+    return [*first, *others[: MAX_LANES - len(first)]]
 
 
 def _colour(kind: str, kinds: Sequence[str]) -> str:

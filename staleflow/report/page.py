@@ -41,7 +41,7 @@ CONTENTS = {
     "more": "More numbers",
 }
 GOOD, BAD, OPEN = "good", "bad", "warn"
-MOST_VIOLATIONS = 20
+MAX_VIOLATIONS = 20
 
 
 def report(run_dir: Path) -> str:
@@ -143,7 +143,7 @@ def _outcome(facts: Facts, ended: summaries.Summary | None) -> tuple[str, str]:
 
 
 def _events(facts: Facts) -> dict[str, Any]:
-    shown = facts.happenings[: sections.MOST_HAPPENINGS]
+    shown = facts.happenings[: sections.MAX_HAPPENINGS]
     rows = [{"at": clock(one.at_s), "bad": one.bad, "text": one.text} for one in shown]
     rejects = [(code, f"{count:,}", sections.CODES.get(code, "")) for code, count in facts.rejects.most_common()]
     return {"happenings": rows, "more_happenings": len(facts.happenings) - len(shown), "rejects": rejects}
@@ -158,7 +158,7 @@ def _audited(found: AuditReport) -> dict[str, Any]:
         }
         for rule in (*FileRule, *Rule)
     ]
-    lines = [f"line {one.seq}: {one.rule.value}: {one.why}" for one in found.violations[:MOST_VIOLATIONS]]
+    lines = [f"line {one.seq}: {one.rule.value}: {one.why}" for one in found.violations[:MAX_VIOLATIONS]]
     ending = f"The last line's hash, {found.last_hash}, names the whole file." if found.last_hash else ""
     words = f"Recounted from {found.lines:,} lines by code that shares nothing with the ledger's. {ending}"
     return {"audit_words": words, "rules": rules, "violations": lines}

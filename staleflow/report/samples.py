@@ -6,8 +6,8 @@ import msgspec
 
 from staleflow.process.sanitize import printable_lines
 
-MOST_STEPS = 5
-MOST_TEXT = 1_000
+MAX_STEPS = 5
+MAX_TEXT = 1_000
 """Characters of a text that are shown; of a prompt the last ones, of what follows the first."""
 
 
@@ -27,7 +27,7 @@ _decode = msgspec.json.Decoder(Sample).decode
 
 
 def samples(path: Path) -> list[Sample]:
-    """Those of ``MOST_STEPS`` steps, evenly spread with both ends; what cannot be read is left out, no file is none.
+    """Those of ``MAX_STEPS`` steps, evenly spread with both ends; what cannot be read is left out, no file is none.
 
     A step that was trained again after a rollback is there as it was written last. The file is read by lines, twice.
     """
@@ -54,7 +54,7 @@ def samples(path: Path) -> list[Sample]:
 
 def _spread(steps: list[int]) -> list[int]:
     """The first and the last among them."""
-    count = min(MOST_STEPS, len(steps))
+    count = min(MAX_STEPS, len(steps))
     return [steps[round(at * (len(steps) - 1) / max(1, count - 1))] for at in range(count)]
 
 
@@ -67,9 +67,9 @@ def _read(line: bytes) -> Sample | None:
 
 def _short(sample: Sample) -> Sample:
     prompt, completion = (printable_lines(text) for text in (sample.prompt, sample.completion))
-    before, after = len(prompt) - MOST_TEXT, len(completion) - MOST_TEXT
+    before, after = len(prompt) - MAX_TEXT, len(completion) - MAX_TEXT
     return msgspec.structs.replace(
         sample,
         prompt=f"({before:,} characters) … {prompt[before:]}" if before > 0 else prompt,
-        completion=f"{completion[:MOST_TEXT]} … ({after:,} characters)" if after > 0 else completion,
+        completion=f"{completion[:MAX_TEXT]} … ({after:,} characters)" if after > 0 else completion,
     )

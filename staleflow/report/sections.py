@@ -12,8 +12,8 @@ from staleflow.report.curves import STALENESS, TIME, Curves
 from staleflow.report.facts import Facts, StepFact
 from staleflow.trace.audit.report import AuditReport
 
-MOST_WAITS = 12
-MOST_HAPPENINGS = 200
+MAX_WAITS = 12
+MAX_HAPPENINGS = 200
 SHORTEST_WAIT_S = 0.005
 WAYS = {
     "filtered": "the filter did not want them: all rewards equal",
@@ -201,7 +201,7 @@ def _working_s(facts: Facts) -> float:
 
 def wait_rows(facts: Facts) -> list[dict[str, str]]:
     """The steps that waited longest, and the group that came last."""
-    slow = sorted(facts.steps, key=lambda step: -step.waited_s)[:MOST_WAITS]
+    slow = sorted(facts.steps, key=lambda step: -step.waited_s)[:MAX_WAITS]
     rows: list[dict[str, str]] = []
     for step in slow:
         if step.waited_s < SHORTEST_WAIT_S:

@@ -9,7 +9,7 @@ from staleflow.protocols.wire.messages import (
     Abort,
     Assign,
     Attach,
-    Attached,
+    AttachReply,
     Command,
     Commands,
     Detach,
@@ -105,7 +105,7 @@ class SimInstance:
         self._ask(Attach(worker=self.worker, name=self.name, role="rollout", capacity=capacity), self._attached)
 
     def _attached(self, reply: Reply) -> None:
-        if isinstance(reply, Attached):
+        if isinstance(reply, AttachReply):
             self._report()
 
     def leave(self) -> None:

@@ -10,10 +10,10 @@ from staleflow.protocols.wire.messages import (
     FEATURES,
     Assign,
     Attach,
-    Describe,
-    Described,
     Op,
     Operations,
+    PromptFeatures,
+    PromptFeaturesReply,
     RegisterOccupy,
     RegisterPush,
     RegisterRelease,
@@ -77,10 +77,10 @@ class SimShard:
         features = np.zeros((len(rows), FEATURES), np.float16)
         features[:, 0] = [self._workload.deviate(row) for row in rows]
         specs, frames = specs_and_frames({"features": features} if rows else {})
-        self._ask(Described(shard=self._shard, rows=rows, frames=specs), self._asked, frames)
+        self._ask(PromptFeatures(shard=self._shard, rows=rows, frames=specs), self._asked, frames)
 
     def _asked(self, reply: Reply) -> None:
-        if isinstance(reply, Describe):
+        if isinstance(reply, PromptFeaturesReply):
             self._timeline.after(DESCRIBE_S, lambda: self._describe(reply.rows))
 
     def push(self, assign: Assign, worker: WorkerId, samples: list[Sample], settled: Callable[[Result], None]) -> None:

@@ -15,15 +15,15 @@ from staleflow.protocols.wire.messages import (
     Batch,
     Claims,
     Finished,
+    GetBatch,
+    GetClaims,
     Join,
-    Joined,
+    JoinReply,
     Metrics,
-    NextBatch,
-    NextGroups,
     Refusal,
     RegisterCheckpoint,
-    Registered,
     RegisterVersion,
+    RegisterVersionReply,
     Reply,
 )
 from staleflow.sim.asking import Ask, Stalled, sha_of
@@ -115,7 +115,7 @@ class SimTrainer:
         self._ask(Join(trainer=self.worker, lineage=Lineage(0), version=Version(0)), self._joined)
 
     def _joined(self, reply: Reply) -> None:
-        assert isinstance(reply, Joined), reply
+        assert isinstance(reply, JoinReply), reply
         self._term, self._lineage = reply.trainer_term, reply.lineage
         self._publish(Version(0), None, self._begin)
 
@@ -129,11 +129,11 @@ class SimTrainer:
             return
         self._asking = True
         if self._stream_groups:
-            ask: NextBatch | NextGroups = NextGroups(
+            ask: GetBatch | GetClaims = GetClaims(
                 trainer_term=self._term, step=self._step, held=self._held, count=self._stream_groups, wait_ms=WAIT_MS
             )
         else:
-            ask = NextBatch(trainer_term=self._term, step=self._step, wait_ms=WAIT_MS)
+            ask = GetBatch(trainer_term=self._term, step=self._step, wait_ms=WAIT_MS)
         self._ask(ask, self._came)
 
     def _came(self, reply: Reply) -> None:
@@ -223,7 +223,7 @@ class SimTrainer:
         )
 
         def answered(reply: Reply) -> None:
-            assert isinstance(reply, Registered), reply
+            assert isinstance(reply, RegisterVersionReply), reply
             published()
 
         self._ask(message, answered)

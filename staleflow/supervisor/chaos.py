@@ -26,7 +26,7 @@ GONE_S = 10.0
 STUCK_S = 15.0
 """No fault could be caused for so long: what is left of the deck may never be (its process has left for good, its shard
 stores nothing), so a new one is shuffled. Longer than a process that died takes to be there again and not young."""
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 SERVER_STOP_S = 5.0
 """A server that is stopped is gone to its peers after three heartbeats, and then back."""
 NEWEST = 16
@@ -146,7 +146,7 @@ class Chaos:
                 if done < faults:
                     self._rest(self._every_s * self._random.uniform(0.5, 1.5))
             while self._stopped:
-                self._rest(LOOK_S)
+                self._rest(POLL_INTERVAL_S)
         finally:
             self._wake(float("inf"))
         return done
@@ -165,7 +165,7 @@ class Chaos:
             else:
                 if time.monotonic() - caused > STUCK_S:
                     self._deck.clear()
-                self._rest(LOOK_S)
+                self._rest(POLL_INTERVAL_S)
 
     def _next(self, there: Sequence[Victim]) -> Done | None:
         """The first fault of the deck that can be caused now, of the kind that there were least of."""
@@ -212,7 +212,7 @@ class Chaos:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._wake(time.monotonic())
-            time.sleep(min(left, LOOK_S))
+            time.sleep(min(left, POLL_INTERVAL_S))
         self._wake(time.monotonic())
 
     def _wake(self, now: float) -> None:

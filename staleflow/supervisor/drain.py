@@ -21,7 +21,7 @@ SAVES_S = 60.0
 """Instead, for a trainer that has joined the run: it ends its step and writes a checkpoint, of many GB perhaps."""
 MACHINE_S = 75.0
 """For who looks after such a trainer on another machine."""
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 def drain(
@@ -48,7 +48,7 @@ def drain(
                     say(f"{', '.join(saving)} may still be writing a checkpoint: a second Ctrl-C does not wait for it")
             with contextlib.suppress(Exception):
                 show()
-            at_once.wait(LOOK_S)
+            at_once.wait(POLL_INTERVAL_S)
         for child in asked:
             child.sweep()
 

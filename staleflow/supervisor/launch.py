@@ -19,7 +19,7 @@ from staleflow.process import readiness
 from staleflow.supervisor.drain import SAVES_S
 from staleflow.supervisor.lifeline import VARIABLE, Lifeline
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 AFTERMATH_S = 3.0
 """Between the death of one rank and the end of those that do not notice."""
 DRAIN_S = 5.0
@@ -109,7 +109,7 @@ def _until_ended(left: list["subprocess.Popen[bytes]"], asked: _Asked, *, watche
                     rank.send_signal(signal.SIGTERM)
         if not failed and (failed := _failed(ranks)):
             deadline = min(deadline, time.monotonic() + AFTERMATH_S)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
         for rank in [rank for rank in left if rank.poll() is not None]:
             left.remove(rank)
             _sweep(rank)

@@ -23,7 +23,7 @@ from staleflow.supervisor import summary
 
 RUNS = Path("runs")
 _LOCK = ".lock"
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 """Longer than anybody takes who only looks whether it is held."""
 
 
@@ -174,7 +174,7 @@ def claim(config: Config, run_dir: Path, *, resume: bool, command: str = "") -> 
     make_folder(run_dir, 0o700)
     with (run_dir / _LOCK).open("a+") as lock:
         if not _locked(lock):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
             if not _locked(lock):
                 lock.seek(0)
                 raise _running(run_dir, _process(lock))

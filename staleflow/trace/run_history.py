@@ -13,7 +13,7 @@ import msgspec
 from staleflow.configs.durable_files import write_durably
 from staleflow.configs.errors import ConfigError
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
-from staleflow.protocols.wire.messages import Attached
+from staleflow.protocols.wire.messages import AttachReply
 from staleflow.store.sealed_json import seal, unseal
 from staleflow.trace.writer import RESTORE
 
@@ -46,7 +46,7 @@ class _Checkpoint(msgspec.Struct):
     state: _State
 
 
-def check(known: Reached, attached: Attached, path: Path) -> None:
+def check(known: Reached, attached: AttachReply, path: Path) -> None:
     """``ConfigError`` when the ledger of the scheduler is another one than ``path`` was written under, or behind it."""
     check_ledger(path, known, run=attached.run, lineage=attached.lineage, version=attached.version)
     if known.lease > attached.leases:

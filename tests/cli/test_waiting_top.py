@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top, "LOOK_S", 0.0)
+    monkeypatch.setattr(top, "POLL_INTERVAL_S", 0.0)
 
 
 def played(monkeypatch: pytest.MonkeyPatch, holders: list[str | None], answers: list[bool]) -> Iterator[str | None]:

@@ -16,20 +16,20 @@ from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
-    FetchGroups,
-    FinishStage,
+    GetGroups,
+    GetStageWork,
     GroupFrames,
     Groups,
     MemberRef,
     Place,
     Pong,
+    PutStageResults,
     Reply,
     Request,
     Result,
     Results,
     StageItem,
     StageWork,
-    TakeStage,
 )
 from staleflow.protocols.wire.tensors import pack
 from tests.clients.trainer.making import payload
@@ -86,11 +86,11 @@ class Shard:
         ]
 
     async def call(self, body: Request, *_: object, **__: object) -> tuple[Reply, list[memoryview]]:
-        assert isinstance(body, FetchGroups | TakeStage)
+        assert isinstance(body, GetGroups | GetStageWork)
         self.asked.append((bool(body.host), body.checks))
         every = [self._of(number) for number in range(SLABS)]
         frames = [] if body.host else [memoryview(blob) for blob in self._blobs]
-        if isinstance(body, FetchGroups):
+        if isinstance(body, GetGroups):
             groups = [
                 GroupFrames(group=group, row={}, frames=[], place=place if body.host else None, packed=not body.host)
                 for group, place, _ in every
@@ -115,7 +115,7 @@ class Shard:
         return StageWork(items=items, folder=self.named), frames
 
     async def ask(self, body: Request, *_: object, **__: object) -> Results | Pong:
-        if not isinstance(body, FinishStage):
+        if not isinstance(body, PutStageResults):
             return Pong()
         self.finished += [result.group for result in body.results]
         self._look()

@@ -20,7 +20,7 @@ from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import Step, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
-from staleflow.protocols.wire.messages import GetStatus, Join, Joined, NextGroups, Status
+from staleflow.protocols.wire.messages import GetClaims, GetStatus, Join, JoinReply, Status
 from staleflow.trace.writer import read_events
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
@@ -96,7 +96,7 @@ class Played:
         machine = self.table.interpreter.machine
         held = [member.lease for member in machine.claims()]
         if int(machine.next_step) == machine.version and len(held) < machine.limits.batch_size:
-            ask = NextGroups(trainer_term=self.table.term, step=machine.next_step, held=held, count=1, wait_ms=10)
+            ask = GetClaims(trainer_term=self.table.term, step=machine.next_step, held=held, count=1, wait_ms=10)
             self.table.call("trainer", ask, lambda _: None)
 
     def _roll_back(self) -> None:
@@ -104,7 +104,7 @@ class Played:
         version = Version(max(machine.version - self.random.randrange(2), 0))
         join = Join(trainer=WorkerId("trainer"), lineage=machine.lineage_of(version), version=version)
         joined = self.table.ask("trainer", join)
-        assert isinstance(joined, Joined)
+        assert isinstance(joined, JoinReply)
         self.table.term = joined.trainer_term
 
     def both(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

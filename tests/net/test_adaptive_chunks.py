@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from staleflow.net import adaptive_chunks as portions
-from staleflow.net.adaptive_chunks import FIRST_BYTES, LATE_S, LEAST_BYTES, QUICK_S, Portion, Stuck
+from staleflow.net.adaptive_chunks import FIRST_BYTES, LATE_S, MIN_BYTES, QUICK_S, Portion, Stuck
 from staleflow.net.client import Client
 from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.ids import WorkerId
@@ -44,9 +44,9 @@ def test_it_halves_once_for_all_that_was_under_way_and_not_below_the_least() -> 
     assert portion.nbytes == MOST // 2
     for _ in range(20):
         portion.took(portion.nbytes, 2 * LATE_S)
-    assert portion.nbytes == LEAST_BYTES
-    portion.took(LEAST_BYTES, (QUICK_S + LATE_S) / 2)
-    assert portion.nbytes == LEAST_BYTES
+    assert portion.nbytes == MIN_BYTES
+    portion.took(MIN_BYTES, (QUICK_S + LATE_S) / 2)
+    assert portion.nbytes == MIN_BYTES
 
 
 def test_the_most_may_be_less_than_what_is_usually_the_least() -> None:
@@ -71,7 +71,7 @@ async def test_what_does_not_even_let_a_ping_through_is_stuck_unless_it_cannot_b
 
     with pytest.raises(Stuck):
         await asked()
-    assert portion.nbytes == LEAST_BYTES
+    assert portion.nbytes == MIN_BYTES
     least = asked()
     whole = client.ask(GetStatus(), Done, timeout_s=None)
     one_group = asyncio.ensure_future(portion.carry(client, whole, MOST, divisible=False))

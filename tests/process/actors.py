@@ -31,28 +31,28 @@ from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
     Batch,
-    CheckpointRegistered,
     Commands,
     Done,
-    FetchGroups,
-    FinishStage,
+    GetBatch,
+    GetGroups,
+    GetStageWork,
     Groups,
     InstanceStats,
     Join,
-    Joined,
-    NextBatch,
+    JoinReply,
     Pull,
     Pulled,
     PushGroups,
     PushItem,
+    PutStageResults,
     RegisterCheckpoint,
-    Registered,
+    RegisterCheckpointReply,
     RegisterVersion,
+    RegisterVersionReply,
     Report,
     Results,
     StageResult,
     StageWork,
-    TakeStage,
 )
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames
 from staleflow.supervisor import lifeline
@@ -202,7 +202,7 @@ class Rewarder(Actor):
 
     async def run(self) -> None:
         """Work until cancelled."""
-        take = TakeStage(stage="reward", worker=self.me, max_groups=16, wait_ms=1000)
+        take = GetStageWork(stage="reward", worker=self.me, max_groups=16, wait_ms=1000)
         while True:
             work, _ = await self._shard.call(take, timeout_s=None)
             assert isinstance(work, StageWork)
@@ -213,7 +213,7 @@ class Rewarder(Actor):
                 frames += more
                 results.append(StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs))
             if results:
-                finish = FinishStage(stage="reward", worker=self.me, results=results)
+                finish = PutStageResults(stage="reward", worker=self.me, results=results)
                 await self._shard.ask(finish, Results, frames, timeout_s=None)
 
 
@@ -231,7 +231,7 @@ class Trainer(Actor):
         self._every, self._die, self._at, self._think_s = checkpoint_every, die, at, think_s
         self._checkpoint = run_dir / "witness.json"
         self._publisher = Publisher(self.where.parameters, worker=self.me)
-        self._joined = Joined(trainer_term=TrainerTerm(0), lineage=Lineage(0), version=Version(-1))
+        self._joined = JoinReply(trainer_term=TrainerTerm(0), lineage=Lineage(0), version=Version(-1))
         self.version = 0
 
     async def run(self, steps: int = 1_000_000) -> None:
@@ -253,13 +253,13 @@ class Trainer(Actor):
         if self._checkpoint.exists():
             lineage, self.version = msgspec.json.decode(self._checkpoint.read_bytes(), type=tuple[int, int])
         join = Join(trainer=self.me, lineage=Lineage(lineage), version=Version(self.version))
-        self._joined = await self.scheduler.ask(join, Joined, timeout_s=None)
+        self._joined = await self.scheduler.ask(join, JoinReply, timeout_s=None)
         self.journal.write("joined", term=self._joined.trainer_term, lineage=self._joined.lineage, version=self.version)
         if self._joined.version < 0:
             await self._publish(0, None)
 
     async def _step(self, step: Step) -> None:
-        ask = NextBatch(trainer_term=self._joined.trainer_term, step=step, wait_ms=1000)
+        ask = GetBatch(trainer_term=self._joined.trainer_term, step=step, wait_ms=1000)
         batch = await self.scheduler.ask(ask, Batch, timeout_s=None)
         members = await self._fetch(batch)
         self.journal.write(
@@ -275,7 +275,7 @@ class Trainer(Actor):
         prints: dict[int, str] = {}
         for number, shard in enumerate(self.shards):
             wanted = [member for member in batch.members if member.shard == number]
-            fetch = FetchGroups(groups=[member.group for member in wanted], shas=[member.sha for member in wanted])
+            fetch = GetGroups(groups=[member.group for member in wanted], shas=[member.sha for member in wanted])
             reply, frames = await shard.call(fetch, timeout_s=None)
             assert isinstance(reply, Groups)
             for group in reply.groups:
@@ -311,7 +311,7 @@ class Trainer(Actor):
     async def _say_checkpoint(self) -> None:
         term, lineage = self._joined.trainer_term, self._joined.lineage
         said = RegisterCheckpoint(trainer_term=term, lineage=lineage, version=Version(self.version))
-        await self.scheduler.ask(said, CheckpointRegistered, timeout_s=None)
+        await self.scheduler.ask(said, RegisterCheckpointReply, timeout_s=None)
 
     async def _insist(self) -> None:
         """Fenced once, it tries everything; each no is written down, and so is each yes."""
@@ -320,9 +320,9 @@ class Trainer(Actor):
             trainer_term=term, lineage=lineage, version=Version(version), batch=BatchId(1), sha="0" * 64, nbytes=1
         )
         tries: dict[str, Coroutine[Any, Any, object]] = {
-            "seal": self.scheduler.ask(NextBatch(trainer_term=term, step=Step(version)), Batch),
+            "seal": self.scheduler.ask(GetBatch(trainer_term=term, step=Step(version)), Batch),
             "publish": self._offer(version, BatchId(1)),
-            "consume": self.scheduler.ask(again, Registered),
+            "consume": self.scheduler.ask(again, RegisterVersionReply),
             "checkpoint": self._say_checkpoint(),
         }
         for op, attempt in tries.items():

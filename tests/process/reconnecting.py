@@ -17,7 +17,7 @@ from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
-    Attached,
+    AttachReply,
     Commands,
     InstanceStats,
     Operations,
@@ -34,7 +34,7 @@ from tests.process.fleet import Fleet
 ROOM = 2_000
 """Groups of one worker, and of one step, beyond those that are asked for: no step is ever sealed."""
 AT_ONCE = 64
-PROBE_EVERY_S = 0.01
+PROBE_INTERVAL_S = 0.01
 QUIET_S = 5.0
 STORM_S = 10.0
 
@@ -57,7 +57,7 @@ class Storm:
     """What a thousand handshakes at once cost."""
 
     LIMIT_S: ClassVar[float] = 10.0
-    MOST_TIMES: ClassVar[float] = 3.0
+    MAX_TIMES: ClassVar[float] = 3.0
     back: int
     back_s: float
     before_p99_ms: float
@@ -78,7 +78,7 @@ class Bulk:
 
     async def attach(self) -> None:
         hello = Attach(worker=self._me, name="bulk", role="rollout", capacity=ROOM)
-        await self._scheduler.ask(hello, Attached, timeout_s=None)
+        await self._scheduler.ask(hello, AttachReply, timeout_s=None)
 
     async def lease(self) -> None:
         """More leases, if there are any within a second."""
@@ -162,7 +162,7 @@ class Waiting:
 
     async def run(self) -> None:
         hello = Attach(worker=self._me, name=str(self._me), role="rollout", capacity=1)
-        await self._client.ask(hello, Attached, timeout_s=None)
+        await self._client.ask(hello, AttachReply, timeout_s=None)
         while True:
             report = Report(worker=self._me, ack=0, held=[], stats=InstanceStats(), wait_ms=1000)
             await self._client.ask(report, Commands, timeout_s=None)
@@ -227,7 +227,7 @@ async def ask_again_and_again(address: str, seconds: float) -> list[float]:
     while (started := time.monotonic()) < deadline:
         await client.ask(Operations(ops=[]), Results)
         latencies.append((time.monotonic() - started) * 1000)
-        await asyncio.sleep(PROBE_EVERY_S)
+        await asyncio.sleep(PROBE_INTERVAL_S)
     client.close()
     return latencies
 

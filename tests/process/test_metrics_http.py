@@ -12,7 +12,7 @@ import pytest
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.metrics import read_token
 from staleflow.process import metrics_http as scrape
-from staleflow.process.metrics_http import MOST_CONNECTIONS, ScrapeServer
+from staleflow.process.metrics_http import MAX_CONNECTIONS, ScrapeServer
 
 TOKEN = "0123456789abcdef"
 MUCH = 8_000_000
@@ -85,7 +85,7 @@ async def test_who_says_nothing_is_let_go_and_few_may_try_at_once(
     server: ScrapeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrape, "PATIENCE_S", 0.3)
-    silent = [asyncio.create_task(ask(server, b"GET")) for _ in range(MOST_CONNECTIONS)]
+    silent = [asyncio.create_task(ask(server, b"GET")) for _ in range(MAX_CONNECTIONS)]
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
         while True:  # as soon as all places are taken, and until they are free again
@@ -93,7 +93,7 @@ async def test_who_says_nothing_is_let_go_and_few_may_try_at_once(
             if isinstance(with_places[0], bytes) and with_places[0].startswith(b"HTTP/1.1 200"):
                 break
             await asyncio.sleep(0.05)
-        assert await asyncio.gather(*silent) == [b""] * MOST_CONNECTIONS
+        assert await asyncio.gather(*silent) == [b""] * MAX_CONNECTIONS
 
 
 async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(
@@ -109,14 +109,14 @@ async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(
     host, port = made.url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
     async with AsyncExitStack() as readers:
         readers.push_async_callback(made.close)
-        idle = [readers.enter_context(socket.socket()) for _ in range(MOST_CONNECTIONS)]
+        idle = [readers.enter_context(socket.socket()) for _ in range(MAX_CONNECTIONS)]
         for reader in idle:
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             reader.connect((host, int(port)))
             reader.send(get())
             reader.setblocking(False)
         async with asyncio.timeout(30):
-            while caplog.text.count("is let go") < MOST_CONNECTIONS:  # noqa: ASYNC110 they are told of in the log only
+            while caplog.text.count("is let go") < MAX_CONNECTIONS:  # noqa: ASYNC110 they are told of in the log only
                 await asyncio.sleep(0.01)
             left = [len(await rest(reader)) for reader in idle]
         assert 0 < max(left) < MUCH  # what the system still had comes, and no more

@@ -2,7 +2,7 @@
 
 from staleflow.monitor.lanes import Lane, Span
 from staleflow.report.charts import Tick, time_ticks
-from staleflow.report.lane_paths import MOST_LANES, lane_rows
+from staleflow.report.lane_paths import MAX_LANES, lane_rows
 
 ENGINES = [Lane("engine", "rollout-0", [Span(0, 5), Span(0, 5)]), Lane("engine", "rollout-1", [Span(5, 10)])]
 
@@ -22,7 +22,7 @@ def test_a_window_shows_what_is_inside_it() -> None:
 def test_of_many_engines_some_are_left_out_and_never_the_trainer() -> None:
     many = [Lane("engine", f"rollout-{number}", [Span(0, 1)]) for number in range(500)]
     shown = lane_rows([*many, Lane("trainer", "trainer", [Span(0, 1)])], (0, 1))
-    assert (len(shown.rows), shown.left_out, shown.rows[-1].worker) == (MOST_LANES, 501 - MOST_LANES, "trainer")
+    assert (len(shown.rows), shown.left_out, shown.rows[-1].worker) == (MAX_LANES, 501 - MAX_LANES, "trainer")
 
 
 def test_moments_are_those_of_a_clock() -> None:

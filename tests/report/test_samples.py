@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from staleflow.report.samples import MOST_TEXT, Sample, samples
+from staleflow.report.samples import MAX_TEXT, Sample, samples
 
 
 def line(step: int, reward: float = 1.0, lineage: int = 0, prompt: str = "2 + 2 =", completion: str = " 4") -> str:
@@ -43,7 +43,7 @@ def test_torn_and_strange_lines_are_left_out(tmp_path: Path) -> None:
 
 
 def test_of_a_long_text_the_part_where_prompt_and_completion_meet_is_shown(tmp_path: Path) -> None:
-    long = "a" * MOST_TEXT + "b" * 1_234
+    long = "a" * MAX_TEXT + "b" * 1_234
     (shown,) = samples(file(tmp_path, line(1, prompt=long[::-1], completion=long)))
-    assert shown.prompt == f"(1,234 characters) … {'a' * MOST_TEXT}"
-    assert shown.completion == f"{'a' * MOST_TEXT} … (1,234 characters)"
+    assert shown.prompt == f"(1,234 characters) … {'a' * MAX_TEXT}"
+    assert shown.completion == f"{'a' * MAX_TEXT} … (1,234 characters)"

@@ -28,20 +28,21 @@ from staleflow.protocols.consistency.ids import BatchId, LeaseId, Lineage, Step,
 from staleflow.protocols.wire.messages import (
     Assign,
     Attach,
-    Attached,
+    AttachReply,
     Batch,
     Commands,
-    FinishStage,
+    GetBatch,
+    GetStageWork,
     GetStatus,
     InstanceStats,
     Join,
-    Joined,
+    JoinReply,
     ModelLimits,
-    NextBatch,
     Pull,
     PushGroups,
     PushItem,
-    Registered,
+    PutStageResults,
+    RegisterVersionReply,
     Report,
     Result,
     Results,
@@ -49,7 +50,6 @@ from staleflow.protocols.wire.messages import (
     StageResult,
     StageWork,
     Status,
-    TakeStage,
 )
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -212,18 +212,18 @@ class Trainer:
         self.scheduler = run.client(run.where.scheduler, worker)
         self.publisher = Publisher(run.where.parameters, worker=worker)
         run.clients.append(self.publisher)
-        self.joined = Joined(trainer_term=TrainerTerm(0), lineage=Lineage(0), version=Version(-1))
+        self.joined = JoinReply(trainer_term=TrainerTerm(0), lineage=Lineage(0), version=Version(-1))
 
-    async def join(self, version: int = 0) -> Joined:
+    async def join(self, version: int = 0) -> JoinReply:
         """A later trainer takes the place of this one, as when a supervisor restarts it."""
         hello = Attach(worker=self.worker, name="trainer", role="trainer", slot="trainer")
-        attached = await self.scheduler.ask(hello, Attached)
+        attached = await self.scheduler.ask(hello, AttachReply)
         held = Version(max(attached.version, version))
         join = Join(trainer=self.worker, lineage=attached.lineage, version=held, model=self.model)
-        self.joined = await self.scheduler.ask(join, Joined)
+        self.joined = await self.scheduler.ask(join, JoinReply)
         return self.joined
 
-    async def publish(self, version: int, weights: NamedTensors, batch: BatchId | None = None) -> Registered:
+    async def publish(self, version: int, weights: NamedTensors, batch: BatchId | None = None) -> RegisterVersionReply:
         return await self.publisher.publish(
             weights,
             trainer_term=self.joined.trainer_term,
@@ -234,7 +234,7 @@ class Trainer:
 
     async def next_batch(self, step: int) -> Batch:
         return await self.scheduler.ask(
-            NextBatch(trainer_term=self.joined.trainer_term, step=Step(step), wait_ms=1000), Batch, timeout_s=20
+            GetBatch(trainer_term=self.joined.trainer_term, step=Step(step), wait_ms=1000), Batch, timeout_s=20
         )
 
 
@@ -256,7 +256,7 @@ class Rollout:
         await eventually(lambda: self._all_shards(hello))
 
     async def _all_shards(self, hello: Attach) -> bool:
-        return all((await self.scheduler.ask(hello, Attached)).shards)
+        return all((await self.scheduler.ask(hello, AttachReply)).shards)
 
     async def until_room(self, shard: int = 0) -> None:
         """Return once the shard takes pushes: it has room, and has learned the limits of the model."""
@@ -328,7 +328,7 @@ class StageWorker:
     ) -> tuple[list[StageItem], list[memoryview]]:
         """``held``: of those that it has, those that it says it goes on with."""
         tickets = [item.ticket for item in held]
-        take = TakeStage(stage=self.stage, worker=self.worker, max_groups=most, wait_ms=wait_ms, held=tickets)
+        take = GetStageWork(stage=self.stage, worker=self.worker, max_groups=most, wait_ms=wait_ms, held=tickets)
         work, frames = await self.client.call(take)
         assert isinstance(work, StageWork)
         return work.items, frames
@@ -344,12 +344,12 @@ class StageWorker:
             specs, more = specs_and_frames(columns)
             frames += more
             results.append(StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs))
-        finish = FinishStage(stage=self.stage, worker=self.worker, results=results)
+        finish = PutStageResults(stage=self.stage, worker=self.worker, results=results)
         return (await self.client.ask(finish, Results, frames)).results
 
     async def fail(self, item: StageItem, why: str) -> list[Result]:
         result = StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=[], error=why)
-        finish = FinishStage(stage=self.stage, worker=self.worker, results=[result])
+        finish = PutStageResults(stage=self.stage, worker=self.worker, results=[result])
         return (await self.client.ask(finish, Results)).results
 
 

@@ -15,7 +15,7 @@ from staleflow.net.errors import RUN_IS_OVER, Refused, RunOver
 from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages import Attach, Attached, Done, Finished, Refusal
+from staleflow.protocols.wire.messages import Attach, AttachReply, Done, Finished, Refusal
 from staleflow.servers.scheduler import service
 from staleflow.supervisor.joining import has_ended, joined
 from tests.servers.running import Run, eventually
@@ -102,7 +102,7 @@ async def test_joining_a_run_that_is_over_is_told_apart(run: Run) -> None:
 def test_a_scheduler_that_ends_alone_has_those_who_come_wait_for_the_next(tmp_path: Path, finished: bool) -> None:
     run = Asked(tmp_path)
     try:
-        assert isinstance(run.attach("w.1", "w", "rollout", Role.ROLLOUT), Attached)
+        assert isinstance(run.attach("w.1", "w", "rollout", Role.ROLLOUT), AttachReply)
         run.service.phase.finished = finished
         run.service.close("SIGTERM")
         answer = run.attach("w.2", "w", "rollout", Role.ROLLOUT)

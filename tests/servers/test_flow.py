@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from staleflow.protocols.wire.messages import FetchGroups, Groups
+from staleflow.protocols.wire.messages import GetGroups, Groups
 from staleflow.protocols.wire.tensors import arrays
 from tests.servers.running import WEIGHTS, Run, StageWorker
 
@@ -18,7 +18,7 @@ async def test_what_is_pushed_is_rewarded_sealed_fetched_and_consumed(run: Run) 
     assert [item.row["answer"] for item in items] == [item.group % 40 + 1 for item in items]
     assert [result.code for result in await stage.finish(items)] == [None] * len(items)
     batch = await trainer.next_batch(0)
-    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    fetch = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     groups, frames = await run.shard(trainer.worker).call(fetch)
     assert isinstance(groups, Groups)
     first = arrays(groups.groups[0].frames, frames[: len(groups.groups[0].frames)])

@@ -18,7 +18,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Assign,
-    FetchGroups,
+    GetGroups,
     GetRows,
     Groups,
     PushGroups,
@@ -34,7 +34,7 @@ from tests.servers.scheduler.world import Cast, World, config
 
 DISK_BYTES = 24 << 20
 LEFT_BYTES = 1 << 20
-MOST_STARTS = 20
+MAX_STARTS = 20
 """After so many starts on a full disk one has found no room."""
 
 
@@ -158,7 +158,7 @@ async def test_the_parameter_server_on_a_full_disk_refuses_a_version_serves_the_
     puller = Puller(run.where.parameters, worker=WorkerId("reader.1"))
     async with await puller.pull(Lineage(0), Version(0)) as version:
         np.testing.assert_array_equal(version.arrays()["embed"], WEIGHTS["embed"])
-    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    fetch = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     groups, _ = await run.shard(trainer.worker).call(fetch)
     assert isinstance(groups, Groups)
     disk.empty()
@@ -204,7 +204,7 @@ async def test_a_scheduler_that_starts_or_ends_on_a_full_disk_loses_nothing(disk
         disk.fill(left=0)
         full = [""]
         while not full[-1]:  # each start needs a little room, and finds it in pages that are begun
-            assert len(full) < MOST_STARTS, "void: there was room at every start"
+            assert len(full) < MAX_STARTS, "void: there was room at every start"
             assert world.stop() == 0
             world.start()
             status = await world.status()

@@ -13,9 +13,9 @@ from staleflow.protocols.wire.codec import ProtocolError, decode_request, encode
 from staleflow.protocols.wire.manifest import check
 from staleflow.protocols.wire.messages import (
     BeginPublish,
+    BeginPublishReply,
     InstanceStats,
     Manifest,
-    PublishTo,
     PushGroups,
     PushItem,
     RegisterPush,
@@ -140,6 +140,6 @@ async def test_a_version_larger_than_the_disk_is_refused_before_the_disk_is_fill
         nbytes=2**46,
     )
     with pytest.raises(Unavailable, match=r"it has 70368744177664 bytes, \d+ are free"):
-        await run.client(run.where.parameters, trainer.worker).ask(ask, PublishTo, timeout_s=0.5)
+        await run.client(run.where.parameters, trainer.worker).ask(ask, BeginPublishReply, timeout_s=0.5)
     assert files(run) == set()
     assert (await trainer.publish(0, WEIGHTS)).version == 0

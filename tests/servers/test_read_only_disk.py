@@ -18,8 +18,8 @@ import pytest
 from staleflow.configs.durable_files import sync_path
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import GetRows, Rows
-from staleflow.servers.parameters.service import COLLECT_EVERY_S
-from staleflow.servers.trajectories.service import RETAIN_EVERY_S
+from staleflow.servers.parameters.service import COLLECT_INTERVAL_S
+from staleflow.servers.trajectories.service import RETAIN_INTERVAL_S
 from staleflow.trace.audit.report import audit
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 
@@ -90,7 +90,7 @@ async def test_servers_on_a_disk_that_turns_read_only_refuse_writes_serve_reads_
         assert "the scheduler's file system is read-only" in (await _until(run, "full", "read-only"))["why"]
         rows = await rollout.shards[0].ask(GetRows(groups=[third.group]), Rows)
         assert len(rows.rows) == 1
-        await _serves_for(run, max(RETAIN_EVERY_S, COLLECT_EVERY_S) + 2)
+        await _serves_for(run, max(RETAIN_INTERVAL_S, COLLECT_INTERVAL_S) + 2)
         assert [one.result() for one in waiting if one.done()] == []
         assert [result.code for result in await finishing] == [Code.STALE_LEASE], "its stage is done once more"
         for one in waiting:

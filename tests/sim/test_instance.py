@@ -6,7 +6,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segme
 from staleflow.protocols.wire.messages import (
     Abort,
     Assign,
-    Attached,
+    AttachReply,
     Command,
     Commands,
     Operations,
@@ -29,7 +29,7 @@ from staleflow.sim.timeline import Timeline
 from staleflow.sim.workload import Workload
 from tests.sim.configs import config
 
-ATTACHED = Attached(
+ATTACHED = AttachReply(
     run="r",
     config=b"",
     config_sha="",

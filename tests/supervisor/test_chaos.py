@@ -103,7 +103,7 @@ def caused(monkeypatch: pytest.MonkeyPatch, processes: dict[str, Process], kinds
         return [Victim(name, cast("Any", one)) for name, one in processes.items() if not one.ended and looks <= LOOKS]
 
     monkeypatch.setattr(chaos, "victims", there)
-    for name, seconds in (("GONE_S", 2.0), ("STUCK_S", 0.05), ("LOOK_S", 0.001)):
+    for name, seconds in (("GONE_S", 2.0), ("STUCK_S", 0.05), ("POLL_INTERVAL_S", 0.001)):
         monkeypatch.setattr(chaos, name, seconds)
     Chaos(RUN, kinds=kinds, only=(), every_s=0.001, stop_s=0.001, seed=0, tell=told.append).run(6)
     return told

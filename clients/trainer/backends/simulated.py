@@ -11,7 +11,7 @@ from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.protocols.consistency.ids import Step, Version
 
 _STATE = "simulated.json"
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class SimulatedTrainer:
         while (left := end - time.monotonic()) > 0:
             if stopping():
                 raise Stopped
-            time.sleep(min(left, _LOOK_S))
+            time.sleep(min(left, _POLL_INTERVAL_S))
         self._tokens += int((part.input_ids * part.loss_mask).sum())
 
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:

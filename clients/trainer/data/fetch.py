@@ -21,7 +21,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.columns import parted
-from staleflow.protocols.wire.messages import FetchGroups, Groups, MemberRef
+from staleflow.protocols.wire.messages import GetGroups, Groups, MemberRef
 from staleflow.protocols.wire.tensors import Array, arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -89,7 +89,7 @@ class Fetcher:
     async def _asked(
         self, shard: int, members: Sequence[MemberRef], maps: MappedSlabs | None, *, checks: bool
     ) -> list[FetchedGroup]:
-        ask = FetchGroups(
+        ask = GetGroups(
             groups=[member.group for member in members],
             shas=[member.sha for member in members],
             host="" if maps is None else boot_id(),

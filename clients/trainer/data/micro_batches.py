@@ -24,7 +24,7 @@ from staleflow.net.retry import Backoff
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import Batch, Claims, MemberRef, ModelLimits, NextGroups
+from staleflow.protocols.wire.messages import Batch, Claims, GetClaims, MemberRef, ModelLimits
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class PieceStream(BatchStream):
     async def _more(self, step: Step, held: Sequence[MemberRef]) -> Batch | Claims | None:
         """What comes next; None when ``held`` is no longer how the batch begins."""
         leases = [member.lease for member in held]
-        ask = NextGroups(trainer_term=self._trainer_term, step=step, held=leases, count=self._size)
+        ask = GetClaims(trainer_term=self._trainer_term, step=step, held=leases, count=self._size)
         try:
             reply = await self.next(ask)
         except Refused as refused:

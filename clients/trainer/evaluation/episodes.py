@@ -25,7 +25,7 @@ from staleflow.clients.stage.worker import Failed, StageGroup
 from staleflow.clients.texts import tokenizer_decoder
 from staleflow.clients.tokens import open_tokenizer, stop_ids
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
-from staleflow.clients.trainer.evaluation.held_out import LOOK_S, Row, first_seed, measured
+from staleflow.clients.trainer.evaluation.held_out import POLL_INTERVAL_S, Row, first_seed, measured
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, Version
 
@@ -87,7 +87,7 @@ class EpisodeEvaluation:
                     raise error.__cause__ or error
                 if not (left := [task for task in playing if not task.done()]):
                     return [task.result() for task in playing]
-                await asyncio.wait(left, timeout=LOOK_S)
+                await asyncio.wait(left, timeout=POLL_INTERVAL_S)
         finally:
             for task in playing:
                 task.cancel()

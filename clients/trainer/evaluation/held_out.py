@@ -26,7 +26,7 @@ from staleflow.protocols.consistency.ids import Version
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """How often it looks whether it should stop while other processes work."""
 
 Row = dict[str, Any]
@@ -88,7 +88,7 @@ class PromptEvaluation:
             while left := [task for task in scoring if not task.done()]:
                 if stopping():
                     raise Stopped
-                await asyncio.wait(left, timeout=LOOK_S, return_when=asyncio.ALL_COMPLETED)
+                await asyncio.wait(left, timeout=POLL_INTERVAL_S, return_when=asyncio.ALL_COMPLETED)
             results = await asyncio.gather(*scoring, return_exceptions=True)
         finally:
             for task in scoring:

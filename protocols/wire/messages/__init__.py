@@ -4,7 +4,7 @@ A request names its reply in its docstring. Any request may be answered by ``Ref
 (tag first), frozen, and refuse unknown fields. All ``*_ms`` are durations; no clock reading crosses the wire.
 """
 
-from staleflow.protocols.wire.messages.attaching import Attach, Attached, Detach
+from staleflow.protocols.wire.messages.attaching import Attach, AttachReply, Detach
 from staleflow.protocols.wire.messages.base import (
     PROTOCOL,
     Count,
@@ -33,7 +33,8 @@ from staleflow.protocols.wire.messages.instances import (
 )
 from staleflow.protocols.wire.messages.operations import (
     Expected,
-    Inventory,
+    GetExpected,
+    GetRetained,
     Op,
     Operations,
     RegisterMissing,
@@ -46,54 +47,53 @@ from staleflow.protocols.wire.messages.operations import (
     Result,
     Results,
     Retained,
-    Retention,
 )
 from staleflow.protocols.wire.messages.parameters import (
     BeginPublish,
+    BeginPublishReply,
     Chunk,
     CommitPublish,
-    FindSources,
     GetChunk,
     GetDelta,
     GetManifest,
+    GetSources,
     JoinRelays,
     Manifest,
-    ManifestOf,
+    ManifestReply,
     PublishChunk,
-    PublishTo,
     Sources,
     TensorEntry,
     Unpin,
 )
-from staleflow.protocols.wire.messages.prompts import FEATURES, Describe, Described
+from staleflow.protocols.wire.messages.prompts import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.messages.stages import StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.training import (
     Batch,
     CheckBatch,
-    CheckpointRegistered,
     Claims,
     Finished,
+    GetBatch,
+    GetClaims,
     GetModelLimits,
+    GetRetainedVersions,
     Join,
-    Joined,
-    KeepVersions,
+    JoinReply,
     MemberRef,
     Metrics,
     ModelLimits,
-    NextBatch,
-    NextGroups,
     NoMoreBatches,
     QuarantineGroups,
     RegisterCheckpoint,
-    Registered,
+    RegisterCheckpointReply,
     RegisterVersion,
-    VersionsInUse,
+    RegisterVersionReply,
+    RetainedVersions,
 )
 from staleflow.protocols.wire.messages.trajectories import (
-    FetchGroups,
-    FinishStage,
+    GetGroups,
     GetRows,
     GetSlab,
+    GetStageWork,
     GroupFrames,
     Groups,
     MadeColumn,
@@ -102,12 +102,12 @@ from staleflow.protocols.wire.messages.trajectories import (
     PushGroups,
     PushItem,
     PutPartial,
+    PutStageResults,
     Rows,
     Slab,
     StageItem,
     StageResult,
     StageWork,
-    TakeStage,
 )
 
 Request = (
@@ -119,28 +119,28 @@ Request = (
     | Report
     | Pulled
     | Operations
-    | Retention
-    | Inventory
+    | GetRetained
+    | GetExpected
     | StageLoads
     | GetModelLimits
-    | Described
+    | PromptFeatures
     | Join
-    | NextBatch
+    | GetBatch
     | CheckBatch
-    | NextGroups
+    | GetClaims
     | QuarantineGroups
     | RegisterVersion
     | RegisterCheckpoint
-    | VersionsInUse
+    | GetRetainedVersions
     | Metrics
     | Finished
     | GetRows
     | GetSlab
     | PushGroups
     | PutPartial
-    | TakeStage
-    | FinishStage
-    | FetchGroups
+    | GetStageWork
+    | PutStageResults
+    | GetGroups
     | BeginPublish
     | PublishChunk
     | CommitPublish
@@ -148,7 +148,7 @@ Request = (
     | GetChunk
     | GetDelta
     | JoinRelays
-    | FindSources
+    | GetSources
     | Unpin
 )
 
@@ -157,26 +157,26 @@ Reply = (
     | Refusal
     | Done
     | Status
-    | Attached
+    | AttachReply
     | Commands
     | Results
     | Retained
     | Expected
-    | Describe
-    | Joined
+    | PromptFeaturesReply
+    | JoinReply
     | ModelLimits
     | Batch
     | Claims
     | NoMoreBatches
-    | Registered
-    | CheckpointRegistered
-    | KeepVersions
+    | RegisterVersionReply
+    | RegisterCheckpointReply
+    | RetainedVersions
     | Rows
     | Slab
     | StageWork
     | Groups
-    | PublishTo
-    | ManifestOf
+    | BeginPublishReply
+    | ManifestReply
     | Sources
     | Chunk
 )
@@ -187,52 +187,51 @@ __all__ = [
     "Abort",
     "Assign",
     "Attach",
-    "Attached",
+    "AttachReply",
     "Batch",
     "BeginPublish",
+    "BeginPublishReply",
     "CheckBatch",
-    "CheckpointRegistered",
     "Chunk",
     "Claims",
     "Command",
     "Commands",
     "CommitPublish",
     "Count",
-    "Describe",
-    "Described",
     "Detach",
     "Done",
     "Drain",
     "Expected",
-    "FetchGroups",
-    "FindSources",
-    "FinishStage",
     "Finished",
+    "GetBatch",
     "GetChunk",
+    "GetClaims",
     "GetDelta",
+    "GetExpected",
+    "GetGroups",
     "GetManifest",
     "GetModelLimits",
+    "GetRetained",
+    "GetRetainedVersions",
     "GetRows",
     "GetSlab",
+    "GetSources",
+    "GetStageWork",
     "GetStatus",
     "GroupFrames",
     "Groups",
     "InstanceStats",
     "Interrupt",
-    "Inventory",
     "Join",
     "JoinRelays",
-    "Joined",
-    "KeepVersions",
+    "JoinReply",
     "MadeColumn",
     "Manifest",
-    "ManifestOf",
+    "ManifestReply",
     "MemberRef",
     "Message",
     "Metrics",
     "ModelLimits",
-    "NextBatch",
-    "NextGroups",
     "NoMoreBatches",
     "Op",
     "Operations",
@@ -241,16 +240,19 @@ __all__ = [
     "Ping",
     "Place",
     "Pong",
+    "PromptFeatures",
+    "PromptFeaturesReply",
     "PublishChunk",
-    "PublishTo",
     "Pull",
     "Pulled",
     "PushGroups",
     "PushItem",
     "PutPartial",
+    "PutStageResults",
     "QuarantineGroups",
     "Refusal",
     "RegisterCheckpoint",
+    "RegisterCheckpointReply",
     "RegisterMissing",
     "RegisterOccupy",
     "RegisterPush",
@@ -258,15 +260,15 @@ __all__ = [
     "RegisterReject",
     "RegisterRelease",
     "RegisterVersion",
+    "RegisterVersionReply",
     "RegisterYield",
-    "Registered",
     "Reply",
     "Report",
     "Request",
     "Result",
     "Results",
     "Retained",
-    "Retention",
+    "RetainedVersions",
     "Rows",
     "Slab",
     "Sources",
@@ -277,10 +279,8 @@ __all__ = [
     "StageResult",
     "StageWork",
     "Status",
-    "TakeStage",
     "TensorEntry",
     "TensorSpec",
     "Unpin",
-    "VersionsInUse",
     "Yield",
 ]

@@ -5,7 +5,7 @@ from staleflow.protocols.wire.messages.base import Count, Message
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """A process joins the run. It takes its ``name`` from a silent process, or one of the same ``slot``. -> Attached"""
+    """Join the run as ``name``, which may be that of a silent process or one in the same ``slot``. -> AttachReply"""
 
     worker: WorkerId
     name: str
@@ -31,7 +31,7 @@ class Attach(Message, frozen=True, kw_only=True):
     take the name at once. Empty without a supervisor."""
 
 
-class Attached(Message, frozen=True, kw_only=True):
+class AttachReply(Message, frozen=True, kw_only=True):
     run: str
     config: bytes
     """The run's configuration, JSON."""

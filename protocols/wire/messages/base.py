@@ -6,7 +6,7 @@ import msgspec
 
 from staleflow.protocols.consistency.effects import Code
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
 
 Sha = Annotated[str, msgspec.Meta(max_length=64)]

@@ -115,7 +115,7 @@ class Results(Message, frozen=True, kw_only=True):
     results: list[Result]
 
 
-class Retention(Message, frozen=True, kw_only=True):
+class GetRetained(Message, frozen=True, kw_only=True):
     """A shard asks which of these groups it may forget, and whether its leases still hold. -> Retained"""
 
     shard: int
@@ -128,7 +128,7 @@ class Retained(Message, frozen=True, kw_only=True):
     keep: list[GroupId]
 
 
-class Inventory(Message, frozen=True, kw_only=True):
+class GetExpected(Message, frozen=True, kw_only=True):
     """A shard that has started asks for what it must have, of groups after that one. -> Expected"""
 
     shard: int

@@ -25,7 +25,7 @@ class Manifest(Part, frozen=True, kw_only=True):
 
 
 class BeginPublish(Message, frozen=True, kw_only=True):
-    """The trainer is about to publish (lineage, version). -> PublishTo"""
+    """The trainer is about to publish (lineage, version). -> BeginPublishReply"""
 
     trainer_term: TrainerTerm
     lineage: Lineage
@@ -34,7 +34,7 @@ class BeginPublish(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
-class PublishTo(Message, frozen=True, kw_only=True):
+class BeginPublishReply(Message, frozen=True, kw_only=True):
     """Where the bytes go: into the file at ``path`` when it is on the publisher's host, else in chunks."""
 
     upload: int
@@ -51,7 +51,7 @@ class PublishChunk(Message, frozen=True, kw_only=True):
 
 
 class CommitPublish(Message, frozen=True, kw_only=True):
-    """Every byte is there: verify, make visible, register with the scheduler. -> Registered"""
+    """Every byte is there: verify, make visible, register with the scheduler. -> RegisterVersionReply"""
 
     upload: int
     manifest: Manifest
@@ -62,7 +62,7 @@ class CommitPublish(Message, frozen=True, kw_only=True):
 
 
 class GetManifest(Message, frozen=True, kw_only=True):
-    """What is in a version, and where; pins it for the worker until ``Unpin`` or its end. -> ManifestOf"""
+    """What is in a version, and where; pins it for the worker until ``Unpin`` or its end. -> ManifestReply"""
 
     worker: WorkerId
     lineage: Lineage
@@ -73,7 +73,7 @@ class GetManifest(Message, frozen=True, kw_only=True):
     """Boot id of the reader's host. A relay on the same one answers when the file may be mapped, or after a while."""
 
 
-class ManifestOf(Message, frozen=True, kw_only=True):
+class ManifestReply(Message, frozen=True, kw_only=True):
     manifest: Manifest
     path: str
     """Empty at a relay that does not have all of the version yet."""
@@ -126,7 +126,7 @@ class JoinRelays(Message, frozen=True, kw_only=True):
     host: str
 
 
-class FindSources(Message, frozen=True, kw_only=True):
+class GetSources(Message, frozen=True, kw_only=True):
     """A reader on another host than the parameter server asks where it gets its bytes. -> Sources"""
 
     worker: WorkerId

@@ -6,8 +6,8 @@ FEATURES = 32
 """Numbers that describe one prompt."""
 
 
-class Described(Message, frozen=True, kw_only=True):
-    """A shard brings what it was asked for, and waits to be asked again. -> Describe, within ``wait_ms``
+class PromptFeatures(Message, frozen=True, kw_only=True):
+    """A shard brings what it was asked for, and waits to be asked again. -> PromptFeaturesReply, within ``wait_ms``
 
     ``frames`` names one frame, float16 [len(rows), FEATURES] called ``features``; no frame when there are no rows.
     """
@@ -18,7 +18,7 @@ class Described(Message, frozen=True, kw_only=True):
     wait_ms: int = 10_000
 
 
-class Describe(Message, frozen=True, kw_only=True):
+class PromptFeaturesReply(Message, frozen=True, kw_only=True):
     """Describe these prompt rows next; perhaps none."""
 
     rows: list[int]

@@ -29,7 +29,7 @@ class GetModelLimits(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A trainer takes over with the weights of (lineage, version). -> Joined, or Refusal ``bad_version``"""
+    """A trainer takes over with the weights of (lineage, version). -> JoinReply, or Refusal ``bad_version``"""
 
     trainer: WorkerId
     lineage: Lineage
@@ -37,7 +37,7 @@ class Join(Message, frozen=True, kw_only=True):
     model: ModelLimits = msgspec.field(default_factory=ModelLimits)
 
 
-class Joined(Message, frozen=True, kw_only=True):
+class JoinReply(Message, frozen=True, kw_only=True):
     trainer_term: TrainerTerm
     lineage: Lineage
     """Surviving lineage after the join."""
@@ -45,7 +45,7 @@ class Joined(Message, frozen=True, kw_only=True):
     """Newest published; -1 when version 0 is still to be published."""
 
 
-class NextBatch(Message, frozen=True, kw_only=True):
+class GetBatch(Message, frozen=True, kw_only=True):
     """The trainer waits for the sealed batch of ``step``. -> Batch, as soon as it is sealed, or NoMoreBatches
 
     A refusal ``busy`` after ``wait_ms`` says in ``detail`` why it still waits.
@@ -65,13 +65,13 @@ class CheckBatch(Message, frozen=True, kw_only=True):
     batch: BatchId
 
 
-class NextGroups(Message, frozen=True, kw_only=True):
+class GetClaims(Message, frozen=True, kw_only=True):
     """A trainer that streams waits for more groups of ``step``. -> Claims, or Batch once the step is sealed, or
     NoMoreBatches
 
     What it is given is claimed: fixed as the beginning of the batch, in that order. It comes when ``count`` more are
     claimed, the rest with the sealed batch. Refusal ``conflict``: the batch no longer begins with what is held (a
-    rollback, a corrupt group), the step begins again. ``busy`` as for ``NextBatch``.
+    rollback, a corrupt group), the step begins again. ``busy`` as for ``GetBatch``.
     """
 
     trainer_term: TrainerTerm
@@ -141,7 +141,7 @@ class QuarantineGroups(Message, frozen=True, kw_only=True):
 class RegisterVersion(Message, frozen=True, kw_only=True):
     """The parameter server has a version durably: version 0, or that of ``batch``, which is thereby consumed.
 
-    -> Registered, or Refusal ``fenced``, ``bad_version``, ``conflict``
+    -> RegisterVersionReply, or Refusal ``fenced``, ``bad_version``, ``conflict``
     """
 
     trainer_term: TrainerTerm
@@ -152,7 +152,7 @@ class RegisterVersion(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Registered(Message, frozen=True, kw_only=True):
+class RegisterVersionReply(Message, frozen=True, kw_only=True):
     lineage: Lineage
     version: Version
 
@@ -160,7 +160,7 @@ class Registered(Message, frozen=True, kw_only=True):
 class RegisterCheckpoint(Message, frozen=True, kw_only=True):
     """The trainer can come back at this version, and at the ``keep`` - 1 checkpoints that it registered before it.
 
-    -> CheckpointRegistered, or Refusal ``fenced``, ``denied``, ``bad_version``, ``malformed``
+    -> RegisterCheckpointReply, or Refusal ``fenced``, ``denied``, ``bad_version``, ``malformed``
     """
 
     trainer_term: TrainerTerm
@@ -169,17 +169,17 @@ class RegisterCheckpoint(Message, frozen=True, kw_only=True):
     keep: int = 1
 
 
-class CheckpointRegistered(Message, frozen=True, kw_only=True):
+class RegisterCheckpointReply(Message, frozen=True, kw_only=True):
     """What only versions before ``oldest`` need is let go: no trainer can come back at them any more."""
 
     oldest: Version
 
 
-class VersionsInUse(Message, frozen=True, kw_only=True):
-    """The parameter server asks which versions it must keep. -> KeepVersions"""
+class GetRetainedVersions(Message, frozen=True, kw_only=True):
+    """The parameter server asks which versions it must keep. -> RetainedVersions"""
 
 
-class KeepVersions(Message, frozen=True, kw_only=True):
+class RetainedVersions(Message, frozen=True, kw_only=True):
     """(lineage, version) of every version that a lease, an instance, a checkpoint or a rollback may still need."""
 
     versions: list[tuple[Lineage, Version]]

@@ -99,7 +99,7 @@ class PushGroups(Message, frozen=True, kw_only=True):
     items: list[PushItem]
 
 
-class TakeStage(Message, frozen=True, kw_only=True):
+class GetStageWork(Message, frozen=True, kw_only=True):
     """A stage worker waits for groups, at most ``max_groups``. -> StageWork (empty after ``wait_ms``)"""
 
     stage: str
@@ -107,7 +107,7 @@ class TakeStage(Message, frozen=True, kw_only=True):
     max_groups: int
     wait_ms: int = 1000
     host: str = ""
-    """As in ``FetchGroups``."""
+    """As in ``GetGroups``."""
     held: list[int] = msgspec.field(default_factory=list[int])
     """Tickets of groups that it has and goes on with. What else it was given here never came, and is given anew."""
     checks: bool = False
@@ -150,7 +150,7 @@ class StageResult(Part, frozen=True, kw_only=True):
     error: str = ""
 
 
-class FinishStage(Message, frozen=True, kw_only=True):
+class PutStageResults(Message, frozen=True, kw_only=True):
     """-> Results, one a group"""
 
     stage: str
@@ -158,7 +158,7 @@ class FinishStage(Message, frozen=True, kw_only=True):
     results: list[StageResult]
 
 
-class FetchGroups(Message, frozen=True, kw_only=True):
+class GetGroups(Message, frozen=True, kw_only=True):
     """Payload of sealed groups. -> Groups; refused when one is corrupt (it is quarantined and the batch changes)"""
 
     groups: list[GroupId]

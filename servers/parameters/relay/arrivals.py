@@ -44,7 +44,7 @@ from staleflow.servers.parameters.versions import (
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 4 << 20
-MOST_COMING = 1024
+MAX_COMING = 1024
 """Versions on their way at once, whatever is asked for; readers of others are told to come back."""
 
 
@@ -232,7 +232,7 @@ class Arrivals:
 
     async def _arrival(self, key: VersionKey) -> Arrival:
         if (coming := self._coming.get(key)) is None:
-            if len(self._coming) >= MOST_COMING:
+            if len(self._coming) >= MAX_COMING:
                 raise Refused(Code.BUSY, f"{len(self._coming)} versions are on their way to this relay")
             loop = asyncio.get_running_loop()
             coming = self._coming[key] = loop.create_future()

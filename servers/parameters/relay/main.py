@@ -30,7 +30,7 @@ BIND = "tcp://127.0.0.1:*"
 """For workers of the same host; others need an address of this host that they reach."""
 FREE_S = 60.0
 """In which another relay must leave the folder. Then this process ends, to be started again."""
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str, bind: str, mb_per_s: float) -> int:
@@ -62,7 +62,7 @@ async def _owns(held: ExitStack, folder: Path, stop: Stop) -> bool:
         if not waits:
             log.warning("waits for %s: another relay still has it", folder)
             waits = True
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
     return False
 
 

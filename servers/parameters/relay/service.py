@@ -24,7 +24,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
+    AttachReply,
     Chunk,
     Done,
     GetChunk,
@@ -32,7 +32,7 @@ from staleflow.protocols.wire.messages import (
     GetManifest,
     GetStatus,
     JoinRelays,
-    ManifestOf,
+    ManifestReply,
     Sources,
     Status,
     Unpin,
@@ -48,8 +48,8 @@ from staleflow.servers.runner import Tasks
 
 log = logging.getLogger(__name__)
 
-JOIN_EVERY_S = 1.0
-LOOK_EVERY_S = 1.0
+JOIN_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Whether the run is over."""
 BUSY_MS = 200
 MAPPED_AFTER_S = 4.0
@@ -84,8 +84,8 @@ class RelayService:
         self._arrivals = Arrivals(
             versions, self._deltas, upstream, self._pins, tasks.start, keep_versions=keep_versions
         )
-        self._pieces = Turns(turns.MOST_PIECES)
-        self._manifests = Turns(turns.MOST_MANIFESTS)
+        self._pieces = Turns(turns.MAX_PIECES)
+        self._manifests = Turns(turns.MAX_MANIFESTS)
         self._looks = Looks(versions)
         self.hello: Attach | None = None
         """How this relay attaches, once its endpoint is known."""
@@ -160,7 +160,7 @@ class RelayService:
 
         self._tasks.start(answering())
 
-    async def _manifest(self, ask: GetManifest) -> ManifestOf:
+    async def _manifest(self, ask: GetManifest) -> ManifestReply:
         key = VersionKey(ask.lineage, ask.version)
         try:
             if ask.doubted:
@@ -170,7 +170,7 @@ class RelayService:
         except Refused:
             self._pins.remove(ask.worker, key)
             raise
-        return ManifestOf(manifest=manifest, path=path, host=boot_id())
+        return ManifestReply(manifest=manifest, path=path, host=boot_id())
 
     async def _look_at(self, key: VersionKey) -> None:
         """Forget a version whose bytes are damaged: who asks the next time has it brought again. ``Refused`` then."""
@@ -246,12 +246,12 @@ class RelayService:
                 place = await root.ask(join, Sources, timeout_s=None)
             except Refused as no:
                 if no.code is Code.BUSY:  # more of its own questions wait there than may
-                    await asyncio.sleep(JOIN_EVERY_S)
+                    await asyncio.sleep(JOIN_INTERVAL_S)
                     continue
                 raise ConfigError("relay", str(join.worker), no.detail) from no
             self._upstream.hang_below(place.endpoints)
             await self._arrivals.collect()
-            await asyncio.sleep(JOIN_EVERY_S)
+            await asyncio.sleep(JOIN_INTERVAL_S)
 
     async def _watch_run(self) -> None:
         """End this process when the trainer is done, or the scheduler has not been heard of for long."""
@@ -263,18 +263,18 @@ class RelayService:
                 why = f"nothing is heard of the scheduler for {GONE_S:.0f} s"
             else:
                 why = "the run is over" if status.get("finished") or status.get("closed") else ""
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
         log.info("leaves: %s", why)
         self._stop.set(why)
 
-    async def _attached(self) -> tuple[Attach, Attached]:
+    async def _attached(self) -> tuple[Attach, AttachReply]:
         """The scheduler's answer once it knows the parameter server, too."""
         assert self.hello is not None
         while True:
-            attached = await self._scheduler.ask(self.hello, Attached, timeout_s=None)
+            attached = await self._scheduler.ask(self.hello, AttachReply, timeout_s=None)
             if attached.parameters:
                 return self.hello, attached
-            await asyncio.sleep(JOIN_EVERY_S)
+            await asyncio.sleep(JOIN_INTERVAL_S)
 
 
 def _refuse(call: Call, no: Refused) -> None:

@@ -15,7 +15,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.manifest import check
-from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, ManifestOf, Unpin
+from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, ManifestReply, Unpin
 from staleflow.servers.parameters.versions import VersionKey
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Upstream:
         """What the version is, by the word of the parameter server; pinned there. ``Refused`` if there is none."""
         root = await asyncio.shield(self._root)
         try:
-            found = await root.ask(self._asked(key), ManifestOf, timeout_s=ANSWER_S)
+            found = await root.ask(self._asked(key), ManifestReply, timeout_s=ANSWER_S)
         except Unavailable as error:
             raise Refused(Code.BAD_VERSION, f"this relay cannot ask for {key}: {error}") from error
         check(found.manifest)
@@ -89,7 +89,7 @@ class Upstream:
         """Pinned at the source, too. ``ProtocolError`` when it has other bytes by that name."""
         asked = self._asked(key)
         if source.client is not self._root.result():
-            theirs = await source.client.ask(asked, ManifestOf, timeout_s=ANSWER_S)
+            theirs = await source.client.ask(asked, ManifestReply, timeout_s=ANSWER_S)
             if theirs.manifest.sha != manifest.sha:
                 detail = f"{source.client.address} calls other weights {key}: is it a relay of another run?"
                 raise ProtocolError(Code.CONFLICT, detail)

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 
 from staleflow.configs.schema import Config, Coordination
 from staleflow.protocols.consistency import events
-from staleflow.protocols.consistency.effects import Code, Delivered, Refused
+from staleflow.protocols.consistency.effects import Code, Delivered, Rejected
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.coordination.decide import Strategies, decide
-from staleflow.protocols.coordination.sync import MOST_AT_ONCE
+from staleflow.protocols.coordination.sync import MAX_AT_ONCE
 from staleflow.protocols.coordination.view import Load, Move, Order, Start
 from staleflow.protocols.wire.messages import InstanceStats
 from staleflow.servers.scheduler.coordination.backoff import Failures
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.coordination.pacing import Pacing
-from staleflow.servers.scheduler.coordination.snapshots import MOST_STARTS, Snapshots
+from staleflow.servers.scheduler.coordination.snapshots import MAX_STARTS, Snapshots
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
 REST = 10
@@ -88,7 +88,7 @@ class Cycle:
                     self._start(order)
                 case Move():
                     self._instances.order_move(order, now_ms)
-        if loads >= MOST_AT_ONCE or starts >= MOST_STARTS:
+        if loads >= MAX_AT_ONCE or starts >= MAX_STARTS:
             self._instances.changed = self.unfinished = True
 
     def _start(self, order: Start) -> None:
@@ -97,7 +97,7 @@ class Cycle:
         for group in order.groups:
             deck.deal_group(group)
             told = self._interpreter.apply(events.Reserve(group=group, worker=order.worker, version=order.version))
-            if told and isinstance(told[0], Refused) and told[0].code is not Code.DUPLICATE:
+            if told and isinstance(told[0], Rejected) and told[0].code is not Code.DUPLICATE:
                 deck.again(group)
                 return
             snapshots.last_served = order.worker

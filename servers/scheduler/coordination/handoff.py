@@ -1,6 +1,6 @@
 """Groups that an instance gave up for another one: moved in one transaction, or left where they are."""
 
-from staleflow.protocols.consistency.effects import Code, Refused
+from staleflow.protocols.consistency.effects import Code, Rejected
 from staleflow.protocols.consistency.events import Migrate
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import WorkerId
@@ -31,7 +31,7 @@ class Yields:
             return Result(code=Code.DENIED, detail=f"{to} cannot go on with version {op.version} now")
         with moves.leaving(moving.order, op.sha):
             told = self._interpreter.apply(Migrate(group=op.group, lease=op.lease, to=to))
-        if isinstance(refused := told[0], Refused):
+        if isinstance(refused := told[0], Rejected):
             self._instances.end_move(op.lease)
             return Result(code=refused.code, detail=refused.detail)
         self._interpreter.totals.counts.moves += 1

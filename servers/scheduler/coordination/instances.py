@@ -24,7 +24,7 @@ from staleflow.servers.scheduler.coordination.moves import Moves
 
 LeasesOf = Callable[[WorkerId], Mapping[LeaseId, GroupView]]
 
-MOST_ABORTS = 4_096
+MAX_ABORTS = 4_096
 """Leases that one instance is told to abort at once; what else it should not have it is told after it has listened."""
 
 
@@ -164,7 +164,7 @@ class Instances:
         held = dict.fromkeys(report.held)
         acked = instance.commands.acked
         for lease in held:
-            if len(instance.aborting) >= MOST_ABORTS:
+            if len(instance.aborting) >= MAX_ABORTS:
                 break
             if lease not in instance.leases and lease not in instance.pushed and not instance.aborts(lease):
                 instance.aborting[lease] = self._order(instance, Abort(lease=lease))

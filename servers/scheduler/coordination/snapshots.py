@@ -18,7 +18,7 @@ from staleflow.servers.scheduler.coordination.pacing import Pacing
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.prompts.affinity import Homes
 
-MOST_STARTS = 128
+MAX_STARTS = 128
 """Groups that one cycle starts, so that nobody else waits for more than some milliseconds of leases."""
 FLIGHTS_MS = 500
 """Between two looks at every leased group; what moves need not do so at once."""
@@ -73,7 +73,7 @@ class Snapshots:
             version=newest,
             instances=views,
             room=room,
-            next=self._next(min(most, self._useful(counts), MOST_STARTS)) if most else (),
+            next=self._next(min(most, self._useful(counts), MAX_STARTS)) if most else (),
             last_served=self.last_served,
             group_size=self._started,
             batch_size=limits.batch_size,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import UNSET
 
-from staleflow.protocols.consistency.effects import Refused
+from staleflow.protocols.consistency.effects import Rejected
 from staleflow.protocols.wire.messages import RegisterPush, RegisterReject
 from staleflow.trace.events import Auth, Reject, TraceEvent
 from staleflow.trace.writer import Trace
@@ -24,7 +24,7 @@ class Rejects:
         self._next_ms: dict[tuple[str, str], int] = {}
         self._waiting: dict[tuple[str, str], Reject | Auth] = {}
 
-    def refused(self, peer: str, effect: Refused, now_ms: int) -> None:
+    def refused(self, peer: str, effect: Rejected, now_ms: int) -> None:
         """The ledger said no to ``peer``."""
         group = UNSET if effect.group is None else effect.group
         lease = UNSET if effect.lease is None else effect.lease

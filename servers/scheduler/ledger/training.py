@@ -1,7 +1,7 @@
 """The trainer's side: joining, waiting for a sealed batch, versions, checkpoints, the end.
 
-A ``NextBatch`` waits here until the ledger has sealed its step; nobody asks twice. When it has waited its time it is
-told, in one sentence, what the step waits for. A ``NextGroups`` waits for less: groups are claimed for it as they come,
+A ``GetBatch`` waits here until the ledger has sealed its step; nobody asks twice. When it has waited its time it is
+told, in one sentence, what the step waits for. A ``GetClaims`` waits for less: groups are claimed for it as they come,
 which fixes them as the beginning of the batch, until there are as many as it asked for.
 """
 
@@ -12,26 +12,26 @@ import msgspec
 
 from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency import effects, events
-from staleflow.protocols.consistency.effects import Code, Consumed, Delivered, Effect, Member, Refused, Sealed
+from staleflow.protocols.consistency.effects import Code, Consumed, Delivered, Effect, Member, Rejected, Sealed
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
 from staleflow.protocols.consistency.limits import Bound, Limits
 from staleflow.protocols.wire.messages import (
     Batch,
     CheckBatch,
-    CheckpointRegistered,
     Claims,
     Done,
+    GetBatch,
+    GetClaims,
     Join,
-    Joined,
+    JoinReply,
     MemberRef,
-    NextBatch,
-    NextGroups,
     NoMoreBatches,
     QuarantineGroups,
     RegisterCheckpoint,
-    Registered,
+    RegisterCheckpointReply,
     RegisterVersion,
+    RegisterVersionReply,
 )
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.model_limits import KnownLimits
@@ -60,7 +60,7 @@ class Waiting:
 
     __slots__ = ("body", "call", "due_ms")
 
-    def __init__(self, call: Call, body: NextBatch | NextGroups, now_ms: int) -> None:
+    def __init__(self, call: Call, body: GetBatch | GetClaims, now_ms: int) -> None:
         self.call = call
         self.body = body
         self.due_ms = now_ms + min(body.wait_ms, 60_000)
@@ -124,7 +124,7 @@ class Training:
         machine = self._interpreter.machine
         self._remember(call, machine.trainer_term)
         self._known_limits.joined(body.model)
-        joined = Joined(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
+        joined = JoinReply(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
         self._answers.hold(call, joined)
         self._sealed = True
 
@@ -136,7 +136,7 @@ class Training:
             del self._joins[next(iter(self._joins))]
         self._interpreter.with_commit(lambda txn: txn.put("meta", _JOINS, msgspec.msgpack.encode(self._joins)))
 
-    def next_batch(self, call: Call, body: NextBatch | NextGroups) -> None:
+    def next_batch(self, call: Call, body: GetBatch | GetClaims) -> None:
         """Answered by ``deliver``, or when it has waited its time."""
         machine = self._interpreter.machine
         if body.trainer_term != machine.trainer_term:
@@ -181,7 +181,7 @@ class Training:
 
     def deliver(self) -> None:
         """Hand out the batches that are sealed by now and the groups that may be claimed; turn away who was fenced."""
-        if not self._sealed and not any(isinstance(waiting.body, NextGroups) for waiting in self._waiting):
+        if not self._sealed and not any(isinstance(waiting.body, GetClaims) for waiting in self._waiting):
             return
         self._sealed = False
         machine = self._interpreter.machine
@@ -192,7 +192,7 @@ class Training:
                 continue
             if body.trainer_term != machine.trainer_term:
                 self._fenced(call, body.trainer_term)
-            elif isinstance(body, NextGroups) and self._claimed(call, body):
+            elif isinstance(body, GetClaims) and self._claimed(call, body):
                 continue
             elif (sealed := machine.sealed_batch(body.step)) is not None:
                 self._hand_out(waiting, sealed)
@@ -200,7 +200,7 @@ class Training:
                 still.append(waiting)
         self._waiting = still
 
-    def _claimed(self, call: Call, body: NextGroups) -> bool:
+    def _claimed(self, call: Call, body: GetClaims) -> bool:
         """Claim what may be claimed for it. True when it was answered; False while it waits, or the step is sealed."""
         machine, held = self._interpreter.machine, len(body.held)
         turn = body.step == machine.next_step
@@ -298,7 +298,7 @@ class Training:
                 nbytes=body.nbytes,
             )
         if not self._refuse(call, self._interpreter.apply(event)):
-            self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
+            self._answers.hold(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
 
     def _again(self, call: Call, body: RegisterVersion) -> None:
         """The newest version once more, from a trainer that came back with it: the parameter server has lost it."""
@@ -312,7 +312,7 @@ class Training:
             detail = f"version {body.version} was published as {machine.newest_sha}"
             self._answers.refuse(call, Code.CONFLICT, detail)
         else:
-            self._answers.hold(call, Registered(lineage=body.lineage, version=body.version))
+            self._answers.hold(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
 
     def register_checkpoint(self, call: Call, body: RegisterCheckpoint) -> None:
         """Only from who joined: to believe another's is to let the versions go that the trainer can come back at."""
@@ -320,7 +320,7 @@ class Training:
             return
         joined = self._interpreter.machine.trainer
         if call.peer != joined:
-            refused = Refused(op=type(body).__name__, code=Code.DENIED)
+            refused = Rejected(op=type(body).__name__, code=Code.DENIED)
             self._rejects.refused(call.peer, refused, self._interpreter.clock.now_ms())
             self._answers.refuse(call, Code.DENIED, f"{call.peer} is not the trainer, {joined} is")
             return
@@ -329,7 +329,7 @@ class Training:
         )
         if not self._refuse(call, self._interpreter.apply(event)):
             _, oldest = self._interpreter.machine.oldest_checkpoint
-            self._answers.hold(call, CheckpointRegistered(oldest=oldest))
+            self._answers.hold(call, RegisterCheckpointReply(oldest=oldest))
 
     def current(self, call: Call, term: TrainerTerm) -> bool:
         """Whether ``term`` is that of the trainer in charge; otherwise the call is refused."""
@@ -345,14 +345,14 @@ class Training:
         now = self._interpreter.machine.trainer_term
         detail = f"trainer term {term} is over, {now} is in charge"
         self._rejects.refused(
-            call.peer, Refused(op=type(call.body).__name__, code=Code.FENCED), self._interpreter.clock.now_ms()
+            call.peer, Rejected(op=type(call.body).__name__, code=Code.FENCED), self._interpreter.clock.now_ms()
         )
         self._answers.refuse(call, Code.FENCED, detail)
 
     def _refuse(self, call: Call, told: tuple[Effect, ...]) -> bool:
         """Pass a no of the ledger on. One that only says "done before" is a yes."""
         for effect in told:
-            if isinstance(effect, effects.Refused):
+            if isinstance(effect, effects.Rejected):
                 self._rejects.refused(call.peer, effect, self._interpreter.clock.now_ms())
                 if effect.code is not Code.DUPLICATE:
                     self._answers.refuse(call, effect.code, effect.detail)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from staleflow.protocols.consistency.effects import Occupied, Pushed, Released, ReleaseWhy
 from staleflow.protocols.wire.messages import RegisterRelease
 
-MOST_DETAIL = 500
+MAX_DETAIL = 500
 """Characters of what was said of one."""
 
 
@@ -21,7 +21,7 @@ class Row:
     def add(self, detail: str, now_ms: int = 0) -> None:
         self.first_ms = self.first_ms if self.count else now_ms
         self.count += 1
-        self.detail = detail[:MOST_DETAIL]
+        self.detail = detail[:MAX_DETAIL]
 
     def end(self) -> None:
         self.count = 0

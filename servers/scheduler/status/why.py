@@ -22,7 +22,7 @@ from staleflow.servers.scheduler.status.stage_loads import Loads, calls_limit
 from staleflow.servers.scheduler.workers.registry import RESTARTS_MS, Registry
 from staleflow.store.disk_errors import trouble
 
-MOST_PINS = 16
+MAX_PINS = 16
 """Pinning groups that are looked at; a sentence counts the others."""
 
 
@@ -84,7 +84,7 @@ class Why:
 
     def pins(self) -> list[Pin]:
         """The first groups that pin the next step, as far as they are named."""
-        return [pin for group in self._interpreter.machine.pins()[:MOST_PINS] if (pin := self._pin(group)) is not None]
+        return [pin for group in self._interpreter.machine.pins()[:MAX_PINS] if (pin := self._pin(group)) is not None]
 
     def _over(self) -> str:
         phase = self._phase

@@ -15,7 +15,7 @@ from staleflow.net.security import LOOKING
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages import Attach, Attached, Detach, Done
+from staleflow.protocols.wire.messages import Attach, AttachReply, Detach, Done
 from staleflow.protocols.wire.stages import CRITIC, REWARD
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.identity import Identity
@@ -28,12 +28,12 @@ from staleflow.servers.scheduler.workers.registry import ROLES, Process, Registr
 from staleflow.servers.scheduler.workers.reserved_names import name_objection
 from staleflow.trace import events as trace_events
 
-MOST_TEXT_BYTES = 1_024
+MAX_TEXT_BYTES = 1_024
 """Of what a process says when it attaches, names aside: it is stored."""
 NAME_TIMEOUT_MS = 15_000
 """A process waits this long for the name of a live one: a dead one is silent after three heartbeats, or a little later
 where the scheduler itself is late."""
-MOST_WHY_CHARS = 200
+MAX_WHY_CHARS = 200
 """Of what it says when it leaves: it is traced."""
 
 
@@ -100,8 +100,8 @@ class Attachments:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
         if not (body.name + body.worker).isprintable():  # it is shown on the terminals of others
             return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has characters that do not print"
-        if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MOST_TEXT_BYTES:
-            return Code.MALFORMED, f"what {body.name} says of itself is longer than {MOST_TEXT_BYTES} bytes"
+        if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MAX_TEXT_BYTES:
+            return Code.MALFORMED, f"what {body.name} says of itself is longer than {MAX_TEXT_BYTES} bytes"
         if (no := self._name_objection(call, body)) is not None:
             return no
         if body.config_sha and body.config_sha != self._identity.config_sha:
@@ -173,9 +173,9 @@ class Attachments:
             return Code.CONFLICT, f"the prompts of shard {body.shard} are others than this run began with ({known})"
         return None
 
-    def _attached(self) -> Attached:
+    def _attached(self) -> AttachReply:
         machine = self._interpreter.machine
-        return Attached(
+        return AttachReply(
             run=self._identity.run,
             config=self._config_json,
             config_sha=self._identity.config_sha,
@@ -193,7 +193,7 @@ class Attachments:
         process = self._registry.remove(body.worker)
         if process is not None:
             self._interpreter.with_commit(lambda txn: registry.forget(txn, process.name))
-            self._leave(process, body.why[:MOST_WHY_CHARS] or "goodbye")
+            self._leave(process, body.why[:MAX_WHY_CHARS] or "goodbye")
         else:  # perhaps once more, after a commit that failed: its leases are there
             self._interpreter.apply(events.Detach(worker=body.worker, why=ReleaseWhy.ABORTED))
         self._answers.hold(call, Done())

@@ -37,7 +37,7 @@ MAX_STARTS = 64
 """Starts of one process that are remembered."""
 RETURN_MS = 300_000
 """A lost process may be back within this: started again, with its model loaded."""
-MOST_OVER = 4_096
+MAX_OVER = 4_096
 """So many processes that are over are known; an echo comes sooner than so many are replaced."""
 
 
@@ -197,7 +197,7 @@ class Registry:
         if process.role in LOOKING:
             return
         self._over[process.worker] = why
-        if len(self._over) > MOST_OVER:
+        if len(self._over) > MAX_OVER:
             del self._over[next(iter(self._over))]
 
     def get(self, worker: str) -> Process | None:

@@ -32,7 +32,7 @@ from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
 PIECE_BYTES: Final = 64
 """Of one message of weights: a version takes several. And relays hang in a row."""
 
-LOOK_EVERY_S: Final = 10.0
+POLL_INTERVAL_S: Final = 10.0
 """Between looks at the scheduler's status, which costs more than anything else here."""
 
 BEGIN_UNIX_NS = 1_800_000_000_000_000_000
@@ -96,7 +96,7 @@ class Machine:
                     (tree, "FANOUT", 1),
                     (migration, "MIN_AGE_MS", 200),  # groups here are written in a second
                     (migration, "MIN_LEFT_S", 0.05),
-                    *((module, "LOOK_EVERY_S", LOOK_EVERY_S) for module in (relay, stage_main)),
+                    *((module, "POLL_INTERVAL_S", POLL_INTERVAL_S) for module in (relay, stage_main)),
                     *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
                     *((module, "boot_id", self._host) for module in (mapped, local_upload, relays, relay, service)),

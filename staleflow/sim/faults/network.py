@@ -21,7 +21,7 @@ GRAIN_S: Final = 0.001
 RECONNECT_S: Final = 0.1
 DRAINED_SHARE: Final = 0.8
 """Of the connections whose one end dies, those on which what it had said still arrives."""
-MOST_OVERTAKEN_S: Final = 1.0
+MAX_OVERTAKEN_S: Final = 1.0
 """A message that others overtake comes at most this much later than it would."""
 
 Parts = tuple[bytes, ...]
@@ -272,7 +272,7 @@ class Network:
             arrives_s = begin_s + weather.delay_s * (0.3 + 1.4 * rng.random()) + slow_s
             if weather.reorder and rng.random() < weather.reorder:
                 self.counts["reordered"] += 1
-                arrives_s += min(weather.delay_s * 20, MOST_OVERTAKEN_S) * rng.random()
+                arrives_s += min(weather.delay_s * 20, MAX_OVERTAKEN_S) * rng.random()
             else:
                 wire.clear_s[way] = arrives_s = max(arrives_s, wire.clear_s[way])
             sender.heard_until_s = max(sender.heard_until_s, arrives_s)

@@ -14,7 +14,7 @@ from typing import Any
 
 from staleflow.process.clock import MAX_GAP_S
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
-from staleflow.servers.trajectories.service import RETAIN_EVERY_S
+from staleflow.servers.trajectories.service import RETAIN_INTERVAL_S
 from staleflow.sim.faults.journal import Journal, Key
 from staleflow.sim.faults.mishaps import MAX_HOLD_S
 from staleflow.sim.faults.payload import Learned, manifest_of, weights_of
@@ -176,7 +176,7 @@ class Told:
 
     def dropped_late(self) -> set[tuple[int, int]]:
         """What was dropped or released when the run ended: shards that ask what may go are told no more."""
-        return {key for key, dropped_s in self.dropped_s.items() if self.end_s - dropped_s < 2 * RETAIN_EVERY_S}
+        return {key for key, dropped_s in self.dropped_s.items() if self.end_s - dropped_s < 2 * RETAIN_INTERVAL_S}
 
 
 def _members(seal: dict[str, Any]) -> list[tuple[int, int]]:

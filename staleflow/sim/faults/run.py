@@ -19,13 +19,13 @@ from staleflow.sim.faults.world import World
 from staleflow.store.base import key_number
 from staleflow.trace.audit.report import audit
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 SETTLE_S = 12.0
 """After the last fault: long enough for leases to end, stages to be given again, garbage to be found."""
 END_S = 60.0
 """A run that is to end ends within this."""
-LEAST_FAULTS = 15
-MOST_S = 2_000.0
+MIN_FAULTS = 15
+MAX_S = 2_000.0
 """A run whose faults let it do nothing is judged after this, however few events it has."""
 STORY_LINES = 40
 
@@ -84,7 +84,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
         try:
             world.begin()
             faults.begin()
-            _until(world, lambda: world.scene.finished or (world.seq() >= events and faults.number >= LEAST_FAULTS))
+            _until(world, lambda: world.scene.finished or (world.seq() >= events and faults.number >= MIN_FAULTS))
             faults.on = False
             _until(world, lambda: not world.troubles and world.calm())
             world.settle()
@@ -92,7 +92,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             world.scene.finishing = True
             if not plan.finite:
                 world.finish()
-            closed = _until(world, world.closed, MOST_S if plan.finite else END_S)
+            closed = _until(world, world.closed, MAX_S if plan.finite else END_S)
             _for(world, 5.0)
             if not closed and not world.history.stalls:
                 world.history.stalls.append("the run does not end")
@@ -115,7 +115,7 @@ def _garbage_kept() -> Generator[None]:
             gc.enable()
 
 
-def _until(world: World, holds: "Any", most_s: float = MOST_S) -> bool:
+def _until(world: World, holds: "Any", most_s: float = MAX_S) -> bool:
     """Let time go on until it holds, or the world has ended; says whether it holds."""
     conductor, found = world.conductor, [False]
     end_s = conductor.now_s + most_s
@@ -123,7 +123,7 @@ def _until(world: World, holds: "Any", most_s: float = MOST_S) -> bool:
     def look() -> None:
         found[0] = holds()
         if not found[0]:
-            conductor.after(LOOK_S, look)
+            conductor.after(POLL_INTERVAL_S, look)
 
     look()
     conductor.run(lambda: found[0] or world.ended or conductor.now_s >= end_s)

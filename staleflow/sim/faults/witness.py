@@ -22,23 +22,23 @@ from staleflow.protocols.wire.messages import (
     Assign,
     Batch,
     BeginPublish,
+    BeginPublishReply,
     Commands,
     CommitPublish,
     Detach,
     Done,
     Finished,
+    GetBatch,
     GetChunk,
+    GetClaims,
     GetDelta,
     Join,
-    Joined,
-    NextBatch,
-    NextGroups,
-    PublishTo,
+    JoinReply,
     Pulled,
     PushGroups,
     PushItem,
     Refusal,
-    Registered,
+    RegisterVersionReply,
     Reply,
     Report,
     Request,
@@ -170,7 +170,7 @@ class Line:
             case Pulled():
                 self._waiting[id] = None
                 self._pulled(body)
-            case NextBatch() | NextGroups() | Finished():
+            case GetBatch() | GetClaims() | Finished():
                 self._waiting[id] = body
             case Join():
                 self._waiting[id] = body
@@ -234,11 +234,11 @@ class Line:
                 self._settled(asked, reply.results)
             case _Push(), Refusal():
                 self._settled(asked, [Result(code=reply.code)] * len(asked.keys))
-            case NextBatch() | NextGroups(), Batch():
+            case GetBatch() | GetClaims(), Batch():
                 self._sealed(asked.trainer_term, reply)
-            case BeginPublish(), PublishTo():
+            case BeginPublish(), BeginPublishReply():
                 self._witness.uploads[reply.upload] = asked
-            case _Commit(), Registered():
+            case _Commit(), RegisterVersionReply():
                 self._committed(asked)
             case Join(), Refusal() if reply.code is Code.BAD_VERSION:
                 self._scene.counts["a trainer came from a bad version"] += 1
@@ -339,21 +339,21 @@ class Rogue:
         """Join from a version that the run does not have."""
         if self._rng.random() < FUTURE_SHARE:
             join = Join(trainer=self._worker, lineage=Lineage(0), version=FUTURE)
-            self._spawn(self._ask(scheduler, join, Joined))
+            self._spawn(self._ask(scheduler, join, JoinReply))
 
     def saw_publish(self, parameters: str, begin: BeginPublish) -> None:
         """Publish under a term that the scheduler never gave: if it counted, no trainer could publish any more."""
         if self._rng.random() < OTHER_TERM_SHARE:
             term = TrainerTerm(begin.trainer_term + 2**40)
             other = BeginPublish(trainer_term=term, lineage=begin.lineage, version=Version(0), batch=None, nbytes=1)
-            self._spawn(self._ask(parameters, other, PublishTo, what="a term that nobody was given"))
+            self._spawn(self._ask(parameters, other, BeginPublishReply, what="a term that nobody was given"))
 
     def saw_batch(self, scheduler: str, term: TrainerTerm, batch: Batch) -> None:
         """Ask for the same step as another rank, which must get the same batch."""
         if self._rng.random() < OTHER_RANK_SHARE:
-            self._spawn(self._other_rank(scheduler, NextBatch(trainer_term=term, step=Step(batch.step), rank=1), batch))
+            self._spawn(self._other_rank(scheduler, GetBatch(trainer_term=term, step=Step(batch.step), rank=1), batch))
 
-    async def _other_rank(self, scheduler: str, ask: NextBatch, batch: Batch) -> None:
+    async def _other_rank(self, scheduler: str, ask: GetBatch, batch: Batch) -> None:
         other = await self._ask(scheduler, ask, Batch)
         if other is not None and other.batch == batch.batch and other.digest != batch.digest:
             self._scene.journal.wrong.append(f"two ranks got batch {batch.batch} with two digests")

@@ -26,12 +26,12 @@ from staleflow.process.daemon import Stop
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import (
-    FetchGroups,
+    GetBatch,
+    GetGroups,
     GetManifest,
     GetStatus,
     InstanceStats,
     ModelLimits,
-    NextBatch,
     Operations,
     RegisterCheckpoint,
     RegisterOccupy,
@@ -59,9 +59,9 @@ from staleflow.sim.faults.witness import Witness
 from staleflow.trace.writer import stored_head
 
 START_S = 0.3
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 BAD_PROMPTS_S = 30.0
-MOST_FAILURES = 20
+MAX_FAILURES = 20
 """Servers that ended by themselves, after which a run is over."""
 
 
@@ -208,7 +208,7 @@ class World:
                 self.scene.finished = True
             if not (known or (node.swapped and isinstance(error, ConfigError))):
                 self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
-                self.ended = len(self.history.failures) >= MOST_FAILURES
+                self.ended = len(self.history.failures) >= MAX_FAILURES
         longest_s = START_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
         self.conductor.after(longest_s * (0.3 + 2 * self.rng.random()), self.start, node)
 
@@ -384,7 +384,7 @@ class World:
         """Start everybody."""
         for node in self.nodes.values():
             self.start(node)
-        self.conductor.after(LOOK_S, self._look)
+        self.conductor.after(POLL_INTERVAL_S, self._look)
 
     def seq(self) -> int:
         """Lines of the committed trace."""
@@ -429,7 +429,7 @@ class World:
         if works and (not serving or serving[-1].until_s != float("inf")):
             serving.append(Spell("scheduler", now_s))
         elif not works and serving and serving[-1].until_s == float("inf"):
-            serving[-1].until_s = now_s - LOOK_S
+            serving[-1].until_s = now_s - POLL_INTERVAL_S
         progress = len(self.scene.journal.committed)
         if progress != self._progress:
             self._progress, self._moved_s = progress, now_s
@@ -441,7 +441,7 @@ class World:
             self.history.stalls.append(f"nothing was trained from {self._moved_s:.1f} to {now_s:.1f}: {self._why}")
             self.ended = True
         if not self.ended:
-            self.conductor.after(LOOK_S, self._look)
+            self.conductor.after(POLL_INTERVAL_S, self._look)
 
     @property
     def patience_s(self) -> float:
@@ -460,9 +460,9 @@ def _out_of_place(rng: random.Random) -> list[bytes]:
     bodies: tuple[Request, ...] = (
         Report(worker=worker, ack=rng.randrange(9), held=[lease], stats=InstanceStats()),
         Operations(ops=[RegisterOccupy(group=group, lease=lease)]),
-        NextBatch(trainer_term=term, step=Step(rng.randrange(500))),
+        GetBatch(trainer_term=term, step=Step(rng.randrange(500))),
         RegisterCheckpoint(trainer_term=term, lineage=Lineage(0), version=Version(rng.randrange(500))),
-        FetchGroups(groups=[group], shas=["0" * 64]),
+        GetGroups(groups=[group], shas=["0" * 64]),
         GetManifest(worker=worker, lineage=Lineage(9), version=Version(9)),
     )
     return [encode_request(10 + number, body) for number, body in enumerate(bodies)]

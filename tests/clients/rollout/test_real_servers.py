@@ -30,13 +30,13 @@ from staleflow.net.client import Client
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
+    GetStageWork,
     GetStatus,
     Join,
-    Joined,
+    JoinReply,
     StageItem,
     StageWork,
     Status,
-    TakeStage,
 )
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -92,7 +92,7 @@ def servers(run_dir: Path) -> Iterator[None]:
 async def publish(scheduler: Client, model: Any) -> None:
     """Be the trainer for as long as it takes to publish version 0."""
     found = await attach(scheduler, Attach(worker=ME, name="trainer", role="trainer"), parameters=True)
-    term = (await scheduler.ask(Join(trainer=ME, lineage=Lineage(0), version=Version(0)), Joined)).trainer_term
+    term = (await scheduler.ask(Join(trainer=ME, lineage=Lineage(0), version=Version(0)), JoinReply)).trainer_term
     publisher = Publisher(found.parameters, worker=ME)
     weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
     await publisher.publish(weights, trainer_term=term, lineage=Lineage(0), version=Version(0), batch=None)
@@ -105,7 +105,7 @@ async def take(address: str, count: int) -> list[tuple[StageItem, GroupPayload]]
     taken: list[tuple[StageItem, GroupPayload]] = []
     async with asyncio.timeout(60):
         while len(taken) < count:
-            work, frames = await shard.call(TakeStage(stage="reward", worker=ME, max_groups=4), timeout_s=None)
+            work, frames = await shard.call(GetStageWork(stage="reward", worker=ME, max_groups=4), timeout_s=None)
             assert isinstance(work, StageWork)
             for item in work.items:
                 payload = GroupPayload.from_arrays({n: np.array(a) for n, a in unpack(frames.pop(0)).items()})

@@ -16,14 +16,14 @@ from staleflow.net import adaptive_chunks as portions
 from staleflow.net.adaptive_chunks import FIRST_BYTES
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
-    FinishStage,
+    GetStageWork,
     Pong,
+    PutStageResults,
     Request,
     Result,
     Results,
     StageItem,
     StageWork,
-    TakeStage,
 )
 from staleflow.protocols.wire.tensors import pack
 from tests.clients.stage.judged import group
@@ -137,11 +137,11 @@ class Stream:
         self._enough = enough
         self.over = asyncio.Event()
         """So many groups are finished."""
-        self.asked: list[TakeStage] = []
+        self.asked: list[GetStageWork] = []
         self.finished: list[int] = []
         self.most = 0
 
-    async def call(self, body: TakeStage, **_: object) -> tuple[StageWork, list[memoryview]]:
+    async def call(self, body: GetStageWork, **_: object) -> tuple[StageWork, list[memoryview]]:
         await asyncio.sleep(0)
         self.asked.append(body)
         numbers = range(self._last + 1, self._last + body.max_groups + 1)
@@ -150,7 +150,7 @@ class Stream:
         items = [given(group(number), number) for number in numbers]
         return StageWork(items=items), [packed(group(number)) for number in numbers]
 
-    async def ask(self, body: FinishStage, *_: object, **__: object) -> Results:
+    async def ask(self, body: PutStageResults, *_: object, **__: object) -> Results:
         self.finished += [result.ticket for result in body.results]
         if len(self.finished) >= self._enough:
             self.over.set()
@@ -192,13 +192,13 @@ class Late(Stream):
         super().__init__(enough=1)
         self._waited_ms = waited_ms
 
-    async def call(self, body: TakeStage, **_: object) -> tuple[StageWork, list[memoryview]]:
+    async def call(self, body: GetStageWork, **_: object) -> tuple[StageWork, list[memoryview]]:
         await asyncio.sleep(0.05)
         work, frames = await super().call(body)
         return msgspec.structs.replace(work, waited_ms=self._waited_ms), frames
 
     async def ask(self, body: Request, *_: object, **__: object) -> Any:
-        return await super().ask(body) if isinstance(body, FinishStage) else Pong()
+        return await super().ask(body) if isinstance(body, PutStageResults) else Pong()
 
 
 @pytest.mark.parametrize(("waited_ms", "portion"), [(0, FIRST_BYTES // 2), (60_000, FIRST_BYTES)])

@@ -76,7 +76,7 @@ def test_each_step_is_served_its_batch_and_each_commit_makes_a_version(service: 
 
 
 def test_whoever_waits_for_a_batch_may_look_around_meanwhile(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("staleflow.clients.trainer.client.LOOK_S", 0.001)
+    monkeypatch.setattr("staleflow.clients.trainer.client.POLL_INTERVAL_S", 0.001)
     looks: list[bool] = []
     with joined(service) as trainer:
         trainer.on_wait = lambda: looks.append(trainer.full())
@@ -204,7 +204,7 @@ def test_a_newest_version_that_was_damaged_on_disk_is_published_again(
     returning: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No instance has it, so no batch can come before; also by a trainer that published it in an earlier life."""
-    monkeypatch.setattr("staleflow.clients.trainer.client.LOOK_S", 0.2)
+    monkeypatch.setattr("staleflow.clients.trainer.client.POLL_INTERVAL_S", 0.2)
     with serving("staleness.max_staleness=0") as service:
         service.processes["rollout"].kill()
         service.processes["rollout"].wait()
@@ -225,7 +225,7 @@ def test_a_newest_version_that_the_server_has_lost_is_published_again(
     returning: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart found nothing of it that it could read. Who came back with it does not know its batch."""
-    monkeypatch.setattr("staleflow.clients.trainer.client.LOOK_S", 0.2)
+    monkeypatch.setattr("staleflow.clients.trainer.client.POLL_INTERVAL_S", 0.2)
     with serving("staleness.max_staleness=0") as service:
         with joined(service) as trainer:
             batches = trainer.batches(2)

@@ -20,7 +20,7 @@ from staleflow.clients.trainer.steps import WholeSteps
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version
-from staleflow.protocols.wire.messages import Joined
+from staleflow.protocols.wire.messages import JoinReply
 from tests.clients.trainer.making import batch, config
 
 
@@ -47,14 +47,14 @@ class Told:
     def crowded(self) -> bool:
         return self._current + 1 in self.crowded_at
 
-    def join(self, lineage: int, version: int) -> Joined:
+    def join(self, lineage: int, version: int) -> JoinReply:
         if version in self._refuse:
             raise BadVersion(f"version {version}")
         if version < self.newest:
             lineage += 1
         self.told.append(("join", lineage, version))
         self._held = version
-        return Joined(trainer_term=TrainerTerm(1), lineage=Lineage(lineage), version=Version(self.newest))
+        return JoinReply(trainer_term=TrainerTerm(1), lineage=Lineage(lineage), version=Version(self.newest))
 
     def publish_initial(self, weights: Weights) -> None:
         self.published.append((0, weights["w"].tolist()))
@@ -271,7 +271,7 @@ def test_where_nothing_whole_is_left_the_trainer_is_refused_in_one_line_and_ever
 
 def test_a_checkpoint_that_another_trainer_saved_meanwhile_is_tried_before_the_run_is_given_up(tmp_path: Path) -> None:
     class Late(Told):
-        def join(self, lineage: int, version: int) -> Joined:
+        def join(self, lineage: int, version: int) -> JoinReply:
             if version == 0:
                 Checkpoints(tmp_path, run="r1", keep=3).save(TrainerState(version=Version(3)), Counting().save)
             return super().join(lineage, version)

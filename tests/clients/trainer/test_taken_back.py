@@ -24,7 +24,7 @@ from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
-from staleflow.protocols.wire.messages import Batch, CheckBatch, Done, Joined, MemberRef, NextBatch, NextGroups
+from staleflow.protocols.wire.messages import Batch, CheckBatch, Done, GetBatch, GetClaims, JoinReply, MemberRef
 from tests.clients.trainer.making import payload
 from tests.clients.trainer.ranks.test_leader import LIMIT_S, Ranks, Recorded, Room
 
@@ -39,14 +39,14 @@ class Sealed:
         self.fetched: list[tuple[int, int]] = []
         """(rank, batch) of every fetch."""
 
-    async def ask(self, body: NextBatch | CheckBatch, _: type[Batch], *, timeout_s: float | None) -> Batch | Done:
-        if isinstance(body, NextBatch):
+    async def ask(self, body: GetBatch | CheckBatch, _: type[Batch], *, timeout_s: float | None) -> Batch | Done:
+        if isinstance(body, GetBatch):
             return await self._batch(body.step)
         if self.batches.get(body.step) != body.batch:
             raise Refused(Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
         return Done()
 
-    async def call(self, body: NextGroups, *, timeout_s: float | None) -> tuple[Batch, list[memoryview]]:
+    async def call(self, body: GetClaims, *, timeout_s: float | None) -> tuple[Batch, list[memoryview]]:
         return await self._batch(body.step), []
 
     async def _batch(self, step: Step) -> Batch:
@@ -100,7 +100,7 @@ class Trainer(TrainerClient):
 
     def __init__(self, folder: Path, sealed: Sealed, *, rank: int = 0, world: int = 1) -> None:
         super().__init__(f"ipc://{folder}/nobody", rank=rank, world=world)
-        self._joined = Joined(trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0))
+        self._joined = JoinReply(trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0))
         self._sealed = sealed
         self.published: list[tuple[int, int | None]] = []
         self.no: Refused | None = None
@@ -143,7 +143,7 @@ def test_a_trainer_whose_batch_was_taken_back_looks_around_until_another_is_seal
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The groups of another one may wait for the room that a checkpoint makes."""
-    monkeypatch.setattr("staleflow.clients.trainer.client.LOOK_S", 0.01)
+    monkeypatch.setattr("staleflow.clients.trainer.client.POLL_INTERVAL_S", 0.01)
     sealed = Sealed({0: 1, 1: 2})
     with Trainer(tmp_path, sealed) as trainer:
         limit = threading.Timer(LIMIT_S, trainer.interrupt)

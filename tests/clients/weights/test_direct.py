@@ -22,7 +22,7 @@ from staleflow.configs.loading.load import load
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import BeginPublish, CommitPublish, GetManifest, ManifestOf, PublishTo
+from staleflow.protocols.wire.messages import BeginPublish, BeginPublishReply, CommitPublish, GetManifest, ManifestReply
 from staleflow.protocols.wire.tensors import Array
 from tests.servers.parameters.test_service import BYTES, begin, manifest
 from tests.servers.running import WEIGHTS, Run, Trainer, produced
@@ -290,7 +290,7 @@ async def test_a_place_that_is_no_address_is_refused_before_anybody_is_sent_ther
     trainer = await run.trainer()
     client = run.client(run.where.parameters, trainer.worker)
     ask: BeginPublish = begin(trainer)
-    to = await client.ask(ask, PublishTo)
+    to = await client.ask(ask, BeginPublishReply)
     with pytest.raises(Refused) as no:
         await client.call(CommitPublish(upload=to.upload, manifest=manifest(), direct="udp://nowhere"), [BYTES])
     assert no.value.code is Code.MALFORMED
@@ -300,10 +300,10 @@ async def test_the_server_sends_nobody_to_a_trainer_that_is_gone(run: Run, train
     await trainer.publish(0, WEIGHTS)
     client = run.client(run.where.parameters, WorkerId("reader.1"))
     ask = GetManifest(worker=WorkerId("reader.1"), lineage=Lineage(0), version=Version(0))
-    assert (await client.ask(ask, ManifestOf)).direct == source(trainer).endpoint
+    assert (await client.ask(ask, ManifestReply)).direct == source(trainer).endpoint
     await asyncio.to_thread(trainer.publisher.close)
     async with asyncio.timeout(10):
-        while (await client.ask(ask, ManifestOf)).direct:  # noqa: ASYNC110
+        while (await client.ask(ask, ManifestReply)).direct:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 

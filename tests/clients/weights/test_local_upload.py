@@ -18,7 +18,7 @@ from staleflow.clients.weights.mapped import Maps
 from staleflow.clients.weights.tensors import layout, tensor_of
 from staleflow.process.host import boot_id, file_system
 from staleflow.protocols.wire.manifest import digest
-from staleflow.protocols.wire.messages import Manifest, ManifestOf, PublishTo
+from staleflow.protocols.wire.messages import BeginPublishReply, Manifest, ManifestReply
 from staleflow.protocols.wire.tensors import Array
 from tests.clients.weights.opened import open_files
 from tests.servers.running import WEIGHTS, Run
@@ -70,7 +70,7 @@ class File:
     def put(self, places: Manifest, weights: NamedTensors, given_up: threading.Event | None = None) -> list[str] | None:
         with self.path.open("ab") as file:
             file.truncate(places.nbytes)
-        to = PublishTo(upload=1, path=str(self.path), host=boot_id())
+        to = BeginPublishReply(upload=1, path=str(self.path), host=boot_id())
         return self.files.write(to, places, weights, given_up or threading.Event())
 
     @property
@@ -234,7 +234,7 @@ def test_where_no_map_can_be_had_it_is_written_all_the_same(file: File, monkeypa
 async def test_a_publisher_that_waits_for_room_keeps_none_of_what_is_deleted(
     run: Run, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "LOOK_S", 0.01)
+    monkeypatch.setattr(publish, "POLL_INTERVAL_S", 0.01)
     trainer = await run.trainer()
     publisher, asked = trainer.publisher, asyncio.Event()
     monkeypatch.setattr(publisher, "_files", file.files)
@@ -262,7 +262,7 @@ def test_a_reader_keeps_none_of_what_is_deleted_when_it_maps_the_next(file: File
     reader = Maps()
     for seed, one in enumerate((file, following)):
         one.write(made(seed))
-        found = ManifestOf(manifest=layout(made(seed)), path=str(one.path), host=boot_id())
+        found = ManifestReply(manifest=layout(made(seed)), path=str(one.path), host=boot_id())
         assert reader.map(found) is not None  # and nobody has a view of it any more
         assert one.mapped
         if one is file:

@@ -16,18 +16,18 @@ from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, V
 from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
     BeginPublish,
+    BeginPublishReply,
     CommitPublish,
     Done,
     PublishChunk,
-    PublishTo,
-    Registered,
+    RegisterVersionReply,
     Reply,
     Request,
 )
 
 WEIGHTS = {"scale": np.ones(1, np.float32), "a": np.zeros(1000, np.float32), "b": np.ones(1000, np.float32)}
 """There are gaps between them in the file."""
-REGISTERED = Registered(lineage=Lineage(0), version=Version(0))
+REGISTERED = RegisterVersionReply(lineage=Lineage(0), version=Version(0))
 WORKER = WorkerId("trainer.1")
 
 
@@ -49,7 +49,7 @@ class Server(Client):
         match body:
             case BeginPublish():
                 self.begun, self._chunks = self.begun + 1, 0
-                return PublishTo(upload=self.begun, path="", host="elsewhere"), []
+                return BeginPublishReply(upload=self.begun, path="", host="elsewhere"), []
             case PublishChunk():
                 if lost and self._chunks == self._after:
                     raise Refused(Code.STALE, "begin again")
@@ -69,7 +69,7 @@ def publisher(server: Client) -> Publisher:
     return made
 
 
-async def published(server: Client) -> Registered:
+async def published(server: Client) -> RegisterVersionReply:
     return await publisher(server).publish(
         WEIGHTS, trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0), batch=BatchId(1)
     )

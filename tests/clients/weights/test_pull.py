@@ -15,7 +15,7 @@ from staleflow.clients.weights.local_upload import ServerFiles
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import Manifest, PublishTo
+from staleflow.protocols.wire.messages import BeginPublishReply, Manifest
 from staleflow.protocols.wire.tensors import Array
 from tests.servers.running import WEIGHTS, Run, Trainer
 
@@ -199,7 +199,7 @@ async def test_bytes_that_were_not_written_as_their_digests_say_are_served_to_no
     write = ServerFiles.write
 
     def torn(
-        self: ServerFiles, to: PublishTo, places: Manifest, weights: NamedTensors, given_up: threading.Event
+        self: ServerFiles, to: BeginPublishReply, places: Manifest, weights: NamedTensors, given_up: threading.Event
     ) -> list[str] | None:
         digests = write(self, to, places, weights, given_up)
         with Path(to.path).open("r+b") as file:

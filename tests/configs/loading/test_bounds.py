@@ -14,7 +14,7 @@ from staleflow.configs.loading.explain import decode
 from staleflow.configs.loading.load import from_json, load, read_run, to_json, write_resolved
 from staleflow.configs.schema import Config
 from staleflow.configs.section import Mebibytes, Seconds
-from staleflow.protocols.consistency.limits import MOST_STALENESS, Limits
+from staleflow.protocols.consistency.limits import MAX_STALENESS, Limits
 from staleflow.servers.scheduler.ledger.identity import limits
 from staleflow.store.lmdb import Store
 from tests.configs.conftest import Write
@@ -117,7 +117,7 @@ def test_what_no_file_can_hold_is_refused(write: Write, override: str) -> None:
 
 
 def test_a_run_at_its_limits_has_a_ledger_and_can_be_read_back(write: Write) -> None:
-    most = [f"staleness.max_staleness={MOST_STALENESS}", f"trainer.batch_size={1 << 20}", "trainer.steps=1000000000"]
+    most = [f"staleness.max_staleness={MAX_STALENESS}", f"trainer.batch_size={1 << 20}", "trainer.steps=1000000000"]
     config = load(write(), [*most, "scheduler.lease_s=604800", "rollout.max_inflight=1048576"])
     assert from_json(to_json(config)) == config
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(limits(config)), type=Limits) == limits(config)
@@ -125,7 +125,7 @@ def test_a_run_at_its_limits_has_a_ledger_and_can_be_read_back(write: Write) -> 
 
 def test_the_ledger_refuses_what_the_schema_does() -> None:
     with pytest.raises(ValueError, match=r"max_staleness is 1025; it must be at most 1024"):
-        Limits(max_staleness=MOST_STALENESS + 1, batch_size=1)
+        Limits(max_staleness=MAX_STALENESS + 1, batch_size=1)
 
 
 def test_prompts_that_are_put_in_order_together_fit_into_memory(write: Write) -> None:

@@ -6,7 +6,7 @@ from staleflow.protocols.consistency.effects import (
     Delivered,
     DropWhy,
     Effect,
-    Refused,
+    Rejected,
     ReleaseWhy,
     Sealed,
 )
@@ -201,7 +201,7 @@ def seals(effects: tuple[Effect, ...]) -> list[tuple[int, tuple[int, ...]]]:
 def code(effects: tuple[Effect, ...]) -> Code:
     """The code of the only effect, a refusal."""
     (refused,) = effects
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Rejected)
     return refused.code
 
 

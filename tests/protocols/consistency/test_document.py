@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from staleflow.protocols.consistency.effects import Effect, Refused, ReleaseWhy
+from staleflow.protocols.consistency.effects import Effect, Rejected, ReleaseWhy
 from staleflow.protocols.consistency.errors import TransitionError
 from staleflow.protocols.consistency.events import Occupy, Push, Release
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Step, Version, WorkerId
@@ -82,7 +82,7 @@ def outcome(state: str, act: Callable[[Scene], tuple[Effect, ...]]) -> str:
         effects = act(scene)
     except TransitionError:
         return "*raises*"
-    if isinstance(effects[0], Refused):
+    if isinstance(effects[0], Rejected):
         return effects[0].code.value
     return "**" + " ".join(type(effect).__name__.lower() for effect in effects) + "**"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from staleflow.protocols.consistency.effects import Refused, Sealed
+from staleflow.protocols.consistency.effects import Rejected, Sealed
 from staleflow.protocols.consistency.groups import GroupView, State
 from staleflow.protocols.consistency.ids import GroupId, Step, Version
 from staleflow.protocols.consistency.ledger import STEP_ROWS
@@ -158,7 +158,7 @@ class Explorer:
             case _:
                 effects = getattr(scene, name)(what)
         assert effects
-        assert not any(isinstance(effect, Refused) for effect in effects), (act, effects)
+        assert not any(isinstance(effect, Rejected) for effect in effects), (act, effects)
 
     def judge(self) -> None:
         """What must hold in every state; the invariants were checked when it was made."""

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from staleflow.protocols.consistency.effects import Effect, Refused, ReleaseWhy, Reserved
+from staleflow.protocols.consistency.effects import Effect, Rejected, ReleaseWhy, Reserved
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId, Version
 from staleflow.protocols.consistency.limits import Bound
@@ -32,7 +32,7 @@ class SameAsTheBuffers(RuleBasedStateMachine):
         self.states: dict[int, State] = {}
 
     def same(self, effects: tuple[Effect, ...], sealed: list[tuple[int, list[int]]]) -> None:
-        assert not any(isinstance(effect, Refused) for effect in effects)
+        assert not any(isinstance(effect, Rejected) for effect in effects)
         assert seals(effects) == [(step, tuple(groups)) for step, groups in sealed]
 
     def pick(self, index: int, *states: State) -> int | None:

@@ -6,7 +6,7 @@ from staleflow.protocols.consistency.effects import (
     Code,
     Occupied,
     Pushed,
-    Refused,
+    Rejected,
     Released,
     ReleaseWhy,
     Reserved,
@@ -217,7 +217,7 @@ def test_a_group_that_is_given_up_for_good_is_never_leased_again() -> None:
     with pytest.raises(TransitionError, match="retired"):
         scene.reserve(0)
     (again,) = scene.apply(given_up)
-    assert isinstance(again, Refused)
+    assert isinstance(again, Rejected)
     assert again.code is Code.DUPLICATE
 
 

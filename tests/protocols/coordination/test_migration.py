@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.coordination.migration import (
+    MAX_MOVES,
     MIN_AGE_MS,
     MIN_LEFT_S,
-    MOST_MOVES,
     Migration,
     crowded_out,
     expected_s,
@@ -156,7 +156,7 @@ def test_a_group_that_moved_does_not_pass_for_the_one_with_most_to_write() -> No
 def test_few_groups_move_at_once() -> None:
     crowd = instance("a", held=40, capacity=40, running=8, waiting=152)
     flights = tuple(flight(group, "a") for group in range(40))
-    assert len(moves(snapshot(crowd, instance("b", capacity=40, slots=64), flights=flights))) == MOST_MOVES
+    assert len(moves(snapshot(crowd, instance("b", capacity=40, slots=64), flights=flights))) == MAX_MOVES
 
 
 def test_no_more_go_than_wait_those_that_are_told_to_already_counted() -> None:

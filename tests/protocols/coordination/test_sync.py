@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from staleflow.protocols.consistency.ids import Version
-from staleflow.protocols.coordination.sync import MOST_AT_ONCE, Sync, load
+from staleflow.protocols.coordination.sync import MAX_AT_ONCE, Sync, load
 from tests.protocols.coordination import views
 from tests.protocols.coordination.views import behind, instance, snapshot
 
@@ -54,7 +54,7 @@ def test_nobody_is_told_twice_or_without_need_or_before_version_0(sync: Sync) ->
 
 @pytest.mark.parametrize("sync", ALL)
 def test_a_crowd_is_told_in_parts(sync: Sync) -> None:
-    crowd = [behind(f"w{n}", pulling=False) for n in range(MOST_AT_ONCE + 5)]
-    assert [order.worker for order in load(snapshot(*crowd), sync, 8)] == [i.worker for i in crowd[:MOST_AT_ONCE]]
-    told = [behind(f"w{n}", pulling=n < MOST_AT_ONCE) for n in range(MOST_AT_ONCE + 5)]
+    crowd = [behind(f"w{n}", pulling=False) for n in range(MAX_AT_ONCE + 5)]
+    assert [order.worker for order in load(snapshot(*crowd), sync, 8)] == [i.worker for i in crowd[:MAX_AT_ONCE]]
+    told = [behind(f"w{n}", pulling=n < MAX_AT_ONCE) for n in range(MAX_AT_ONCE + 5)]
     assert [order.worker for order in load(snapshot(*told), sync, 8)] == [i.worker for i in crowd[-5:]]

@@ -18,7 +18,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.setattr(weights, "CHUNK_BYTES", 50_000)
     monkeypatch.setattr(weights, "SPAN_BYTES", 50_000)
     monkeypatch.setattr(weights, "SILENT_S", 0.5)
-    monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
+    monkeypatch.setattr(relay, "JOIN_INTERVAL_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: RELAY_HOST)
     monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: relays are reached from everywhere
     monkeypatch.setattr(tree, "ROOT_READERS", 0)

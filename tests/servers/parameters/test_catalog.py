@@ -12,7 +12,7 @@ from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version
 from staleflow.protocols.wire.manifest import lay_out
-from staleflow.protocols.wire.messages import KeepVersions, Registered, VersionsInUse
+from staleflow.protocols.wire.messages import GetRetainedVersions, RegisterVersionReply, RetainedVersions
 from staleflow.servers.parameters import catalog
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.parameters.versions import About, Scarce, Staged, VersionKey, Versions
@@ -26,20 +26,20 @@ class Scheduler:
     """Registers at once; what is in use it says when the test does."""
 
     def __init__(self) -> None:
-        self.asked: list[asyncio.Future[KeepVersions]] = []
+        self.asked: list[asyncio.Future[RetainedVersions]] = []
         self.fences = False
         """It registers nothing more."""
 
     async def ask(self, body: object, *_: object, **__: object) -> object:
-        if not isinstance(body, VersionsInUse):
+        if not isinstance(body, GetRetainedVersions):
             if self.fences:
                 raise Refused(Code.FENCED, "trainer term 1 is over, 2 is in charge")
-            return Registered(lineage=Lineage(0), version=Version(0))
+            return RegisterVersionReply(lineage=Lineage(0), version=Version(0))
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
     def answer(self, number: int, *used: int) -> None:
-        self.asked[number].set_result(KeepVersions(versions=[(Lineage(0), Version(version)) for version in used]))
+        self.asked[number].set_result(RetainedVersions(versions=[(Lineage(0), Version(version)) for version in used]))
 
 
 def about_of(version: int) -> About:
@@ -236,14 +236,14 @@ async def test_what_a_fenced_trainer_says_once_more_after_a_restart_deletes_no_v
     await asyncio.sleep(0)
     again.scheduler.answer(0, 0, 1)
     await recovering
-    assert await echo == Registered(lineage=Lineage(0), version=Version(1))
+    assert await echo == RegisterVersionReply(lineage=Lineage(0), version=Version(1))
     assert again.versions() == [0, 1]
 
 
 async def test_versions_stay_while_nobody_says_which_are_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "AGAIN_S", 0.001)
+    monkeypatch.setattr(catalog, "RETRY_INTERVAL_S", 0.001)
     await (await Store(tmp_path).begun()).add(0, 1)
     again = Store(tmp_path)
     again.scheduler.fences = True

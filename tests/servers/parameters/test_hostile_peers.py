@@ -19,11 +19,11 @@ from staleflow.net.endpoint import Call
 from staleflow.net.limits import TransportLimits
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import Data
-from staleflow.protocols.wire.messages import Chunk, GetDelta, GetManifest, JoinRelays, ManifestOf
+from staleflow.protocols.wire.messages import Chunk, GetDelta, GetManifest, JoinRelays, ManifestReply
 from staleflow.servers import runner as attached
 from staleflow.servers.parameters import tree, turns, versions
 from staleflow.servers.parameters.deltas import Deltas
-from staleflow.servers.parameters.pins import MAX_PER_KEY, MOST_OF_ONE, Pins
+from staleflow.servers.parameters.pins import MAX_OF_ONE, MAX_PER_KEY, Pins
 from staleflow.servers.parameters.relay import sources as relay_sources
 from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.relay.service import RelayService
@@ -67,7 +67,7 @@ async def test_a_relay_that_answers_pings_and_gives_nothing_is_left(
 
 async def test_a_relay_that_gives_a_byte_at_a_time_is_left(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "STALLED_S", 0.5)
-    monkeypatch.setattr(weights, "LEAST_BYTES", 200_000)
+    monkeypatch.setattr(weights, "MIN_BYTES", 200_000)
     await grown.grow("relay-0")
     read, asked = Arrivals.read, list[VersionKey]()
 
@@ -90,7 +90,7 @@ async def test_a_relay_on_this_host_that_says_nothing_of_a_version_is_left(
 
     asked: list[object] = []
 
-    async def never(*what: Any) -> ManifestOf:
+    async def never(*what: Any) -> ManifestReply:
         asked.append(what)
         await asyncio.sleep(3600)
         raise AssertionError
@@ -148,7 +148,7 @@ async def test_a_relay_below_one_that_gives_nothing_has_its_bytes_from_the_param
 
     monkeypatch.setattr(Arrivals, "read", of_the_lower_only)
     client = await grown.client("relay-1")
-    got, size = 0, (await client.ask(manifest_of(0), ManifestOf)).manifest.nbytes
+    got, size = 0, (await client.ask(manifest_of(0), ManifestReply)).manifest.nbytes
     while got < size:
         _, frames = await client.call(chunk(got, size), timeout_s=20.0)
         got += frames[0].nbytes
@@ -158,7 +158,7 @@ async def test_a_relay_below_one_that_gives_nothing_has_its_bytes_from_the_param
 async def test_a_relay_that_is_flooded_with_questions_about_nothing_stays(
     grown: Grown, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(turns, "MOST_MANIFESTS", most)
+    monkeypatch.setattr(turns, "MAX_MANIFESTS", most)
     monkeypatch.setattr(relay_sources, "ANSWER_S", 1.0)
     monkeypatch.setattr(relay_sources, "Client", partial(Client, limits=TransportLimits(max_pending=16)))
     dispatch = ParameterService._dispatch  # pyright: ignore[reportPrivateUsage]
@@ -173,7 +173,7 @@ async def test_a_relay_that_is_flooded_with_questions_about_nothing_stays(
     monkeypatch.setattr(ParameterService, "_dispatch", silent)
     await grown.grow("relay-0")
     client = await grown.client("relay-0")
-    flood = [client.ask(manifest_of(version), ManifestOf, timeout_s=1.0) for version in range(100, 1100)]
+    flood = [client.ask(manifest_of(version), ManifestReply, timeout_s=1.0) for version in range(100, 1100)]
     refused = asyncio.gather(*flood, return_exceptions=True)
     same((await asyncio.wait_for(pulled(grown.reader()), 20))[0])
     await refused
@@ -190,12 +190,12 @@ def test_one_worker_pins_a_few_versions_at_once_and_the_oldest_goes_first() -> N
     for version in range(10_000):
         pins.add("greedy", key(version))
     assert [version for version in range(10_000) if "greedy" in pins.of(key(version))] == [
-        *range(10_000 - MOST_OF_ONE, 10_000)
+        *range(10_000 - MAX_OF_ONE, 10_000)
     ]
     assert pins.in_use(key(3))
-    pins.add("greedy", key(10_000 - MOST_OF_ONE))  # asked for again: the one before it is the oldest now
+    pins.add("greedy", key(10_000 - MAX_OF_ONE))  # asked for again: the one before it is the oldest now
     pins.add("greedy", key(20_000))
-    assert pins.of(key(10_000 - MOST_OF_ONE)) == ["greedy"]
+    assert pins.of(key(10_000 - MAX_OF_ONE)) == ["greedy"]
 
 
 def test_workers_of_one_key_pin_a_few_versions_at_once_whatever_their_names_are() -> None:
@@ -229,11 +229,11 @@ async def test_doubts_without_end_cost_one_look_at_a_time_and_keep_nobody_waitin
     monkeypatch.setattr(versions, "_verify", slow)
     doubter = run.client(run.where.parameters, WorkerId("doubter.1"))
     ask = GetManifest(worker=WorkerId("doubter.1"), lineage=Lineage(0), version=Version(0), doubted=True)
-    asking = [doubter.ask(ask, ManifestOf, timeout_s=None) for _ in range(200)]
+    asking = [doubter.ask(ask, ManifestReply, timeout_s=None) for _ in range(200)]
     doubts = asyncio.gather(*asking)
     await asyncio.sleep(0)
     honest = run.client(run.where.parameters, WorkerId("reader.1"))
-    await honest.ask(manifest_of(0), ManifestOf)
+    await honest.ask(manifest_of(0), ManifestReply)
     await doubts
     assert 1 <= looks < 20  # one after another, each for all that doubt meanwhile
 
@@ -258,7 +258,7 @@ async def test_a_peer_that_asks_for_thousands_of_pieces_keeps_nobody_waiting(
     flood = asyncio.gather(*(greedy.call(chunk(0, 100), timeout_s=2.0) for _ in range(1000)), return_exceptions=True)
     await begun.wait()
     reply, _ = await honest.call(chunk(0, 100))
-    assert (reply, reads < 3 * turns.MOST_PIECES) == (Chunk(offset=0), True)
+    assert (reply, reads < 3 * turns.MAX_PIECES) == (Chunk(offset=0), True)
     greedy.close()
     await flood
 

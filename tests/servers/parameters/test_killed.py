@@ -11,7 +11,7 @@ import pytest
 from staleflow.clients.weights import Puller
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import BeginPublish, Done, PublishChunk, PublishTo
+from staleflow.protocols.wire.messages import BeginPublish, BeginPublishReply, Done, PublishChunk
 from staleflow.servers.parameters.versions import Versions
 from tests.servers.parameters.test_service import BYTES, begin, files, versions
 from tests.servers.running import Run
@@ -26,7 +26,7 @@ async def test_half_a_version_is_gone_after_a_kill(make_run: Callable[..., Run])
     trainer = await run.trainer()
     client = run.client(run.where.parameters, trainer.worker)
     ask: BeginPublish = begin(trainer)
-    to = await client.ask(ask, PublishTo)
+    to = await client.ask(ask, BeginPublishReply)
     await client.ask(PublishChunk(upload=to.upload, offset=0), Done, [BYTES[:200]])
     run.kill("parameters")
     run.process("parameters")
@@ -87,7 +87,9 @@ async def test_a_version_that_was_durable_but_not_registered_is_registered_after
     run.scheduler()
     run.process("parameters")
     trainer = await run.trainer()
-    await run.client(run.where.parameters, trainer.worker).ask(begin(trainer), PublishTo)  # its term has been looked up
+    await run.client(run.where.parameters, trainer.worker).ask(
+        begin(trainer), BeginPublishReply
+    )  # its term has been looked up
     await run.stop("scheduler")
     publishing = asyncio.create_task(trainer.publish(0, MILLION))
     async with asyncio.timeout(20):

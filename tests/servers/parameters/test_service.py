@@ -20,6 +20,7 @@ from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, V
 from staleflow.protocols.wire.manifest import digest, lay_out
 from staleflow.protocols.wire.messages import (
     BeginPublish,
+    BeginPublishReply,
     Chunk,
     CommitPublish,
     Done,
@@ -27,10 +28,9 @@ from staleflow.protocols.wire.messages import (
     GetDelta,
     GetManifest,
     Manifest,
-    ManifestOf,
+    ManifestReply,
     PublishChunk,
-    PublishTo,
-    Registered,
+    RegisterVersionReply,
 )
 from staleflow.protocols.wire.tensors import Array
 from staleflow.servers.parameters import uploads as uploads_module
@@ -61,11 +61,11 @@ def begin(trainer: Trainer, *, version: int = 0, term: int | None = None) -> Beg
 ANNOUNCED: dict[str, Any] = {"trainer_term": 1, "lineage": 0, "version": 0, "batch": None, "nbytes": 100}
 
 
-async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BYTES) -> Registered:
+async def upload(run: Run, trainer: Trainer, ask: BeginPublish, data: bytes = BYTES) -> RegisterVersionReply:
     client = run.client(run.where.parameters, trainer.worker)
-    to = await client.ask(ask, PublishTo)
+    to = await client.ask(ask, BeginPublishReply)
     await client.ask(PublishChunk(upload=to.upload, offset=0), Done, [data])
-    return await client.ask(CommitPublish(upload=to.upload, manifest=manifest()), Registered)
+    return await client.ask(CommitPublish(upload=to.upload, manifest=manifest()), RegisterVersionReply)
 
 
 def files(run: Run) -> set[str]:
@@ -143,15 +143,15 @@ async def test_an_upload_goes_on_after_its_publisher_was_gone(
         start()
     trainer = await run.trainer()
     first = Client(run.where.parameters, worker=publisher)
-    to = await first.ask(begin(trainer), PublishTo)
+    to = await first.ask(begin(trainer), BeginPublishReply)
     await first.ask(PublishChunk(upload=to.upload, offset=0), Done, [BYTES[:200]])
     first.close()
     async with asyncio.timeout(60):
         await gone.wait()
     again = run.client(run.where.parameters, publisher)
     await again.ask(PublishChunk(upload=to.upload, offset=200), Done, [BYTES[200:]])
-    published = await again.ask(CommitPublish(upload=to.upload, manifest=manifest()), Registered)
-    assert published == Registered(lineage=Lineage(0), version=Version(0))
+    published = await again.ask(CommitPublish(upload=to.upload, manifest=manifest()), RegisterVersionReply)
+    assert published == RegisterVersionReply(lineage=Lineage(0), version=Version(0))
 
 
 async def test_slow_work_on_files_is_done_in_threads(
@@ -187,7 +187,7 @@ async def test_slow_work_on_files_is_done_in_threads(
 async def test_a_publish_by_an_older_trainer_is_fenced_at_every_step(run: Run) -> None:
     old = await run.trainer("trainer-a")
     client = run.client(run.where.parameters, old.worker)
-    under_way = await client.ask(begin(old), PublishTo)
+    under_way = await client.ask(begin(old), BeginPublishReply)
     new = await run.trainer("trainer-b")
     assert new.joined.trainer_term > old.joined.trainer_term
     await upload(run, new, begin(new))
@@ -252,19 +252,19 @@ async def test_bytes_that_are_not_those_of_the_manifest_are_refused(run: Run) ->
 async def test_a_manifest_that_contradicts_itself_is_refused(run: Run, change: dict[str, Any], says: str) -> None:
     trainer = await run.trainer()
     client = run.client(run.where.parameters, trainer.worker)
-    to = await client.ask(begin(trainer), PublishTo)
+    to = await client.ask(begin(trainer), BeginPublishReply)
     bad = msgspec.structs.replace(manifest(), **change)
     with pytest.raises(Refused, match=says):
         await client.call(CommitPublish(upload=to.upload, manifest=bad))
     await client.ask(PublishChunk(upload=to.upload, offset=0), Done, [BYTES])
     good = CommitPublish(upload=to.upload, manifest=manifest())
-    assert (await client.ask(good, Registered)).version == 0
+    assert (await client.ask(good, RegisterVersionReply)).version == 0
 
 
 async def test_a_chunk_outside_of_its_version_is_refused(run: Run) -> None:
     trainer = await run.trainer()
     client = run.client(run.where.parameters, trainer.worker)
-    to = await client.ask(begin(trainer), PublishTo)
+    to = await client.ask(begin(trainer), BeginPublishReply)
     with pytest.raises(Refused, match="bytes 396 to 404 are not in a version of 400 bytes"):
         await client.call(PublishChunk(upload=to.upload, offset=396), [bytes(8)])
 
@@ -417,7 +417,7 @@ async def test_a_file_that_changed_is_not_served_until_it_is_published_again(run
     with pytest.raises(Refused, match="corrupt"):
         await client.call(GetChunk(lineage=Lineage(0), version=Version(0), offset=0, nbytes=4))
     await trainer.publish(0, WEIGHTS)
-    assert isinstance((await client.call(ask))[0], ManifestOf)
+    assert isinstance((await client.call(ask))[0], ManifestReply)
 
 
 @pytest.mark.parametrize("by", ["look", "piece"])
@@ -442,7 +442,7 @@ async def test_a_file_that_gives_an_error_is_named_and_not_served_and_the_server
         assert no.value.code is Code.BAD_VERSION
     assert "Input/output error" in (await versions(run))[0]["corrupt"]
     await trainer.publish(0, WEIGHTS)
-    assert isinstance((await client.call(ask))[0], ManifestOf)
+    assert isinstance((await client.call(ask))[0], ManifestReply)
 
 
 async def test_a_delta_from_a_file_that_gives_an_error_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,6 +496,6 @@ async def test_a_disk_without_room_makes_a_publish_wait(run: Run, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
         with pytest.raises(Exception, match="No space left on device"):
-            await client.ask(begin(trainer), PublishTo, timeout_s=0.5)
+            await client.ask(begin(trainer), BeginPublishReply, timeout_s=0.5)
     assert files(run) == set()
     assert (await upload(run, trainer, begin(trainer))).version == 0

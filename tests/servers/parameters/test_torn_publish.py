@@ -19,7 +19,7 @@ from staleflow.clients.weights import Puller
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.manifest import digest, lay_out
-from staleflow.protocols.wire.messages import Chunk, GetChunk, GetManifest, Manifest, ManifestOf
+from staleflow.protocols.wire.messages import Chunk, GetChunk, GetManifest, Manifest, ManifestReply
 from staleflow.protocols.wire.tensors import Array
 from staleflow.servers.parameters.versions import About, Staged, Stored, VersionKey, Versions
 from tests.servers.running import Run, eventually, produced
@@ -274,7 +274,7 @@ async def test_a_slow_reader_gets_one_version_while_others_are_published_and_del
                 seen.append(version_of(pulled.arrays()))
             if step == 0:
                 ask = GetManifest(worker=slow, lineage=Lineage(0), version=Version(1))
-                manifest = (await client.ask(ask, ManifestOf)).manifest
+                manifest = (await client.ask(ask, ManifestReply)).manifest
             reply, frames = await client.call(
                 GetChunk(lineage=Lineage(0), version=Version(1), offset=len(data), nbytes=manifest.nbytes)
             )

@@ -19,10 +19,10 @@ from staleflow.protocols.wire.messages import (
     Attach,
     Command,
     Commands,
+    GetBatch,
     InstanceStats,
     Join,
-    Joined,
-    NextBatch,
+    JoinReply,
     Op,
     Operations,
     Refusal,
@@ -78,7 +78,7 @@ class Table:
         self.attach("parameters", "parameters", endpoint="ipc:///none")
         self.attach("trainer", "trainer")
         joined = self.ask("trainer", Join(trainer=WorkerId("trainer"), lineage=Lineage(0), version=Version(0)))
-        assert isinstance(joined, Joined)
+        assert isinstance(joined, JoinReply)
         self.term = joined.trainer_term
         self.publish(0)
 
@@ -127,7 +127,7 @@ class Table:
     def attach(self, worker: str, role: str, **more: Any) -> None:
         attach = Attach(worker=WorkerId(worker), name=more.pop("name", worker), role=role, **more)
         reply = self.ask(worker, attach)
-        assert isinstance(reply, messages.Attached), reply
+        assert isinstance(reply, messages.AttachReply), reply
 
     def after(self, ms: int) -> None:
         """Let time pass."""
@@ -163,7 +163,7 @@ class Table:
             nbytes=1,
         )
         reply = self.ask("trainer", register)
-        assert isinstance(reply, messages.Registered), reply
+        assert isinstance(reply, messages.RegisterVersionReply), reply
 
     def train(self) -> None:
         """Consume the batch that is sealed."""
@@ -180,12 +180,12 @@ class Table:
         """A trainer takes over with the weights of a version."""
         join = Join(trainer=WorkerId(trainer), lineage=Lineage(0), version=Version(version))
         joined = self.ask(trainer, join)
-        assert isinstance(joined, Joined), joined
+        assert isinstance(joined, JoinReply), joined
         self.term = joined.trainer_term
 
     def wait_for_batch(self) -> None:
         """The trainer waits for the batch of the newest version's step."""
-        ask = NextBatch(trainer_term=self.term, step=Step(self.interpreter.machine.version), wait_ms=60_000)
+        ask = GetBatch(trainer_term=self.term, step=Step(self.interpreter.machine.version), wait_ms=60_000)
 
         def on_reply(reply: Reply) -> None:
             if isinstance(reply, Refusal):

@@ -15,13 +15,13 @@ from staleflow.protocols.wire.messages import (
     Done,
     Drain,
     Finished,
-    KeepVersions,
+    GetBatch,
+    GetRetained,
+    GetRetainedVersions,
     Metrics,
-    NextBatch,
     Pull,
     Retained,
-    Retention,
-    VersionsInUse,
+    RetainedVersions,
 )
 from staleflow.trace.writer import read_events
 from tests.servers.scheduler.world import Cast, Instance, Shard, Someone, TrainerOf, World, config
@@ -213,9 +213,9 @@ async def test_versions_and_payload_that_may_be_needed_are_kept(world: World) ->
     batch = await cast.trainer.next_batch(0)
     await cast.trainer.publish(1, batch.batch)
     groups = [assign.group for assign in assigns]
-    asked = Retention(shard=0, groups=[*groups, GroupId(10**9)])
+    asked = GetRetained(shard=0, groups=[*groups, GroupId(10**9)])
     assert (await cast.shard.client.ask(asked, Retained)).keep == groups
-    in_use = await cast.parameters.client.ask(VersionsInUse(), KeepVersions)
+    in_use = await cast.parameters.client.ask(GetRetainedVersions(), RetainedVersions)
     assert [version for _, version in in_use.versions] == [0, 1]
     await cast.trainer.checkpoint(1)
     assert (await cast.shard.client.ask(asked, Retained)).keep == []
@@ -368,7 +368,7 @@ async def test_a_step_long_gone_is_not_waited_for(world: World) -> None:
     batch = await cast.trainer.next_batch(0)
     await cast.trainer.publish(1, batch.batch)
     with pytest.raises(Refused) as refused:
-        await cast.trainer.client.call(NextBatch(trainer_term=cast.trainer.term, step=Step(0)))
+        await cast.trainer.client.call(GetBatch(trainer_term=cast.trainer.term, step=Step(0)))
     assert refused.value.code is Code.STALE
 
 

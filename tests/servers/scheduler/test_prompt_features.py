@@ -8,7 +8,7 @@ from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.process.clock import WALL
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages import FEATURES, Attach, Describe, Described, Refusal, Reply
+from staleflow.protocols.wire.messages import FEATURES, Attach, PromptFeatures, PromptFeaturesReply, Refusal, Reply
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.servers.scheduler.lengths.expected import Lengths, Ranker
 from staleflow.servers.scheduler.prompt_features import CHUNK, Describing
@@ -33,7 +33,7 @@ class World:
         self.heard: dict[str, list[Reply]] = {"a": [], "b": [], "r": []}
 
     def _take(self, call: Call) -> None:
-        assert isinstance(call.body, Described)
+        assert isinstance(call.body, PromptFeatures)
         self.describing.described(call, call.body, self.now_ms)
 
     def bring(self, name: str, rows: list[int] | None = None, features: Array | None = None) -> None:
@@ -42,13 +42,13 @@ class World:
         if features is None and rows:
             features = np.repeat(np.array(rows, np.float16)[:, None], FEATURES, axis=1)
         specs, frames = specs_and_frames({} if features is None else {"features": features})
-        body = Described(shard=0, rows=rows, frames=specs, wait_ms=1000)
+        body = PromptFeatures(shard=0, rows=rows, frames=specs, wait_ms=1000)
         self.endpoint.call(name, body, self.heard[name].append, frames)
 
     def asked(self, name: str) -> list[int]:
         """The rows of the last answer."""
         last = self.heard[name][-1]
-        assert isinstance(last, Describe)
+        assert isinstance(last, PromptFeaturesReply)
         return last.rows
 
     def lose(self, name: str) -> None:

@@ -21,26 +21,26 @@ from staleflow.protocols.wire.messages import (
     Abort,
     Assign,
     Attach,
-    Attached,
+    AttachReply,
     Batch,
-    CheckpointRegistered,
     Commands,
     Done,
+    GetBatch,
     GetStatus,
     InstanceStats,
     Join,
-    Joined,
-    NextBatch,
+    JoinReply,
     Op,
     Operations,
     Pull,
     Pulled,
     RegisterCheckpoint,
-    Registered,
+    RegisterCheckpointReply,
     RegisterOccupy,
     RegisterPush,
     RegisterRelease,
     RegisterVersion,
+    RegisterVersionReply,
     Report,
     Result,
     Results,
@@ -180,8 +180,8 @@ class Someone:
         attach.setdefault("slot", name)  # as of one supervisor: the next of the same name succeeds it at once
         self._attach = Attach(worker=self.worker, name=name, role=role, pid=os.getpid(), **attach)
 
-    async def attach(self) -> Attached:
-        return await self.client.ask(self._attach, Attached)
+    async def attach(self) -> AttachReply:
+        return await self.client.ask(self._attach, AttachReply)
 
 
 class Shard(Someone):
@@ -290,14 +290,14 @@ class TrainerOf(Someone):
     def __init__(self, world: World) -> None:
         super().__init__(world, "trainer", "trainer")
 
-    async def join(self, version: int = 0, lineage: int = 0) -> Joined:
+    async def join(self, version: int = 0, lineage: int = 0) -> JoinReply:
         joined = await self.client.ask(
-            Join(trainer=self.worker, lineage=Lineage(lineage), version=Version(version)), Joined
+            Join(trainer=self.worker, lineage=Lineage(lineage), version=Version(version)), JoinReply
         )
         self.term = joined.trainer_term
         return joined
 
-    async def publish(self, version: int, batch: BatchId | None = None, lineage: int = 0) -> Registered:
+    async def publish(self, version: int, batch: BatchId | None = None, lineage: int = 0) -> RegisterVersionReply:
         return await self.client.ask(
             RegisterVersion(
                 trainer_term=self.term,
@@ -307,18 +307,18 @@ class TrainerOf(Someone):
                 sha=sha(version),
                 nbytes=10,
             ),
-            Registered,
+            RegisterVersionReply,
         )
 
     async def next_batch(self, step: int, timeout_s: float = 10) -> Batch:
         return await self.client.ask(
-            NextBatch(trainer_term=self.term, step=Step(step), wait_ms=200), Batch, timeout_s=timeout_s
+            GetBatch(trainer_term=self.term, step=Step(step), wait_ms=200), Batch, timeout_s=timeout_s
         )
 
     async def checkpoint(self, version: int, lineage: int = 0) -> None:
         await self.client.ask(
             RegisterCheckpoint(trainer_term=self.term, lineage=Lineage(lineage), version=Version(version)),
-            CheckpointRegistered,
+            RegisterCheckpointReply,
         )
 
 

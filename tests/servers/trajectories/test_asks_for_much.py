@@ -8,17 +8,17 @@ from staleflow.net.client import worker_id
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.protocols.wire.messages import FetchGroups, GetRows, Groups, Rows
-from staleflow.servers.trajectories.service import MOST_ROWS
+from staleflow.protocols.wire.messages import GetGroups, GetRows, Groups, Rows
+from staleflow.servers.trajectories.service import MAX_ROWS
 from tests.servers.running import Run
 
 
-@pytest.mark.parametrize("count", [MOST_ROWS + 1, 200_000])
+@pytest.mark.parametrize("count", [MAX_ROWS + 1, 200_000])
 async def test_rows_of_very_many_groups_are_refused(run: Run, count: int) -> None:
     groups = [GroupId(0)] * count
     asks: list[tuple[Any, type]] = [
         (GetRows(groups=groups), Rows),
-        (FetchGroups(groups=groups, shas=[""] * count), Groups),
+        (GetGroups(groups=groups, shas=[""] * count), Groups),
     ]
     for ask, answer in asks:
         with pytest.raises(Refused) as no:
@@ -29,5 +29,5 @@ async def test_rows_of_very_many_groups_are_refused(run: Run, count: int) -> Non
 
 async def test_one_group_is_fetched_once_in_an_answer(run: Run) -> None:
     with pytest.raises(Refused) as no:
-        await run.shard(worker_id("trainer")).ask(FetchGroups(groups=[GroupId(0)] * 2, shas=["", ""]), Groups)
+        await run.shard(worker_id("trainer")).ask(GetGroups(groups=[GroupId(0)] * 2, shas=["", ""]), Groups)
     assert no.value.code is Code.OVERSIZE

@@ -11,7 +11,7 @@ import pytest
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
-from staleflow.protocols.wire.messages import Assign, FetchGroups, Groups, Join, Joined, MemberRef
+from staleflow.protocols.wire.messages import Assign, GetGroups, Groups, Join, JoinReply, MemberRef
 from staleflow.protocols.wire.tensors import pack
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, Trainer, eventually, payload
 
@@ -49,7 +49,7 @@ async def leased(run: Run, count: int) -> tuple[Trainer, Rollout, Sequence[Assig
 
 
 async def fetch(run: Run, trainer: Trainer, members: Sequence[MemberRef]) -> list[int]:
-    ask = FetchGroups(groups=[m.group for m in members], shas=[m.sha for m in members])
+    ask = GetGroups(groups=[m.group for m in members], shas=[m.sha for m in members])
     groups, _ = await run.shard(trainer.worker).call(ask)
     assert isinstance(groups, Groups)
     return [group.group for group in groups.groups]
@@ -137,7 +137,7 @@ async def test_a_damaged_record_of_a_consumed_group_is_quarantined_when_a_rollba
 
     assert await eventually(known)
     again = Join(trainer=trainer.worker, lineage=Lineage(0), version=Version(0))
-    trainer.joined = await trainer.scheduler.ask(again, Joined)
+    trainer.joined = await trainer.scheduler.ask(again, JoinReply)
 
     async def fetched() -> list[int]:
         try:
@@ -174,7 +174,7 @@ async def test_a_damaged_reward_is_never_served(run: Run) -> None:
 async def test_other_bytes_than_those_of_the_batch_are_not_served(run: Run) -> None:
     trainer, rollout, assigns = await leased(run, 1)
     await rollout.push(assigns[0])
-    ask = FetchGroups(groups=[assigns[0].group], shas=["0" * 64])
+    ask = GetGroups(groups=[assigns[0].group], shas=["0" * 64])
     with pytest.raises(Refused, match="is not here") as no:
         await run.shard(trainer.worker).call(ask)
     assert no.value.code is Code.STALE

@@ -23,10 +23,10 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data
 from staleflow.protocols.wire.messages import (
     Expected,
-    FetchGroups,
+    GetExpected,
+    GetGroups,
     GetModelLimits,
     Groups,
-    Inventory,
     ModelLimits,
     Op,
     Operations,
@@ -70,7 +70,7 @@ class Ledger:
         self.quarantined: list[int] = []
 
     async def ask(self, body: Request, *_: object, **__: object) -> Reply:
-        if isinstance(body, Inventory):
+        if isinstance(body, GetExpected):
             return Expected(groups=[], shas=[])
         if isinstance(body, GetModelLimits):
             await self._other_model(body)
@@ -124,7 +124,7 @@ async def served(folder: Path, ledger: Ledger) -> AsyncGenerator[TrajectoryServi
 async def fetched(service: TrajectoryService, key: Key, sha: str) -> str | None:
     """sha256 of what is served of a group, or None when it is refused."""
     answer = Answer()
-    service.on_call(Call(answer, Peer(b"trainer/1", 0.0, []), 1, FetchGroups(groups=[key.group], shas=[sha]), []))
+    service.on_call(Call(answer, Peer(b"trainer/1", 0.0, []), 1, GetGroups(groups=[key.group], shas=[sha]), []))
     reply, frames = await answer.came
     return named(arrays(reply.groups[0].frames, frames)) if isinstance(reply, Groups) else None
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from staleflow.protocols.wire.messages import Assign, FetchGroups, Groups, PushGroups, PushItem, Result, Results
+from staleflow.protocols.wire.messages import Assign, GetGroups, Groups, PushGroups, PushItem, Result, Results
 from staleflow.protocols.wire.stages import ENVIRONMENT_REWARD
 from staleflow.protocols.wire.tensors import specs_and_frames
 from tests.servers.running import WEIGHTS, Rollout, Run, eventually, payload
@@ -38,7 +38,7 @@ async def test_a_group_with_its_rewards_is_trained_though_no_stage_worker_is_the
     for assign in await rollout.leases(2):
         assert (await push(rollout, assign, 0.25, 1.0)).code is None
     batch = await trainer.next_batch(0)
-    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    fetch = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     reply, frames = await run.shard(trainer.worker).call(fetch)
     assert isinstance(reply, Groups)
     names = [spec.name for spec in reply.groups[0].frames]

@@ -10,7 +10,7 @@ from staleflow.net.client import worker_id
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.protocols.wire.messages import Attach, Attached, FetchGroups, Groups
+from staleflow.protocols.wire.messages import Attach, AttachReply, GetGroups, Groups
 from staleflow.protocols.wire.tensors import Array, arrays
 from tests.servers.running import GROUP_SIZE, WEIGHTS, Run, StageWorker, eventually
 
@@ -81,7 +81,7 @@ async def test_a_group_goes_through_every_stage_in_order_and_the_trainer_gets_wh
 
     assert await eventually(sealed)
     batch = await (trainer := await run.trainer("other")).next_batch(0)
-    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    fetch = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     answer, frames = await run.shard(trainer.worker).call(fetch)
     assert isinstance(answer, Groups)
     found = arrays(answer.groups[0].frames, frames[: len(answer.groups[0].frames)])
@@ -181,7 +181,7 @@ async def test_columns_that_are_none_are_refused_by_name_and_release_the_group(
 async def attach(run: Run, name: str, stage: str) -> None:
     worker = worker_id(name)
     client = run.client(run.where.scheduler, worker)
-    await client.ask(Attach(worker=worker, name=name, role="stage", stage=stage, slot=name), Attached)
+    await client.ask(Attach(worker=worker, name=name, role="stage", stage=stage, slot=name), AttachReply)
 
 
 async def test_a_second_critic_is_refused_by_name_but_a_new_process_takes_over_its_name(run: Run) -> None:

@@ -14,11 +14,11 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.messages import (
     Expected,
-    FetchGroups,
+    GetExpected,
+    GetGroups,
     Groups,
-    Inventory,
     Join,
-    Joined,
+    JoinReply,
     Operations,
     RegisterMissing,
     RegisterPush,
@@ -58,7 +58,7 @@ async def test_a_run_goes_on_when_the_disk_of_a_shard_is_lost(run: Run) -> None:
     async with produced(run):
         anew = await trainer.next_batch(0)
     assert anew.batch != batch.batch
-    ask = FetchGroups(groups=[m.group for m in anew.members], shas=[m.sha for m in anew.members])
+    ask = GetGroups(groups=[m.group for m in anew.members], shas=[m.sha for m in anew.members])
     await run.shard(trainer.worker).call(ask)
 
 
@@ -74,10 +74,10 @@ async def test_all_that_a_rollback_brings_back_is_given_up_when_the_first_of_it_
     run.trajectories()
     await eventually(lambda: _has_none(run))  # what was not consumed yet
     join = Join(trainer=trainer.worker, lineage=Lineage(0), version=Version(0))
-    trainer.joined = await trainer.scheduler.ask(join, Joined)
+    trainer.joined = await trainer.scheduler.ask(join, JoinReply)
     batch = await trainer.next_batch(0)
     assert len(batch.members) > 1
-    ask = FetchGroups(groups=[batch.members[0].group], shas=[batch.members[0].sha])
+    ask = GetGroups(groups=[batch.members[0].group], shas=[batch.members[0].sha])
     with pytest.raises(Refused, match="is not here"):
         await run.shard(trainer.worker).call(ask)
     await eventually(lambda: _has_none(run))
@@ -109,7 +109,7 @@ async def test_what_a_worker_pushes_again_onto_an_empty_disk_goes_through_its_st
     run.trajectories()
     await rollout.until_room()
     assert {result.code for result in await rollout.push(*assigns)} == {None}
-    ask = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    ask = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     with pytest.raises(Unavailable, match=r"busy: group .* is in its stages once more"):
         await run.shard(trainer.worker).call(ask, timeout_s=1)
     items, _ = await stage.take()
@@ -127,9 +127,9 @@ class Witness:
         self.asked = 0
         self.missed: list[RegisterMissing] = []
 
-    async def ask(self, body: Operations | Inventory, *_: object, **__: object) -> Results | Expected:
+    async def ask(self, body: Operations | GetExpected, *_: object, **__: object) -> Results | Expected:
         good = pushed(1)
-        if isinstance(body, Inventory):
+        if isinstance(body, GetExpected):
             self.asked += 1
             if self.asked == 1:
                 raise Refused(Code.DENIED, "not at present")
@@ -143,7 +143,7 @@ class Witness:
 async def test_bytes_that_took_the_place_of_a_damaged_record_are_not_what_the_run_counts_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stock, "AGAIN_S", 0.01)
+    monkeypatch.setattr(stock, "RETRY_INTERVAL_S", 0.01)
     rows = MemoryStore(TABLES)
     TrajectoryStore(rows, map_bytes=MAP_BYTES).write_pushes([pushed(1)])
     with rows.write() as txn:

@@ -22,7 +22,7 @@ from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import (
     Assign,
-    FetchGroups,
+    GetGroups,
     Groups,
     MemberRef,
     Place,
@@ -104,7 +104,7 @@ async def test_a_batch_comes_out_of_slabs_as_it_was_written(run: Run) -> None:
     assert same(in_maps, batch.members)
     assert same(in_frames, batch.members)
     assert in_maps[0].payload.stages.keys() == {"stage/reward/reward"} == in_frames[0].payload.stages.keys()
-    ask = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members], host="another")
+    ask = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members], host="another")
     reply, frames = await run.shard(trainer.worker).call(ask)
     assert isinstance(reply, Groups)
     assert ([item.place for item in reply.groups], len(frames)) == ([None, None], 16)

@@ -164,7 +164,7 @@ async def test_a_group_that_waits_for_room_can_be_dropped(wide: Run, incoming: I
 async def test_a_full_disk_is_tried_by_one_worker_at_a_time_with_one_group(
     wide: Run, incoming: Incoming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "TRY_S", 1e6)
+    monkeypatch.setattr(service, "RETRY_INTERVAL_S", 1e6)
     working = await engines(wide, 3)
     incoming.disk_full = True
     for engine, leased in working:
@@ -180,7 +180,7 @@ async def test_a_full_disk_is_tried_by_one_worker_at_a_time_with_one_group(
         return said.startswith("trajectory server 0: its disk is full; pushes wait")
 
     await eventually(why)
-    monkeypatch.setattr(service, "TRY_S", 0.0)
+    monkeypatch.setattr(service, "RETRY_INTERVAL_S", 0.0)
     await incoming.pushed(first + 3)
     assert {len(pushed) for _, pushed in incoming.pushes[first:]} == {1}
     incoming.disk_full = False
@@ -194,7 +194,7 @@ async def test_a_full_disk_is_tried_by_one_worker_at_a_time_with_one_group(
 async def test_a_group_too_large_for_what_room_there_is_does_not_keep_smaller_ones_out(
     wide: Run, incoming: Incoming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "TRY_S", 0.0)
+    monkeypatch.setattr(service, "RETRY_INTERVAL_S", 0.0)
     monkeypatch.setattr("staleflow.clients.rollout.pushes.BUSY_S", 0.0)
     large: list[int] = []
     write = TrajectoryStore.write_pushes

@@ -139,7 +139,7 @@ async def test_an_answer_has_as_many_of_the_first_groups_as_fit_and_at_least_one
 
 
 async def test_samples_that_fit_no_answer_keep_no_others_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MOST_ROW_BYTES", 4 * NBYTES)
+    monkeypatch.setattr(service, "MAX_ROW_BYTES", 4 * NBYTES)
     shard, ask = await left(run)
     answer, frames = await shard.call(ask)
     assert isinstance(answer, Rows)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from staleflow.protocols.wire.messages import Assign, FetchGroups, GetRows, Groups, Rows, StageItem
+from staleflow.protocols.wire.messages import Assign, GetGroups, GetRows, Groups, Rows, StageItem
 from staleflow.servers.trajectories.shard import Shard
 from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
 
@@ -49,7 +49,7 @@ async def test_what_a_killed_shard_acknowledged_is_recovered(make_run: Callable[
     worker.cancel()
     assert all(seen[assign.group] == assign.lease for assign in acknowledged)
     batch = await trainer.next_batch(0)
-    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    fetch = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     groups, _ = await run.shard(trainer.worker).call(fetch)
     assert isinstance(groups, Groups)
     assert [group.group for group in groups.groups] == fetch.groups

@@ -50,7 +50,7 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registrars, "BUSY_S", 0.01)
-    monkeypatch.setattr(shards, "AGAIN_S", 0.01)
+    monkeypatch.setattr(shards, "RETRY_INTERVAL_S", 0.01)
 
 
 def opened(scheduler: Scheduler, rows: MemoryStore) -> tuple[Shard, "asyncio.Task[None]"]:
@@ -123,12 +123,12 @@ async def test_one_operation_that_makes_its_message_too_large_decides_nothing_of
 
 
 def test_no_more_versions_can_have_written_a_group_than_any_bound_allows() -> None:
-    group = payload(0, tokens=records.MOST_VERSIONS + 1, samples=1)
-    rows = [[0, 0, version, 1] for version in range(records.MOST_VERSIONS + 1)]
+    group = payload(0, tokens=records.MAX_VERSIONS + 1, samples=1)
+    rows = [[0, 0, version, 1] for version in range(records.MAX_VERSIONS + 1)]
     specs, frames = specs_and_frames(group.to_arrays() | {"segments": np.array(rows, np.int64)})
     worker = WorkerId("rollout-0.1")
     item = PushItem(group=GroupId(1), lease=LeaseId(1), worker=worker, truncated=False, frames=specs)
     with pytest.raises(
-        ProtocolError, match=f"{records.MOST_VERSIONS + 1} versions wrote it; at most {records.MOST_VERSIONS} can"
+        ProtocolError, match=f"{records.MAX_VERSIONS + 1} versions wrote it; at most {records.MAX_VERSIONS} can"
     ):
         records.pushed(item, frames, samples=1)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from staleflow.clients.rollout.pushes import MOST_BYTES, MOST_GROUPS
+from staleflow.clients.rollout.pushes import MAX_BYTES, MAX_GROUPS
 from staleflow.clients.rollout.slab_writer import SlabWriter
 from staleflow.net.errors import Refused
 from staleflow.process.host import boot_id
@@ -18,7 +18,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import GetSlab, Place, Slab
 from staleflow.servers.trajectories.records import Key
-from staleflow.servers.trajectories.slabs import MOST_UNPUSHED_BYTES, Slabs
+from staleflow.servers.trajectories.slabs import MAX_UNPUSHED_BYTES, Slabs
 from tests.servers.trajectories.scarce import no_descriptor, no_room
 
 MB = 1 << 20
@@ -169,10 +169,10 @@ async def test_the_groups_of_one_push_find_slabs_however_they_fill_them(
     of = Slabs(tmp_path / "slabs", map_bytes=map_mb * MB)
     shard: Any = Shard(of)
     writer, data = SlabWriter(shard, ME), bytes(int(group_mb * MB))
-    num_groups = min(MOST_BYTES // len(data), MOST_GROUPS)
+    num_groups = min(MAX_BYTES // len(data), MAX_GROUPS)
     places = [await writer.write([data]) for _ in range(num_groups)]
     assert len({place.slab for place in places if place is not None}) == num_groups
-    assert of.nbytes < MOST_UNPUSHED_BYTES
+    assert of.nbytes < MAX_UNPUSHED_BYTES
 
 
 async def test_a_worker_that_cannot_open_its_slab_gives_it_back_and_asks_no_more(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
-    FetchGroups,
+    AttachReply,
+    GetGroups,
     Groups,
     Op,
     Operations,
@@ -123,7 +123,7 @@ async def test_stages_that_need_nothing_of_each_other_have_a_group_at_the_same_t
         (stage, 2, True) for stage in ("reward", "left", "right", "mix")
     ]
     batch = await (trainer := await run.trainer("other")).next_batch(0)
-    fetch = FetchGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
+    fetch = GetGroups(groups=[m.group for m in batch.members], shas=[m.sha for m in batch.members])
     answer, frames = await run.shard(trainer.worker).call(fetch)
     assert isinstance(answer, Groups)
     found = arrays(answer.groups[0].frames, frames[: len(answer.groups[0].frames)])
@@ -216,7 +216,7 @@ async def test_why_names_the_stage_that_groups_wait_in_and_how_many_workers_it_h
     for stage in ("reward", "left", "left", "right", "mix"):
         worker = worker_id(f"{stage}-{len(run.clients)}")
         hello = Attach(worker=worker, name=f"{stage}-{len(run.clients)}", role="stage", stage=stage)
-        await run.client(run.where.scheduler, worker).ask(hello, Attached)
+        await run.client(run.where.scheduler, worker).ask(hello, AttachReply)
     await pushed(run)
     await judged(run, "right")
     await judged(run, "reward")

@@ -37,7 +37,7 @@ class Scheduler:
 async def test_a_refusal_ends_no_reports_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stage_reports, "EVERY_S", 0.001)
+    monkeypatch.setattr(stage_reports, "INTERVAL_S", 0.001)
     store = lmdb_store.Store(tmp_path, tables=TABLES, map_bytes=MAP_BYTES, durability="process")
     scheduler: Any = Scheduler()
     stages = graph(Config(prompts=Prompts(), reward=Reward(run="")))

@@ -26,7 +26,7 @@ def began(path: Path) -> list[float]:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a file that begins anew after every second line."""
-    monkeypatch.setattr(stage_times, "MOST_BYTES", 100)
+    monkeypatch.setattr(stage_times, "MAX_BYTES", 100)
     return path_of(tmp_path, 0)
 
 

@@ -19,15 +19,15 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import encode_request
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
-    FinishStage,
+    AttachReply,
+    GetStageWork,
     GetStatus,
+    PutStageResults,
     Results,
     StageItem,
     StageResult,
     StageWork,
     Status,
-    TakeStage,
 )
 from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
 from staleflow.servers.trajectories import main as trajectories
@@ -92,7 +92,7 @@ async def test_a_take_whose_answer_was_lost_gets_the_same_groups_again(run: Run)
     peer.zmq.connect(run.where.trajectories[0])
 
     async def take(id: int) -> list[tuple[int, int]]:
-        ask = TakeStage(stage="reward", worker=WorkerId("reward-0.1"), max_groups=1, wait_ms=0)
+        ask = GetStageWork(stage="reward", worker=WorkerId("reward-0.1"), max_groups=1, wait_ms=0)
         found, reply = await peer.ask(encode_request(id, ask))
         assert found == id
         assert isinstance(reply, StageWork)
@@ -113,7 +113,7 @@ async def test_an_answer_has_no_more_bytes_than_are_asked_for_but_for_its_first_
     stage, size = StageWorker(run), len(pack(payload(0).to_arrays()))
     taken = list[StageItem]()
     for most_bytes, groups in ((1, 1), (2 * size, 2), (4 * size - 1, 3), (4 * size, 4)):
-        ask = TakeStage(stage="reward", worker=stage.worker, max_groups=4, most_bytes=most_bytes)
+        ask = GetStageWork(stage="reward", worker=stage.worker, max_groups=4, most_bytes=most_bytes)
         work, frames = await stage.client.call(ask)
         assert isinstance(work, StageWork)
         assert (len(work.items), len(frames)) == (groups, groups)
@@ -138,11 +138,11 @@ async def test_a_newer_question_of_a_worker_ends_the_one_before(run: Run) -> Non
 
 async def test_an_answer_says_how_long_there_was_nothing(run: Run) -> None:
     stage = StageWorker(run)
-    work, _ = await stage.client.call(TakeStage(stage="reward", worker=stage.worker, max_groups=1, wait_ms=100))
+    work, _ = await stage.client.call(GetStageWork(stage="reward", worker=stage.worker, max_groups=1, wait_ms=100))
     assert isinstance(work, StageWork)
     assert 90 <= work.waited_ms < 5_000
     await pushed(run)
-    work, _ = await stage.client.call(TakeStage(stage="reward", worker=stage.worker, max_groups=1))
+    work, _ = await stage.client.call(GetStageWork(stage="reward", worker=stage.worker, max_groups=1))
     assert isinstance(work, StageWork)
     assert (len(work.items), work.waited_ms) == (1, 0)
 
@@ -160,7 +160,9 @@ async def test_payload_is_looked_at_by_its_worker_or_else_by_the_shard(
     monkeypatch.setattr(stage_calls, "unpacked", spied)
     await pushed(run)
     stage = StageWorker(run)
-    work, frames = await stage.client.call(TakeStage(stage="reward", worker=stage.worker, max_groups=1, checks=checks))
+    work, frames = await stage.client.call(
+        GetStageWork(stage="reward", worker=stage.worker, max_groups=1, checks=checks)
+    )
     assert isinstance(work, StageWork)
     assert [sha256(frame).hexdigest() for frame in frames] == [item.sha for item in work.items]
     assert len(frames) == 1
@@ -230,7 +232,7 @@ async def test_an_echo_of_a_worker_that_was_gone_for_a_while_takes_nothing(run: 
     peer = RawPeer(zmq.DEALER)
     peer.zmq.set(zmq.ROUTING_ID, b"reward-0.1/0")
     peer.zmq.connect(run.where.trajectories[0])
-    ask = encode_request(5, TakeStage(stage="reward", worker=WorkerId("reward-0.1"), max_groups=8, wait_ms=0))
+    ask = encode_request(5, GetStageWork(stage="reward", worker=WorkerId("reward-0.1"), max_groups=8, wait_ms=0))
     _, reply = await peer.ask(ask)
     assert isinstance(reply, StageWork)
     assert reply.items
@@ -329,11 +331,11 @@ async def test_no_group_is_lost_to_a_worker_that_fails_everything_at_once(run: R
 async def test_a_worker_that_fails_everything_is_named_with_its_reason(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stage_reports, "EVERY_S", 0.05)
+    monkeypatch.setattr(stage_reports, "INTERVAL_S", 0.05)
     await pushed(run, count=4)
     broken = StageWorker(run, "broken-0")
     client = run.client(run.where.scheduler, broken.worker)
-    await client.ask(Attach(worker=broken.worker, name="broken-0", role="stage", stage="reward"), Attached)
+    await client.ask(Attach(worker=broken.worker, name="broken-0", role="stage", stage="reward"), AttachReply)
     items, _ = await broken.take()
     for item in items[:HOLD_AFTER]:
         await broken.fail(item, "judge: connection refused")
@@ -403,7 +405,7 @@ async def test_columns_that_are_none_release_the_group(run: Run, column: str, va
         items, _ = await stage.take()
         specs, frames = specs_and_frames({column: values})
         result = StageResult(group=items[0].group, lease=items[0].lease, ticket=items[0].ticket, frames=specs)
-        finish = FinishStage(stage="reward", worker=stage.worker, results=[result])
+        finish = PutStageResults(stage="reward", worker=stage.worker, results=[result])
         answer = (await stage.client.ask(finish, Results, frames)).results
         assert [r.code for r in answer] == [Code.MALFORMED]
         assert says in answer[0].detail
@@ -416,6 +418,6 @@ async def test_columns_that_are_none_release_the_group(run: Run, column: str, va
 
 async def test_a_stage_that_is_not_there_is_refused_by_name(run: Run) -> None:
     stage = StageWorker(run)
-    take = TakeStage(stage="critic", worker=stage.worker, max_groups=1)
+    take = GetStageWork(stage="critic", worker=stage.worker, max_groups=1)
     with pytest.raises(Refused, match="there is no stage 'critic'"):
         await stage.client.call(take)

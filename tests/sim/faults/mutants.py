@@ -31,7 +31,7 @@ from staleflow.protocols.consistency.lineage import Lineages
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.protocols.consistency.window import Window
 from staleflow.protocols.wire.delta import comparable
-from staleflow.protocols.wire.messages import Registered, Result
+from staleflow.protocols.wire.messages import RegisterVersionReply, Result
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
@@ -228,10 +228,10 @@ def _without_looking(real: Any) -> Any:
 
 
 def _told_before_the_scheduler(real: Any) -> Any:
-    async def register(self: Catalog, about: Any) -> Registered:
+    async def register(self: Catalog, about: Any) -> RegisterVersionReply:
         asyncio.ensure_future(real(self, about)).add_done_callback(lambda task: task.cancelled() or task.exception())
         self._registered.add(about.key)
-        return Registered(lineage=about.lineage, version=about.version)
+        return RegisterVersionReply(lineage=about.lineage, version=about.version)
 
     return register
 

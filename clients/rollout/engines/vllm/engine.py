@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 OnUpdate = Literal["keep", "recompute", "drain"]
 
-LOOK_S = 0.25
+POLL_INTERVAL_S = 0.25
 """How often an idle engine is asked whether it lives."""
 CLOSE_S = 2.0
 
@@ -253,7 +253,7 @@ class VllmEngine:
     async def _watch(self) -> None:
         """An engine core that dies while nobody waits for it is a failure too."""
         while not self.failure.done():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             if self._llm.errored:
                 self._fail(self._llm.dead_error)
 

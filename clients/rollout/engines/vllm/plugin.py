@@ -13,7 +13,7 @@ import time
 from staleflow.clients.rollout.engines.vllm.package import PARENT
 
 BACKEND = "staleflow"
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 def register() -> None:
@@ -32,5 +32,5 @@ def register() -> None:
 def _end_with(parent: int) -> None:
     """An engine core whose worker was killed would hold its memory, and the device's, for ever."""
     while os.getppid() == parent:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_INTERVAL_S)
     os._exit(1)

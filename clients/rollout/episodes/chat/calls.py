@@ -17,7 +17,7 @@ from staleflow.clients.rollout.episodes.chat.template import Message
 
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
-MOST_STOPS = 16
+MAX_STOPS = 16
 
 Prompt = list[Message] | str | NDArray[np.int32]
 """Messages of a chat; text or tokens of a plain completion."""
@@ -154,9 +154,9 @@ def _stop(value: object) -> tuple[str, ...]:
     if isinstance(stops, Sequence):
         given = cast(Sequence[object], stops)
         texts = tuple(text for text in given if isinstance(text, str) and text)
-        if len(texts) == len(given) <= MOST_STOPS:
+        if len(texts) == len(given) <= MAX_STOPS:
             return texts
-    message = f"stop must be a text, or at most {MOST_STOPS} of them, none empty"
+    message = f"stop must be a text, or at most {MAX_STOPS} of them, none empty"
     raise ChatRefused(message, "malformed", param="stop")
 
 

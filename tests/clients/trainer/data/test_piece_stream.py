@@ -14,7 +14,7 @@ from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, GroupId, LeaseId, Lineage, Step, TrainerTerm, Version
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.messages import Batch, Claims, Done, MemberRef, NextGroups, Reply
+from staleflow.protocols.wire.messages import Batch, Claims, Done, GetClaims, MemberRef, Reply
 from tests.clients.trainer.making import payload
 
 STEP = Step(4)
@@ -59,7 +59,7 @@ class Script(PieceStream):
         self.asked: list[list[int]] = []
         """What was held at each question, as groups."""
 
-    async def call(self, ask: NextGroups, *, timeout_s: float | None) -> tuple[Reply, list[memoryview]]:
+    async def call(self, ask: GetClaims, *, timeout_s: float | None) -> tuple[Reply, list[memoryview]]:
         self.asked.append([lease - 100 for lease in ask.held])
         answer = self._answers.pop(0)
         if isinstance(answer, Refused):

@@ -29,7 +29,7 @@ from staleflow.protocols.wire.messages import (
     GetDelta,
     GetManifest,
     Manifest,
-    ManifestOf,
+    ManifestReply,
     Ping,
     Reply,
     Request,
@@ -79,7 +79,7 @@ class Above(Client):
                 await self.gone.wait()
                 raise Unavailable(self.address, 0.0)
             case GetManifest():
-                return ManifestOf(manifest=manifest_of(self.wanted), path="", host=""), []
+                return ManifestReply(manifest=manifest_of(self.wanted), path="", host=""), []
             case GetChunk(offset=offset) | GetDelta(offset=offset) if offset >= self.most:
                 await asyncio.Event().wait()
                 raise AssertionError("nobody sets it")

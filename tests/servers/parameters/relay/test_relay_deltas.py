@@ -13,7 +13,7 @@ from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.delta import apply
-from staleflow.protocols.wire.messages import GetDelta, ManifestOf
+from staleflow.protocols.wire.messages import GetDelta, ManifestReply
 from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.service import ParameterService
 from tests.servers.parameters.relay.growing import LARGE, RELAY_HOST, Grown, manifest_of, pulled, same
@@ -42,14 +42,14 @@ async def test_a_delta_of_a_tensor_is_given_before_the_whole_version_is_here(
     monkeypatch.setattr(ParameterService, "_later_delta", late)
     await grown.grow("relay-0", mb_per_s=50.0)
     client = await grown.client("relay-0")
-    await client.ask(manifest_of(0, host=RELAY_HOST), ManifestOf)  # the base is there
+    await client.ask(manifest_of(0, host=RELAY_HOST), ManifestReply)  # the base is there
     after = {name: array.copy() for name, array in LARGE.items()}
     after["first"][::10] += 1
     after["last"][::1000] ^= np.uint16(1)
     trainer = await grown.run.trainer()
     async with produced(grown.run):
         await trainer.publish(1, after, (await trainer.next_batch(0)).batch)
-    await client.ask(manifest_of(1), ManifestOf)
+    await client.ask(manifest_of(1), ManifestReply)
     ask = GetDelta(
         lineage=Lineage(0),
         version=Version(1),
@@ -65,7 +65,7 @@ async def test_a_delta_of_a_tensor_is_given_before_the_whole_version_is_here(
     assert got == after["first"].tobytes()
     assert not held.is_set()
     held.set()
-    found = await client.ask(manifest_of(1, host=RELAY_HOST), ManifestOf)
+    found = await client.ask(manifest_of(1, host=RELAY_HOST), ManifestReply)
     assert found.path, "the version is whole in the end"
 
 

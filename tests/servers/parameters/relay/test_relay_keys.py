@@ -25,18 +25,18 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
+    AttachReply,
     GetChunk,
+    GetRetainedVersions,
     GetStatus,
     JoinRelays,
-    KeepVersions,
     Ping,
     Pong,
-    Registered,
     RegisterVersion,
+    RegisterVersionReply,
+    RetainedVersions,
     Sources,
     Status,
-    VersionsInUse,
 )
 from staleflow.protocols.wire.tensors import Array
 from staleflow.servers.parameters import main as parameters
@@ -75,7 +75,7 @@ class Guarded:
         match call.body:
             case Attach():
                 call.reply(
-                    Attached(
+                    AttachReply(
                         run="guarded",
                         config=b"",
                         config_sha=config_sha(self.config),
@@ -88,9 +88,9 @@ class Guarded:
                     )
                 )
             case RegisterVersion() as ask:
-                call.reply(Registered(lineage=ask.lineage, version=ask.version))
-            case VersionsInUse():
-                call.reply(KeepVersions(versions=[]))
+                call.reply(RegisterVersionReply(lineage=ask.lineage, version=ask.version))
+            case GetRetainedVersions():
+                call.reply(RetainedVersions(versions=[]))
             case _:
                 call.reply(Status(values={"trainer_term": 1}))
 
@@ -142,7 +142,7 @@ async def _relays(looking: Client) -> list[dict[str, object]]:
 @pytest.fixture
 async def guarded(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Guarded]:
     """Relay and readers are on other hosts than the parameter server, and than each other."""
-    monkeypatch.setattr(relay, "JOIN_EVERY_S", 0.05)
+    monkeypatch.setattr(relay, "JOIN_INTERVAL_S", 0.05)
     monkeypatch.setattr(relay, "boot_id", lambda: "the relay's host")
     monkeypatch.setattr(tree, "is_loopback", str.isspace)  # no: it is reached from everywhere
     monkeypatch.setattr(tree, "ROOT_READERS", 0)

@@ -27,7 +27,7 @@ from staleflow.protocols.wire.messages import (
     GetDelta,
     GetStatus,
     JoinRelays,
-    ManifestOf,
+    ManifestReply,
     Status,
 )
 from staleflow.servers.parameters import tree
@@ -104,7 +104,7 @@ async def test_a_relay_below_a_relay_gives_a_tensor_before_the_whole_version_is_
         await grown.grow(name)
     assert [str(known["from"])[:7] for known in await grown.tree()] == ["", "relay-0", "relay-1"]
     client = await grown.client("relay-2")
-    found = await client.ask(manifest_of(0), ManifestOf)
+    found = await client.ask(manifest_of(0), ManifestReply)
     assert found.path == ""
     reply, frames = await client.call(chunk(0, 40_000))
     assert reply == Chunk(offset=0)
@@ -134,9 +134,9 @@ async def test_a_damaged_tensor_is_never_given_on(
 
     monkeypatch.setattr(Arrivals, "read", flipped)
     client = await grown.client("relay-1")
-    await client.ask(manifest_of(0), ManifestOf)
+    await client.ask(manifest_of(0), ManifestReply)
     got = bytearray()
-    found = await client.ask(manifest_of(0), ManifestOf)
+    found = await client.ask(manifest_of(0), ManifestReply)
     while len(got) < found.manifest.nbytes:
         _, frames = await client.call(chunk(len(got), 50_000))
         got += frames[0]
@@ -197,7 +197,7 @@ async def test_the_next_version_reaches_a_relay_as_what_changed(grown: Grown, mo
             trainer = await grown.run.trainer()
             async with produced(grown.run):
                 await trainer.publish(version, tensors, (await trainer.next_batch(0)).batch)
-        found = await client.ask(manifest_of(version, host=RELAY_HOST), ManifestOf)
+        found = await client.ask(manifest_of(version, host=RELAY_HOST), ManifestReply)
         stored = await asyncio.to_thread(Path(found.path).read_bytes)
         for entry in found.manifest.tensors:
             assert stored[entry.offset : entry.offset + entry.nbytes] == tensors[entry.name].tobytes()
@@ -261,7 +261,7 @@ async def test_a_relay_without_room_says_no_and_its_readers_do_without_it(
     monkeypatch.setattr(Versions, "stage", full)
     client = await grown.client("relay-0")
     with pytest.raises(Refused, match="this relay has no room: 0 bytes are free"):
-        await client.ask(manifest_of(0), ManifestOf)
+        await client.ask(manifest_of(0), ManifestReply)
     same((await pulled(grown.reader()))[0])
 
 
@@ -298,7 +298,7 @@ async def test_a_relay_asked_for_what_is_not_says_so(grown: Grown) -> None:
     await grown.grow("relay-0")
     client = await grown.client("relay-0")
     with pytest.raises(Refused, match="version 5 of lineage 0 is not here"):
-        await client.ask(manifest_of(5), ManifestOf)
+        await client.ask(manifest_of(5), ManifestReply)
     with pytest.raises(Refused, match="are not in a version of"):
         await client.call(chunk(1 << 40, 4))
     with pytest.raises(Refused, match="a relay does not answer JoinRelays"):
@@ -306,7 +306,7 @@ async def test_a_relay_asked_for_what_is_not_says_so(grown: Grown) -> None:
 
 
 async def test_a_relay_ends_with_the_run(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(relay, "POLL_INTERVAL_S", 0.05)
     await grown.grow("relay-0")
     stop, serving = grown.stops.pop("relay-0")
     trainer = await grown.run.trainer("trainer-b")

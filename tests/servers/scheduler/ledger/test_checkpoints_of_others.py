@@ -4,7 +4,7 @@ from pathlib import Path
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version
-from staleflow.protocols.wire.messages import CheckpointRegistered, Refusal, RegisterCheckpoint
+from staleflow.protocols.wire.messages import Refusal, RegisterCheckpoint, RegisterCheckpointReply
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -25,5 +25,5 @@ def test_a_stranger_that_guesses_the_term_moves_no_checkpoint(tmp_path: Path) ->
     table.join("trainer.2", 0)  # the newest it has; nobody ever saved version 1
     kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(0))
     assert isinstance(table.ask("trainer", kept), Refusal)
-    assert table.ask("trainer.2", kept) == CheckpointRegistered(oldest=Version(0))
+    assert table.ask("trainer.2", kept) == RegisterCheckpointReply(oldest=Version(0))
     table.close()

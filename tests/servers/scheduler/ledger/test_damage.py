@@ -7,7 +7,7 @@ from random import Random
 import lmdb
 
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages import Attach, Attached
+from staleflow.protocols.wire.messages import Attach, AttachReply
 from tests.servers.scheduler.world import Cast, World
 from tests.store.pages import harm_branches
 
@@ -72,7 +72,7 @@ async def test_a_page_header_that_ends_the_scheduler_is_named_when_it_is_started
     await cast.trainer.next_batch(0)
     for number in range(30):
         worker = WorkerId(f"reward-{number}.{'x' * 100}")
-        await world.client(worker).ask(Attach(worker=worker, name=f"reward-{number}", role="stage"), Attached)
+        await world.client(worker).ask(Attach(worker=worker, name=f"reward-{number}", role="stage"), AttachReply)
     assert world.stop() == 0
     file = world.run_dir / "scheduler" / "data.mdb"
     whole = file.read_bytes()

@@ -7,7 +7,7 @@ import pytest
 from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Step
-from staleflow.protocols.wire.messages import Joined, Refusal, RegisterOccupy
+from staleflow.protocols.wire.messages import JoinReply, Refusal, RegisterOccupy
 from tests.servers.scheduler.asked import Asked
 
 
@@ -16,8 +16,8 @@ def test_a_late_echo_of_a_join_changes_nothing(tmp_path: Path, restart: bool) ->
     run = Asked(tmp_path)
     run.cast("a")
     first = run.last_id + 1
-    assert isinstance(run.join("trainer.2", id=first), Joined)
-    assert isinstance(run.join("trainer.2", id=first), Joined)  # its answer was lost
+    assert isinstance(run.join("trainer.2", id=first), JoinReply)
+    assert isinstance(run.join("trainer.2", id=first), JoinReply)  # its answer was lost
     for group, lease in run.leases("a"):
         run.push(group, lease, "a")
         done = RegisterOccupy(group=group, lease=lease)
@@ -34,6 +34,6 @@ def test_a_late_echo_of_a_join_changes_nothing(tmp_path: Path, restart: bool) ->
         assert isinstance(echo, Refusal)
         assert echo.code is Code.FENCED
     assert run.interpreter.machine.snapshot() == before
-    assert isinstance(run.join("trainer.2", id=first + 100), Joined)  # one that is meant so: a rollback
+    assert isinstance(run.join("trainer.2", id=first + 100), JoinReply)  # one that is meant so: a rollback
     assert run.interpreter.machine.version == 0
     run.stop()

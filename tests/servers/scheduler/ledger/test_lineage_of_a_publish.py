@@ -5,7 +5,7 @@ from pathlib import Path
 from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Step
-from staleflow.protocols.wire.messages import Refusal, Registered, RegisterOccupy
+from staleflow.protocols.wire.messages import Refusal, RegisterOccupy, RegisterVersionReply
 from tests.servers.scheduler.asked import Asked
 
 
@@ -22,9 +22,11 @@ def test_a_version_of_another_lineage_is_refused(tmp_path: Path) -> None:
     assert isinstance(answer, Refusal)
     assert answer.code is Code.BAD_VERSION
     assert run.interpreter.machine.version == 0
-    assert isinstance(run.publish(1, sealed.batch), Registered)
+    assert isinstance(run.publish(1, sealed.batch), RegisterVersionReply)
     seq = run.interpreter.trace.seq
-    assert isinstance(run.publish(1, None), Registered), "the parameter server has lost it, a trainer brings it again"
+    assert isinstance(run.publish(1, None), RegisterVersionReply), (
+        "the parameter server has lost it, a trainer brings it again"
+    )
     assert run.interpreter.trace.seq == seq
     assert isinstance(run.publish(2, None), Refusal)
     assert run.interpreter.machine.version == 1

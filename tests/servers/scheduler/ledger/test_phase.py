@@ -11,12 +11,12 @@ from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Step, TrainerTerm
 from staleflow.protocols.wire.messages import (
-    Attached,
+    AttachReply,
     Commands,
     Done,
     Drain,
     Finished,
-    NextBatch,
+    GetBatch,
     NoMoreBatches,
     Refusal,
     RegisterOccupy,
@@ -122,7 +122,7 @@ def test_only_a_new_session_clears_the_phase_and_clears_it_once(run: Asked) -> N
     run.ask("admin.1", Role.ADMIN, DRAIN)
     restart(run, "monday")
     assert (run.service.phase.draining, status(run)["drained"]) == (False, "")
-    assert isinstance(run.attach("w2.1", "w2", "rollout", Role.ROLLOUT, capacity=2), Attached)
+    assert isinstance(run.attach("w2.1", "w2", "rollout", Role.ROLLOUT, capacity=2), AttachReply)
     run.ask("admin.1", Role.ADMIN, DRAIN)
     restart(run, "monday")  # started again within its session: it was killed
     assert run.service.phase.draining
@@ -143,7 +143,7 @@ def test_a_scheduler_that_is_stopped_leaves_no_phase_behind(run: Asked) -> None:
 
 def next_batch(run: Asked, step: int, id: int = 0) -> Any:
     term = TrainerTerm(run.interpreter.machine.trainer_term)
-    body = NextBatch(trainer_term=term, step=Step(step), wait_ms=60_000)
+    body = GetBatch(trainer_term=term, step=Step(step), wait_ms=60_000)
     return run.ask("trainer.1", Role.TRAINER, body, id=id)
 
 

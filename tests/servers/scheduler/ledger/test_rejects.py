@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from staleflow.protocols.consistency.effects import Code, Refused
+from staleflow.protocols.consistency.effects import Code, Rejected
 from staleflow.protocols.consistency.ids import GroupId, LeaseId
 from staleflow.servers.scheduler.ledger import rejects
 from staleflow.servers.scheduler.ledger.rejects import Rejects
@@ -10,7 +10,7 @@ from staleflow.store.lmdb import Store
 from staleflow.trace.events import Auth, Reject, TraceEvent
 from staleflow.trace.writer import TABLES, Trace
 
-STALE = Refused(op="push", code=Code.STALE_LEASE, group=GroupId(1), lease=LeaseId(2))
+STALE = Rejected(op="push", code=Code.STALE_LEASE, group=GroupId(1), lease=LeaseId(2))
 
 
 class Told(Trace):

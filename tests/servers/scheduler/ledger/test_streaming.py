@@ -8,7 +8,7 @@ import pytest
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version
 from staleflow.protocols.consistency.limits import Bound
-from staleflow.protocols.wire.messages import Batch, Claims, NextGroups, Refusal, RegisterQuarantine, Reply
+from staleflow.protocols.wire.messages import Batch, Claims, GetClaims, Refusal, RegisterQuarantine, Reply
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -22,7 +22,7 @@ class Asking:
         self.answers: list[Reply] = []
 
     def ask(self, count: int = 1) -> None:
-        body = NextGroups(trainer_term=self.table.term, step=self.step, held=self.held, count=count, wait_ms=60_000)
+        body = GetClaims(trainer_term=self.table.term, step=self.step, held=self.held, count=count, wait_ms=60_000)
         self.table.call("trainer", body, self.answers.append)
 
     def took(self) -> list[int]:

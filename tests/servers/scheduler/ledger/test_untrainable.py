@@ -5,7 +5,7 @@ from pathlib import Path
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, Step, TrainerTerm
-from staleflow.protocols.wire.messages import Batch, Done, NextGroups, QuarantineGroups, Refusal
+from staleflow.protocols.wire.messages import Batch, Done, GetClaims, QuarantineGroups, Refusal
 from staleflow.servers.scheduler.ledger.training import MIN_UNTRAINABLE
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
@@ -92,7 +92,7 @@ def test_a_claimed_group_leaves_too(tmp_path: Path) -> None:
     """Of a batch that is not sealed yet, for a trainer that streams."""
     table, seat = opened(tmp_path)
     seat.finish(group := seat.holds()[0])
-    table.ask("trainer", NextGroups(trainer_term=table.term, step=Step(0), held=[], count=1))
+    table.ask("trainer", GetClaims(trainer_term=table.term, step=Step(0), held=[], count=1))
     assert quarantine(table, [group]) is None
     assert table.interpreter.machine.group(GroupId(group)) is None
     table.close()

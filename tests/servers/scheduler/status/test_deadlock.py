@@ -8,7 +8,7 @@ import pytest
 from staleflow.configs.schema import Algorithm, Config, Prompts
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import Step, WorkerId
-from staleflow.protocols.wire.messages import NextBatch, Refusal, Reply, StageFailing, StageLoad, StageLoads
+from staleflow.protocols.wire.messages import GetBatch, Refusal, Reply, StageFailing, StageLoad, StageLoads
 from staleflow.servers.scheduler.coordination.backoff import HOLD_AFTER, MAX_TRIES
 from staleflow.servers.scheduler.status.deadlock import FAILED_BATCHES, FAILING_MS, MANY_TIMES
 from tests.servers.scheduler.table import TICK_MS, Seat, Table
@@ -118,7 +118,7 @@ def test_a_trainer_that_still_trains_is_told_when_it_is_done(tmp_path: Path) -> 
     seat = Seat(table, "a")
     for group in seat.holds():
         seat.finish(group)
-    ahead = NextBatch(trainer_term=table.term, step=Step(1), wait_ms=60_000)
+    ahead = GetBatch(trainer_term=table.term, step=Step(1), wait_ms=60_000)
     told: list[Reply] = []
     table.call("trainer", ahead, told.append)
     table.after(500)

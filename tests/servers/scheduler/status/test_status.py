@@ -11,10 +11,10 @@ from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire.messages import (
     Attach,
-    CheckpointRegistered,
     Done,
     GetStatus,
     RegisterCheckpoint,
+    RegisterCheckpointReply,
     StageLoads,
     Status,
 )
@@ -130,7 +130,7 @@ def test_a_shard_that_refuses_pushes_is_named_before_the_group_that_waits_for_it
     assert why("map") == f"{full} until a checkpoint lets go; {waits}"
     assert why("disk") == f"trajectory server 0: its disk is full; pushes wait; {waits}"
     kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(1))
-    assert table.ask("trainer", kept) == CheckpointRegistered(oldest=Version(1))
+    assert table.ask("trainer", kept) == RegisterCheckpointReply(oldest=Version(1))
     fit = "the groups of 2 batches must fit in 90 % of it, so a new run needs a larger one"
     assert why("map") == f"{full}, and no checkpoint can make room: {fit}; {waits}"
 

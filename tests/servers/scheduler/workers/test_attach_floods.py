@@ -9,7 +9,7 @@ import pytest
 from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
-from staleflow.protocols.wire.messages import Attached, Detach, Done, GetStatus, Refusal, Status
+from staleflow.protocols.wire.messages import AttachReply, Detach, Done, GetStatus, Refusal, Status
 from staleflow.servers.scheduler.status import status
 from staleflow.servers.scheduler.workers import registry
 from tests.servers.scheduler.asked import Asked
@@ -24,7 +24,7 @@ def test_long_texts_are_refused(tmp_path: Path) -> None:
         answer = run.attach("m", "m", "monitor", Role.MONITOR, **{field: "x" * 100_000})
         assert isinstance(answer, Refusal)
         assert answer.code is Code.MALFORMED
-    assert isinstance(run.attach("m", "m", "monitor", Role.MONITOR), Attached)
+    assert isinstance(run.attach("m", "m", "monitor", Role.MONITOR), AttachReply)
     assert isinstance(run.ask("m", Role.MONITOR, Detach(worker=WorkerId("m"), why="x" * 10**6)), Done)
     assert run.interpreter.trace.path.stat().st_size < 10_000
     run.stop()
@@ -33,7 +33,7 @@ def test_long_texts_are_refused(tmp_path: Path) -> None:
 def test_a_process_has_one_name(tmp_path: Path) -> None:
     run = Asked(tmp_path)
     run.cast()
-    assert isinstance(run.attach("m", "m0", "monitor", Role.MONITOR), Attached)
+    assert isinstance(run.attach("m", "m0", "monitor", Role.MONITOR), AttachReply)
     answer = run.attach("m", "m1", "monitor", Role.MONITOR)
     assert isinstance(answer, Refusal)
     assert answer.code is Code.CONFLICT
@@ -44,7 +44,7 @@ def test_who_only_looked_is_forgotten(tmp_path: Path) -> None:
     run = Asked(tmp_path)
     run.cast()
     for number in range(100):
-        assert isinstance(run.attach(f"m{number}", f"m{number}", "monitor", Role.MONITOR), Attached)
+        assert isinstance(run.attach(f"m{number}", f"m{number}", "monitor", Role.MONITOR), AttachReply)
         run.service.on_gone(f"m{number}")
     with run.interpreter.store.read() as txn:
         assert txn.count("workers") == 3
@@ -59,7 +59,7 @@ def stored(run: Asked) -> set[str]:
 
 
 def came_and_went(run: Asked, name: str, key: str) -> None:
-    assert isinstance(run.attach(f"{name}.1", name, "rollout", Role.ROLLOUT, key=key, capacity=1), Attached)
+    assert isinstance(run.attach(f"{name}.1", name, "rollout", Role.ROLLOUT, key=key, capacity=1), AttachReply)
     run.service.on_gone(f"{name}.1")
     run.service.flush()
 
@@ -151,16 +151,16 @@ def test_a_key_has_a_limited_number_of_live_workers(tmp_path: Path) -> None:
     def attach(name: str, key: str) -> object:
         return run.attach(f"{name}.1", name, "rollout", Role.ROLLOUT, key=key, capacity=1)
 
-    assert isinstance(attach("a", "box"), Attached)
-    assert isinstance(attach("b", "box"), Attached)
+    assert isinstance(attach("a", "box"), AttachReply)
+    assert isinstance(attach("b", "box"), AttachReply)
     no = attach("c", "box")
     assert isinstance(no, Refusal)
     assert no.code is Code.BUSY
     assert no.detail == "2 live processes have its key already (scheduler.max_workers_per_key)"
-    assert isinstance(attach("b", "box"), Attached), "the same process again"
-    assert isinstance(attach("d", "tub"), Attached), "another key"
+    assert isinstance(attach("b", "box"), AttachReply), "the same process again"
+    assert isinstance(attach("d", "tub"), AttachReply), "another key"
     run.service.on_gone("a.1")
-    assert isinstance(attach("c", "box"), Attached)
+    assert isinstance(attach("c", "box"), AttachReply)
     run.stop()
 
 

@@ -8,7 +8,15 @@ import pytest
 from staleflow.net.permissions import Role
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
-from staleflow.protocols.wire.messages import Detach, Done, KeepVersions, Pulled, Refusal, Reply, VersionsInUse
+from staleflow.protocols.wire.messages import (
+    Detach,
+    Done,
+    GetRetainedVersions,
+    Pulled,
+    Refusal,
+    Reply,
+    RetainedVersions,
+)
 from staleflow.servers.scheduler import service
 from staleflow.servers.scheduler.workers import pull_reports as pulls
 from staleflow.store.base import key_number
@@ -114,8 +122,8 @@ def test_a_key_keeps_few_versions_by_its_workers_reports_of_what_they_have(
         liar = Seat(table, f"liar-{version}", capacity=0)
         liar.loads = False
         liar.report(lineage=Lineage(0), version=Version(version))
-    kept = table.ask("parameters", VersionsInUse())
-    assert isinstance(kept, KeepVersions)
+    kept = table.ask("parameters", GetRetainedVersions())
+    assert isinstance(kept, RetainedVersions)
     needed = table.interpreter.machine.versions_in_use()
     assert kept.versions == sorted({*needed, (0, 6), (0, 5)})
     assert (0, 2) not in kept.versions

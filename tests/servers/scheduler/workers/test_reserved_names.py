@@ -19,14 +19,14 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import (
     Attach,
-    Attached,
+    AttachReply,
     Commands,
     Detach,
+    GetRetained,
     Ping,
     Refusal,
     Request,
     Retained,
-    Retention,
 )
 from staleflow.servers.scheduler.main import open_store, serve_until
 from staleflow.servers.scheduler.workers import registry
@@ -50,7 +50,7 @@ def test_a_name_belongs_to_its_role(tmp_path: Path) -> None:
     run.stop()
     run.start()
     answer = run.attach("b", "b", "rollout", Role.ROLLOUT, capacity=1)
-    assert isinstance(answer, Attached)
+    assert isinstance(answer, AttachReply)
     assert all(answer.shards)
     assert answer.parameters
     assert refused(run.attach("evil", "trajectories-0", "monitor", Role.MONITOR)) is Code.DENIED
@@ -65,9 +65,11 @@ def test_a_name_belongs_to_its_key_while_its_owner_is_there(tmp_path: Path) -> N
     assert refused(run.attach(*other, key="key-of-evil", capacity=4)) is Code.BUSY
     assert run.leases("a") == held
     run.service.on_gone("a")
-    assert isinstance(run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), Attached)
+    assert isinstance(
+        run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), AttachReply
+    )
     run.service.on_gone("a.again")
-    assert isinstance(run.attach(*other, key="key-of-evil", capacity=4), Attached)
+    assert isinstance(run.attach(*other, key="key-of-evil", capacity=4), AttachReply)
     run.stop()
 
 
@@ -85,7 +87,7 @@ def test_a_live_process_keeps_its_name(tmp_path: Path) -> None:
         assert answer.retry_for_ms > TransportLimits().silence_s * 1_000, "long enough for a dead one to be silent"
     assert run.leases("a") == held
     run.service.on_gone("a")
-    assert isinstance(run.attach(*again, key="key-of-a", capacity=4), Attached)
+    assert isinstance(run.attach(*again, key="key-of-a", capacity=4), AttachReply)
     run.stop()
 
 
@@ -96,15 +98,15 @@ def test_a_successor_in_the_same_slot_has_the_name_at_once(tmp_path: Path) -> No
     def attach(worker: str, slot: str, key: str = "box") -> object:
         return run.attach(worker, "rollout-0", "rollout", Role.ROLLOUT, key=key, capacity=1, slot=slot)
 
-    assert isinstance(attach("a", "secret"), Attached)
+    assert isinstance(attach("a", "secret"), AttachReply)
     assert refused(attach("b", "other")) is Code.BUSY
     assert refused(attach("x", "secret", key="of another")) is Code.BUSY
-    assert isinstance(attach("b", "secret"), Attached)
+    assert isinstance(attach("b", "secret"), AttachReply)
     run.stop()
     run.start()
     assert isinstance(run.report("b"), Refusal | Commands | None)  # heard again: alive
     assert refused(attach("c", "other", key="rollout")) is Code.BUSY
-    assert isinstance(attach("c", "secret", key="rollout"), Attached)
+    assert isinstance(attach("c", "secret", key="rollout"), AttachReply)
     run.stop()
 
 
@@ -155,7 +157,7 @@ def test_an_echo_of_attach_does_not_throw_the_successor_out(tmp_path: Path) -> N
         return run.attach(worker, name, role, key_role, key=key, capacity=4)
 
     run.service.on_gone("a")
-    assert isinstance(attach(*second), Attached)
+    assert isinstance(attach(*second), AttachReply)
     late = attach(*first)
     assert late == Refusal(code=Code.FENCED, detail="a newer process has taken the name of a")
     assert isinstance(run.report("a.again"), Commands | None)
@@ -173,7 +175,7 @@ def test_an_echo_of_attach_does_not_bring_a_server_back_to_where_it_was(tmp_path
     run.service.on_gone("shard.1")
     answer = attach("shard.2", "ipc:///new")
     assert refused(attach("shard.1", "ipc:///s")) is Code.FENCED
-    assert isinstance(answer, Attached)
+    assert isinstance(answer, AttachReply)
     assert attach("shard.2", "ipc:///new") == answer
     assert answer.shards == ["ipc:///new"]
     run.stop()
@@ -183,17 +185,19 @@ def test_who_has_said_goodbye_does_not_come_back_but_who_looks_may(tmp_path: Pat
     run = Asked(tmp_path)
     run.cast("a")
     run.ask("a", Role.ROLLOUT, Detach(worker=WorkerId("a"), why="test"), key="key-of-a")
-    assert isinstance(run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), Attached)
+    assert isinstance(
+        run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), AttachReply
+    )
     late = run.attach("a", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4)
     assert late == Refusal(code=Code.FENCED, detail="a has said goodbye")
     for _ in range(2):
-        assert isinstance(run.attach("m", "m", "monitor", Role.MONITOR), Attached)
+        assert isinstance(run.attach("m", "m", "monitor", Role.MONITOR), AttachReply)
         run.ask("m", Role.MONITOR, Detach(worker=WorkerId("m"), why="test"))
     run.stop()
 
 
 def test_those_that_are_over_are_not_known_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MOST_OVER", 2)
+    monkeypatch.setattr(registry, "MAX_OVER", 2)
     run = Asked(tmp_path)
     for number in range(5):
         run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1, slot="w")
@@ -254,9 +258,9 @@ async def test_after_a_restart_nobody_takes_the_name_of_a_server_that_is_not_bac
         end_context()
         return given
 
-    assert isinstance((await answers((Role.SERVER, hello)))[0], Attached)
+    assert isinstance((await answers((Role.SERVER, hello)))[0], AttachReply)
     squatters = (Role.MONITOR, Role.ROLLOUT, Role.STAGE)
-    own = (Role.SERVER, Retention(shard=0, groups=[]))
+    own = (Role.SERVER, GetRetained(shard=0, groups=[]))
     given = await answers(*((role, Ping()) for role in squatters), own)
     assert given == [Code.DENIED, Code.DENIED, Code.DENIED, Retained(keep=[])]
 
@@ -269,5 +273,5 @@ def test_a_name_can_be_printed(tmp_path: Path) -> None:
             assert isinstance(answer, Refusal)
             assert answer.code is Code.MALFORMED
             assert answer.detail.isprintable()
-    assert isinstance(run.attach("b", "Läufer 日本", "rollout", Role.ROLLOUT, capacity=1), Attached)
+    assert isinstance(run.attach("b", "Läufer 日本", "rollout", Role.ROLLOUT, capacity=1), AttachReply)
     run.stop()
