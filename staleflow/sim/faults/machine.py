@@ -9,26 +9,42 @@ is known what of a file was synced.
 import errno
 import importlib
 import logging
+import mmap
 import os
 import random
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from staleflow.clients import mapped as slab_readers
 from staleflow.clients.parameters import chunks, mapped, publish, relays, written
+from staleflow.clients.rollout import slabs as slab_writers
 from staleflow.clients.stage import main as stage_main
+from staleflow.clients.stage import worker as stage_worker
+from staleflow.clients.trainer import fetching
 from staleflow.protocols.coordination import migration
 from staleflow.runtime import supervised, weights
 from staleflow.servers.parameters import relay, service, tree
+from staleflow.servers.trajectories import service as trajectory_service
+from staleflow.servers.trajectories import slabs, stage_calls
+from staleflow.sim.faults.plan import NEAR
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
 """Of one message of weights: a version takes several. And relays hang in a row."""
+
+SLAB_BYTES: Final = 32 << 10
+"""Of a slab: a worker fills many, and writes into those that hold nothing any more."""
+WITHOUT: Final = 8
+"""Groups in frames before a shard that had no room is asked for a slab again."""
+MOST_MAPPED: Final = 8
+"""Slabs that a reader keeps mapped."""
 
 LOOK_EVERY_S: Final = 10.0
 """Between looks at the scheduler's status, which costs more than anything else here."""
@@ -65,6 +81,10 @@ class Machine:
         """The next rename into this folder kills that process, right before or right after it."""
         self.unsupervised: set[Process] = set()
         """Processes that no supervisor started: they fill no slot and take no name from a live process."""
+        self.boots = 0
+        """Times that the host of the servers has started again."""
+        self.lent: dict[str, mmap.mmap] = {}
+        """By name: slabs that live rollout workers write into, as they have mapped them."""
         self.counts: Counter[str] = Counter()
         self._synced: dict[tuple[int, int], int] = {}
         self._conductor = conductor
@@ -98,6 +118,15 @@ class Machine:
                     *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
                     *((module, "boot_id", self._host) for module in (mapped, written, relays, relay, service)),
+                    *((module, "boot_id", self._host) for module in (slab_writers, fetching, stage_worker)),
+                    *((module, "boot_id", self._host) for module in (slabs, trajectory_service, stage_calls)),
+                    (slabs, "LEAST_SLAB_BYTES", SLAB_BYTES),
+                    (slabs, "MOST_SLAB_BYTES", SLAB_BYTES),
+                    (slab_writers, "WITHOUT", WITHOUT),
+                    (slab_readers, "MOST", MOST_MAPPED),
+                    (slabs, "_mapped", self._map_to_read("shard", slabs._mapped)),
+                    (slab_readers, "_mapped", self._map_to_read("reader", slab_readers._mapped)),
+                    (slab_writers, "_mapped", self._map_to_write(slab_writers._mapped)),
                 ):
                     changes.enter_context(mock.patch.object(where, name, what))
                 yield
@@ -121,7 +150,33 @@ class Machine:
         return "" if process in self.unsupervised else process.name
 
     def _host(self) -> str:
-        return self._host_of(current().name)
+        host = self._host_of(current().name)
+        return f"{host}, boot {self.boots}" if host == NEAR else host
+
+    def _map_to_read(self, who: str, real: Callable[[Path], memoryview]) -> Callable[[Path], memoryview]:
+        """Slabs that a process has mapped are unmapped when it ends, as far as nothing of it refers to them."""
+
+        def mapped(path: Path) -> memoryview:
+            data = real(path)
+            self.counts[f"slabs mapped by a {who}"] += 1
+            current().on_end.append(partial(_let_go, data.release))
+            return data
+
+        return mapped
+
+    def _map_to_write(self, real: Callable[[Path, int], mmap.mmap]) -> Callable[[Path, int], mmap.mmap]:
+        def mapped(path: Path, nbytes: int) -> mmap.mmap:
+            data = self.lent[path.name] = real(path, nbytes)
+            self.counts["slabs mapped by a writer"] += 1
+
+            def over() -> None:
+                self.lent.pop(path.name, None)
+                _let_go(data.close)
+
+            current().on_end.append(over)
+            return data
+
+        return mapped
 
     def _sync(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
@@ -151,3 +206,8 @@ class Machine:
                 raise Killed
 
         return rename
+
+
+def _let_go(end: Callable[[], None]) -> None:
+    with suppress(BufferError):  # an array of the dead process still refers to it
+        end()

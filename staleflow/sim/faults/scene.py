@@ -1,8 +1,9 @@
 """What everybody of one simulated run shares."""
 
+import mmap
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from staleflow.clients.rollout.groups import Recipe
@@ -25,6 +26,8 @@ class Scene:
     rng: random.Random
     host_of: Callable[[str], str]
     """The machine of a process, by its name."""
+    lent: Mapping[str, mmap.mmap]
+    """By name: slabs that rollout workers write into, as their writer has mapped them."""
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
     """What workers and trainers did that is out of the ordinary."""

@@ -41,7 +41,7 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
-from staleflow.protocols.wire.tensors import arrays, specs_and_frames
+from staleflow.protocols.wire.tensors import arrays, specs_and_frames, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.runtime.client import Client
 from staleflow.runtime.errors import Refused
@@ -193,8 +193,12 @@ class Line:
         scene, start, keys = self._scene, 0, list[tuple[Key, str]]()
         for item in items:
             end = start + len(item.frames)
-            views = [memoryview(frame).cast("B") for frame in frames[start:end]]
-            payload, start = GroupPayload.from_arrays(arrays(item.frames, views)), end
+            if (place := item.place) is not None:
+                named = unpack(scene.lent[place.slab][place.offset : place.offset + place.nbytes])
+            else:
+                named = arrays(item.frames, [memoryview(frame).cast("B") for frame in frames[start:end]])
+            scene.counts[f"pushed in {'frames' if place is None else 'a slab'}"] += 1
+            payload, start = GroupPayload.from_arrays(named), end
             key, sha = Key(item.group, item.lease), sha_of(payload)
             scene.journal.send(key, item.worker, sha, scene.conductor.now_s, payload)
             keys.append((key, sha))
