@@ -34,7 +34,7 @@ SHA_BYTES: Final = 32
 
 When = Literal["", "before", "after"]
 Loss = Literal["deleted", "emptied", "cut"]
-"""The fate of a slab file. A process that has mapped it keeps all of it: its name is that of another file, or of none."""
+"""The fate of a slab file. Its name is that of another file or of none; a process that mapped it keeps all of it."""
 
 
 class Rows(dict[bytes, bytes]):
