@@ -6,6 +6,8 @@ from the plan, the disk of the weights can be full, a process can be killed betw
 is known what of a file was synced.
 """
 
+# pyright: reportPrivateUsage=false
+
 import errno
 import importlib
 import logging

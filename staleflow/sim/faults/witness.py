@@ -5,6 +5,7 @@ answer when it arrives. ``Rogue`` stands at the same seam and sends what no ship
 """
 
 import asyncio
+import hashlib
 import random
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import Lineage, Step, TrainerTerm, Version, WorkerId
-from staleflow.protocols.wire.codec import Data, decode_reply, decode_request
+from staleflow.protocols.wire.codec import Data, ProtocolError, decode_reply, decode_request
 from staleflow.protocols.wire.messages import (
     Abort,
     Assign,
@@ -193,16 +194,25 @@ class Line:
         scene, start, keys = self._scene, 0, list[tuple[Key, str]]()
         for item in items:
             end = start + len(item.frames)
-            if (place := item.place) is not None:
-                named = unpack(scene.lent[place.slab][place.offset : place.offset + place.nbytes])
-            else:
-                named = arrays(item.frames, [memoryview(frame).cast("B") for frame in frames[start:end]])
+            key, place = Key(item.group, item.lease), item.place
             scene.counts[f"pushed in {'frames' if place is None else 'a slab'}"] += 1
-            payload, start = GroupPayload.from_arrays(named), end
-            key, sha = Key(item.group, item.lease), sha_of(payload)
+            changed = place is not None and scene.flipped(key)
+            try:
+                if place is not None:
+                    data = scene.lent[place.slab][place.offset : place.offset + place.nbytes]
+                    named = unpack(data)
+                else:
+                    data, named = b"", arrays(item.frames, [memoryview(one).cast("B") for one in frames[start:end]])
+                payload, start = GroupPayload.from_arrays(named), end
+            except ProtocolError:
+                if not changed:
+                    raise
+                keys.append((key, hashlib.sha256(data).hexdigest()))
+                continue
+            sha = sha_of(payload)
             scene.journal.send(key, item.worker, sha, scene.conductor.now_s, payload)
             keys.append((key, sha))
-            if self._witness.shipped:
+            if self._witness.shipped and not changed:
                 self._check_pushed(key, payload)
                 self._witness.rogue.saw_push(self._address, key, payload)
         return _Push(keys)
@@ -281,6 +291,8 @@ class Line:
                 journal.acknowledged.append(Acknowledged(key, sha, self._scene.conductor.now_s))
             elif result.code is not Code.BUSY:
                 journal.refused[result.code] += 1
+                if self._witness.shipped and result.code is Code.MALFORMED and not self._scene.flipped(key):
+                    journal.wrong.append(f"a shard read other bytes of group {key.group} than its worker pushed")
 
 
 class Rogue:

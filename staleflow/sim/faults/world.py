@@ -138,6 +138,9 @@ class World:
             rng=self.rng,
             host_of=plan.host_of,
             lent=self.machine.lent,
+            flipped=lambda key: any(
+                node.disk is not None and key in node.disk.flipped for node in self.of("trajectories")
+            ),
         )
         self.nodes: dict[str, Node] = {}
         self._workers: dict[Process, Witness] = {}
