@@ -1,8 +1,9 @@
 """Features of the prompts that come next, from the trajectory servers: they have the rows, the deck only numbers.
 
-- An idle shard waits here (``PromptFeatures``). The reply names rows of the block that is being dealt and of the next one,
-  a chunk at a time, so memory holds what is about to be dealt and never a whole source.
-- Every shard has every row, because the groups of one row are on other shards in other epochs; any waiting shard will do.
+- An idle shard waits here (``PromptFeatures``). The reply names rows of the block that is being dealt and of the next
+  one, a chunk at a time, so memory holds what is about to be dealt and never a whole source.
+- Every shard has every row, because the groups of one row are on other shards in other epochs. Any waiting shard will
+  do.
 - What a shard was asked for when it fell silent is asked of the next.
 """
 

@@ -8,6 +8,8 @@
 - Its blocks are reserved when it is made: a full disk is a refusal here, not a SIGBUS in who writes.
 - Nothing in a slab says what it holds. Records do, with their sha256; what they do not refer to is garbage, and slabs
   that hold nothing else are deleted at the next start.
+- A shard that starts again keeps the slabs that records refer to and reads no new push from them: a worker that still
+  has one mapped may have mapped a file that is gone. It gets ``stale`` and sends frames.
 - A process that dies leaves the pages to the kernel. ``sync`` brings them to the disk.
 - Without room on the disk, a descriptor or memory for a map there is no new slab. A file that cannot be opened for want
   of the last two may be whole: no record is given up for it.
@@ -57,6 +59,8 @@ class _Slab:
     """Who writes; None: nobody, ever again."""
     written: bool
     """Its worker may still write into it."""
+    found: bool = False
+    """An earlier process gave it. Its worker may have mapped another file, which had this name before."""
     coming: int = 0
     """Pushes that name a place in it and wait for their commit."""
     live: set[Key] = field(default_factory=set[Key])
@@ -168,9 +172,10 @@ class Slabs:
         return slab
 
     def written(self, worker: WorkerId, place: Place) -> memoryview:
-        """What that worker says it has written. ``Refused`` when the slab is gone: an earlier process gave it, say."""
+        """Return what that worker has written there. ``Refused`` when the slab is gone, or an earlier process gave it:
+        its file may have been replaced since, by a backup for instance, and the worker would write into the old one."""
         slab = self._slabs.get(place.slab)
-        if slab is None:
+        if slab is None or slab.found:
             raise Refused(Code.STALE, f"slab {place.slab[:40]!r} is gone")
         if slab.worker not in (worker, None):
             raise ProtocolError(Code.MALFORMED, f"slab {slab.name} is not {worker}'s")
@@ -264,7 +269,9 @@ class Slabs:
         ``OSError`` when that cannot be said now."""
         if name not in self._slabs:
             try:
-                self._slabs[name] = _Slab(name, _mapped(self._folder / Path(name).name), None, written=False)
+                self._slabs[name] = _Slab(
+                    name, _mapped(self._folder / Path(name).name), None, written=False, found=True
+                )
             except (OSError, ValueError) as error:
                 if isinstance(error, OSError) and error.errno in SCARCE:
                     raise

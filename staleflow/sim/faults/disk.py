@@ -1,17 +1,23 @@
-"""Disks: what is committed survives the death of its process, and faults may fill, slow, break or flip them.
+"""Disks: what is committed survives the death of its process, and faults may fill, slow, break, flip or lose them.
 
 A store is a ``MemoryStore`` that belongs to the disk and not to the process. A block is on the disk when it has ended;
-a process may be killed just before (nothing of it was kept) or just after (nobody was told).
+a process may be killed just before (nothing of it was kept) or just after (nobody was told). Slabs are real files in
+the run's directory: the processes of the run map them.
 """
 
+import hashlib
+import os
 import random
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
+import msgspec
+
+from staleflow.servers.trajectories.records import Record
 from staleflow.sim.faults.virtual import Conductor, Killed, Process
 from staleflow.store.base import Buffer, Durability, StoreError, StoreFull, key_number
 from staleflow.store.memory import MemoryWrite, Tables, Undo
@@ -23,7 +29,12 @@ SMALL_BYTES: Final = 16
 KEY_BYTES: Final = 16
 """Of a row about a group: group and lease."""
 
+SHA_BYTES: Final = 32
+"""In front of a row of records, as its digest."""
+
 When = Literal["", "before", "after"]
+Loss = Literal["deleted", "emptied", "cut"]
+"""The fate of a slab file. Its name is that of another file or of none; a process that mapped it keeps all of it."""
 
 
 class Rows(dict[bytes, bytes]):
@@ -65,8 +76,12 @@ class SimWrite(MemoryWrite):
 class Disk:
     """What one server has on disk. Outlives its processes."""
 
-    def __init__(self, conductor: Conductor, rng: random.Random) -> None:
+    def __init__(self, conductor: Conductor, rng: random.Random, slabs: Path | None = None) -> None:
+        """``slabs``: the folder of a shard's slabs."""
         self.tables: Tables = {}
+        self.slabs = slabs
+        self.lost: set[str] = set()
+        """Names of slabs whose file was lost."""
         self.full = False
         """Blocks that write fail, and the map looks nearly full."""
         self.crowded = False
@@ -108,8 +123,11 @@ class Disk:
             self.counts["slow"] += 1
             process.busy_until_s = max(process.busy_until_s, self._conductor.now_s) + self.sync_s
 
-    def committed(self, process: Process, written: int) -> None:
-        """The block has ended."""
+    def committed(self, process: Process, written: int, undo: Undo) -> None:
+        """The block has ended. What it stored in a slab whose file is lost is gone with the process."""
+        if self.lost:
+            rows = self.tables.get("records", {})
+            self._note_lost({key: rows[key] for table, key, _ in undo if table == "records" and key in rows})
         if self.kill_at == "after" and written:
             self.counts["killed after a commit"] += 1
             self.kill(process)
@@ -122,6 +140,7 @@ class Disk:
     def lose(self) -> None:
         """All of it."""
         self.put_back({})
+        self.put_back_slabs({})
 
     def copy(self) -> Tables:
         """Return everything as it is now."""
@@ -143,6 +162,8 @@ class Disk:
     def flip(self, tables: Sequence[str]) -> tuple[str, bytes] | None:
         """Change one byte of one value of these tables, often the newest; which, or None when they are empty."""
         full = [name for name in tables if self.tables.get(name)]
+        if "payloads" in tables and (placed := self._in_slabs()) and (not full or self._rng.random() < 0.5):
+            return self._flip_in_slab(placed)
         if not full:
             return None
         name = self._rng.choice(full)
@@ -155,6 +176,89 @@ class Disk:
         self.flipped.add((key_number(key[:8]), key_number(key[8:16])))
         self.counts[f"flipped {name}"] += 1
         return name, key
+
+    # --- slabs -----------------------------------------------------------------------------------------------
+
+    def slab_files(self) -> list[Path]:
+        """Return the files of all slabs, by name."""
+        return [] if self.slabs is None or not self.slabs.is_dir() else sorted(self.slabs.iterdir())
+
+    def lose_slab(self, path: Path, loss: Loss) -> None:
+        """Lose that file. Processes that have mapped it keep their pages, as after an unlink."""
+        if loss == "deleted":
+            path.unlink()
+        else:
+            other, kept = path.with_suffix(".lost"), path.read_bytes()
+            other.write_bytes(kept[: len(kept) // 2] if loss == "cut" else b"")
+            os.replace(other, path)
+        self.lost.add(path.name)
+        self.counts[f"slab {loss}"] += 1
+        self._note_lost(self.tables.get("records", {}))
+
+    def copy_slabs(self) -> dict[str, bytes]:
+        """Return what is in the slabs now, by name."""
+        return {path.name: path.read_bytes() for path in self.slab_files()}
+
+    def put_back_slabs(self, slabs: Mapping[str, bytes]) -> None:
+        """Replace all slab files by these, which nobody has mapped."""
+        for path in self.slab_files():
+            path.unlink()
+        if self.slabs is not None and slabs:
+            self.slabs.mkdir(parents=True, exist_ok=True)
+            for name, data in slabs.items():
+                (self.slabs / name).write_bytes(data)
+
+    def payload_shas(self) -> dict[tuple[int, int], str]:
+        """Return the sha of each stored payload by (group, lease); empty where its slab has not got it."""
+        blobs = dict(self.tables.get("payloads", {}))
+        for key, record in self._in_slabs().items():
+            blobs[key] = self._slab_bytes(record)
+        return {_group_lease(key): hashlib.sha256(blob).hexdigest() if blob else "" for key, blob in blobs.items()}
+
+    def _in_slabs(self) -> dict[bytes, Record]:
+        return _placed(self.tables.get("records", {}))
+
+    def _slab_bytes(self, record: Record) -> bytes:
+        assert self.slabs is not None
+        try:
+            data = (self.slabs / record.slab).read_bytes()[record.offset :][: record.nbytes]
+        except FileNotFoundError:
+            return b""
+        return data if len(data) == record.nbytes else b""
+
+    def _note_lost(self, rows: Mapping[bytes, bytes]) -> None:
+        self.flipped |= {_group_lease(key) for key, record in _placed(rows).items() if record.slab in self.lost}
+
+    def _flip_in_slab(self, placed: Mapping[bytes, Record]) -> tuple[str, bytes] | None:
+        """Change one byte of a payload in a slab, where all that have mapped it see it."""
+        assert self.slabs is not None
+        keys = list(placed)
+        key = keys[-1] if self._rng.random() < 0.5 else self._rng.choice(keys)
+        record = placed[key]
+        if not self._slab_bytes(record):
+            return None
+        place, bit = record.offset + self._rng.randrange(record.nbytes), 1 << self._rng.randrange(8)
+        with (self.slabs / record.slab).open("r+b") as file:
+            byte = os.pread(file.fileno(), 1, place)[0]
+            os.pwrite(file.fileno(), bytes((byte ^ bit,)), place)
+        self.flipped.add(_group_lease(key))
+        self.counts["flipped in a slab"] += 1
+        return record.slab, key
+
+
+def _group_lease(key: bytes) -> tuple[int, int]:
+    return key_number(key[:8]), key_number(key[8:16])
+
+
+def _placed(rows: Mapping[bytes, bytes]) -> dict[bytes, Record]:
+    """Records of payload in slabs; those whose row was changed are left out, as a shard does."""
+    found: dict[bytes, Record] = {}
+    for key, row in rows.items():
+        if hashlib.sha256(key + row[SHA_BYTES:]).digest() == row[:SHA_BYTES]:
+            record = msgspec.msgpack.decode(row[SHA_BYTES:], type=Record)
+            if record.slab:
+                found[key] = record
+    return found
 
 
 class SimStore:
@@ -182,7 +286,7 @@ class SimStore:
                 else:
                     self._disk.tables[table][key] = before
             raise
-        self._disk.committed(self._process, write.written)
+        self._disk.committed(self._process, write.written, undo)
 
     def used_share(self) -> float:
         return NEARLY_FULL if self._disk.full or self._disk.crowded else 0.1

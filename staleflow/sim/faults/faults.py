@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from staleflow.sim.faults.disk import Loss
 from staleflow.sim.faults.mishaps import Mishaps
 from staleflow.sim.faults.network import GRAIN_S
-from staleflow.sim.faults.plan import LOST, Plan
+from staleflow.sim.faults.plan import LOST, REBOOT, SLABS, Plan
 from staleflow.sim.faults.virtual import current
 from staleflow.sim.faults.world import Node, Spell, World
 
@@ -63,6 +64,8 @@ class Faults:
             "clock jump": self._clock_jump,
             "malformed message": self._malformed,
             LOST: self._lose_disk,
+            SLABS: self._lose_slabs,
+            REBOOT: self._reboot,
         }
         self._ways |= Mishaps(world, self._rng, self._for).ways()
 
@@ -282,6 +285,29 @@ class Faults:
             return False
         self._world.conductor.kill(node.process)
         node.disk.lose()
+        return True
+
+    def _lose_slabs(self) -> bool:
+        """Somebody deletes or cuts files of a shard's slabs, one of them or all, under it or while it is down."""
+        node = self._rng.choice(self._world.of("trajectories"))
+        disk = node.disk
+        if disk is None or not (files := disk.slab_files()):
+            return False
+        losses: tuple[Loss, ...] = ("deleted", "deleted", "emptied", "cut")
+        loss = self._rng.choice(losses)
+        if node.process is not None and self._rng.random() < 0.5:
+            self._world.conductor.kill(node.process)
+        for path in files if self._rng.random() < 0.3 else [self._rng.choice(files)]:
+            disk.lose_slab(path, loss)
+        return True
+
+    def _reboot(self) -> bool:
+        """The host of the servers starts again, without its slab files where those were in memory."""
+        self._world.reboot()
+        if self._rng.random() < 0.5:
+            for disk in [node.disk for node in self._world.of("trajectories") if node.disk is not None]:
+                for path in disk.slab_files():
+                    disk.lose_slab(path, "deleted")
         return True
 
     def _full_weights(self) -> bool:

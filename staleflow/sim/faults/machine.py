@@ -6,31 +6,49 @@ from the plan, the disk of the weights can be full, a process can be killed betw
 is known what of a file was synced.
 """
 
+# pyright: reportPrivateUsage=false
+
 import errno
 import importlib
 import logging
+import mmap
 import os
 import random
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+from staleflow.clients import slab_reader as slab_readers
+from staleflow.clients.rollout import slab_writer as slab_writers
 from staleflow.clients.stage import main as stage_main
+from staleflow.clients.stage import worker as stage_worker
+from staleflow.clients.trainer.data import fetch as fetching
 from staleflow.clients.weights import chunks, local_upload, mapped, publish, relays
 from staleflow.net import weights
 from staleflow.process import readiness
 from staleflow.protocols.coordination import migration
 from staleflow.servers.parameters import service, tree
 from staleflow.servers.parameters.relay import service as relay
+from staleflow.servers.trajectories import service as trajectory_service
+from staleflow.servers.trajectories import slabs, stage_calls
+from staleflow.sim.faults.plan import NEAR
 from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
 """Of one message of weights: a version takes several. And relays hang in a row."""
+
+SLAB_BYTES: Final = 32 << 10
+"""Of a slab: a worker fills many, and writes into those that hold nothing any more."""
+WITHOUT: Final = 8
+"""Groups in frames before a shard that had no room is asked for a slab again."""
+MAX_MAPPED: Final = 8
+"""Slabs that a reader keeps mapped."""
 
 POLL_INTERVAL_S: Final = 10.0
 """Between looks at the scheduler's status, which costs more than anything else here."""
@@ -67,6 +85,10 @@ class Machine:
         """The next rename into this folder kills that process, right before or right after it."""
         self.unsupervised: set[Process] = set()
         """Processes that no supervisor started: they fill no slot and take no name from a live process."""
+        self.boots = 0
+        """Times that the host of the servers has started again."""
+        self.lent: dict[str, mmap.mmap] = {}
+        """By name: slabs that live rollout workers write into, as they have mapped them."""
         self.counts: Counter[str] = Counter()
         self._synced: dict[tuple[int, int], int] = {}
         self._conductor = conductor
@@ -100,6 +122,15 @@ class Machine:
                     *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
                     (weights, "SPAN_BYTES", PIECE_BYTES),
                     *((module, "boot_id", self._host) for module in (mapped, local_upload, relays, relay, service)),
+                    *((module, "boot_id", self._host) for module in (slab_writers, fetching, stage_worker)),
+                    *((module, "boot_id", self._host) for module in (slabs, trajectory_service, stage_calls)),
+                    (slabs, "MIN_SLAB_BYTES", SLAB_BYTES),
+                    (slabs, "MAX_SLAB_BYTES", SLAB_BYTES),
+                    (slab_writers, "WITHOUT", WITHOUT),
+                    (slab_readers, "MOST", MAX_MAPPED),
+                    (slabs, "_mapped", self._map_to_read("shard", slabs._mapped)),
+                    (slab_readers, "_mapped", self._map_to_read("reader", slab_readers._mapped)),
+                    (slab_writers, "_mapped", self._map_to_write(slab_writers._mapped)),
                 ):
                     changes.enter_context(mock.patch.object(where, name, what))
                 yield
@@ -123,7 +154,33 @@ class Machine:
         return "" if process in self.unsupervised else process.name
 
     def _host(self) -> str:
-        return self._host_of(current().name)
+        host = self._host_of(current().name)
+        return f"{host}, boot {self.boots}" if host == NEAR else host
+
+    def _map_to_read(self, who: str, real: Callable[[Path], memoryview]) -> Callable[[Path], memoryview]:
+        """Slabs that a process has mapped are unmapped when it ends, as far as nothing of it refers to them."""
+
+        def mapped(path: Path) -> memoryview:
+            data = real(path)
+            self.counts[f"slabs mapped by a {who}"] += 1
+            current().on_end.append(partial(_let_go, data.release))
+            return data
+
+        return mapped
+
+    def _map_to_write(self, real: Callable[[Path, int], mmap.mmap]) -> Callable[[Path, int], mmap.mmap]:
+        def mapped(path: Path, nbytes: int) -> mmap.mmap:
+            data = self.lent[path.name] = real(path, nbytes)
+            self.counts["slabs mapped by a writer"] += 1
+
+            def over() -> None:
+                self.lent.pop(path.name, None)
+                _let_go(data.close)
+
+            current().on_end.append(over)
+            return data
+
+        return mapped
 
     def _sync(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
@@ -153,3 +210,8 @@ class Machine:
                 raise Killed
 
         return rename
+
+
+def _let_go(end: Callable[[], None]) -> None:
+    with suppress(BufferError):  # an array of the dead process still refers to it
+        end()

@@ -110,12 +110,13 @@ class Mishaps:
         world, node = self._world, self._rng.choice(self._world.of("trajectories"))
         disk = node.disk
         assert disk is not None
-        older = disk.copy()
+        older, slabs = disk.copy(), disk.copy_slabs()
 
         def restored() -> None:
             if node.process is not None:
                 world.conductor.kill(node.process)
             disk.put_back(older)
+            disk.put_back_slabs(slabs)
 
         self._for(self._rng.uniform(*OLDER_S), restored)
         return True

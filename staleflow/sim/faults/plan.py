@@ -28,6 +28,10 @@ NEAR: Final = "near"
 LOST: Final = "lose a shard's disk"
 """Nobody promises that this costs nothing; what was there is made again, and the run goes on."""
 
+SLABS: Final = "lose slab files"
+REBOOT: Final = "reboot the servers' host"
+"""Every process there ends, and the boot id changes. Slab files may go with it, as those in a tmpfs do."""
+
 KINDS: Final = (
     "kill",
     "kill at a commit",
@@ -57,6 +61,8 @@ KINDS: Final = (
     "clock jump",
     "malformed message",
     LOST,
+    SLABS,
+    REBOOT,
     "a rollout worker fails everything",
     "a stage worker fails everything",
     "unequal contexts",
@@ -67,6 +73,9 @@ KINDS: Final = (
     "an older store of the scheduler",
     "a damaged checkpoint",
 )
+
+LOSSES: Final = {LOST: 0.3, SLABS: 0.4, REBOOT: 0.3}
+"""Kinds that make a run shallow, each with its share of the runs."""
 
 HARMLESS: Final = frozenset(
     {
@@ -100,6 +109,9 @@ class Plan:
 
     far_trainer: bool = False
     """The trainer is on a host of its own, and sends its versions in messages."""
+
+    slabs: bool = False
+    """Shards lend slabs to the workers on their host; otherwise all payload comes and goes in frames."""
 
     finite: bool = False
     """The prompts are used up after a few epochs: the run ends by itself."""
@@ -179,7 +191,7 @@ def plan_of(seed: int) -> Plan:
         "trajectories": {
             "shards": shards,
             "bind": [f"tcp://127.0.0.1:{7001 + shard}" for shard in range(shards)],
-            "durability": "power",
+            "durability": random.Random(f"shards' durability {seed}").choice(("process", "power", "power")),
         },
         "parameters": {"bind": "tcp://127.0.0.1:7100"},
     }
@@ -187,7 +199,8 @@ def plan_of(seed: int) -> Plan:
         table["coordination"]["ranker"] = "history"  # type: ignore[index]
     if table["rollout"]["group_size"] == 1:  # type: ignore[index]
         table["rollout"]["filter"] = "none"  # type: ignore[index]
-    kinds = tuple(kind for kind in KINDS if kind != LOST and rng.random() < 0.7) + _lost(seed)
+    kinds = tuple(kind for kind in KINDS if kind not in LOSSES and rng.random() < 0.7)
+    kinds += _losses(seed)
     engines, stages = rng.choice((2, 3, 5)), rng.choice((1, 2))
     if seed % 10 == 8:  # only among workers that stay can the one that fails be judged
         kinds, engines, stages = tuple(kind for kind in KINDS if kind in HARMLESS), 3, 2
@@ -200,11 +213,17 @@ def plan_of(seed: int) -> Plan:
         every_s=rng.choice((0.7, 1.5, 3.0)),
         relays=random.Random(f"seed {seed}, relays").choice((0, 0, 0, 1, 2, 3)),
         finite=finite,
+        slabs=_lends_slabs(seed),
         far_trainer=random.Random(f"trainer's host {seed}").random() < 0.4,
         mb_per_s=random.Random(f"relays' pace {seed}").choice((0.0, 0.001)),
     )
 
 
-def _lost(seed: int) -> tuple[str, ...]:
-    """In some runs only: it makes all of them shallow."""
-    return (LOST,) if random.Random(f"lost disks {seed}").random() < 0.3 else ()
+def _losses(seed: int) -> tuple[str, ...]:
+    drawn = {LOST: f"lost disks {seed}", SLABS: f"lost slabs {seed}", REBOOT: f"reboots {seed}"}
+    kinds = tuple(kind for kind, share in LOSSES.items() if random.Random(drawn[kind]).random() < share)
+    return tuple(kind for kind in kinds if kind != SLABS or _lends_slabs(seed))
+
+
+def _lends_slabs(seed: int) -> bool:
+    return random.Random(f"slabs {seed}").random() < 0.7

@@ -1,7 +1,6 @@
 """One seed from its first fault to the verdict."""
 
 import gc
-import hashlib
 import json
 import tempfile
 from collections import Counter
@@ -12,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from staleflow.process.host import raise_file_limit
 from staleflow.sim.faults.faults import Faults
 from staleflow.sim.faults.plan import Plan, plan_of
 from staleflow.sim.faults.reconcile import reconcile
 from staleflow.sim.faults.world import World
-from staleflow.store.base import key_number
 from staleflow.trace.audit.report import audit
 
 POLL_INTERVAL_S = 0.5
@@ -70,6 +69,7 @@ def run_seed(seed: int, events: int, run_dir: Path | None = None) -> Outcome:
 
 def run_plan(plan: Plan, events: int, run_dir: Path | None = None) -> Outcome:
     """As ``run_seed``, for a plan that may differ from its seed's."""
+    raise_file_limit()  # a slab that a process had mapped may stay mapped until the end of the run
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
         return _run(plan, events, run_dir)
@@ -170,12 +170,10 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
 
 def _stored(world: World) -> dict[tuple[int, int], str]:
     """Sha of what lies in the shards, by (group, lease)."""
-    return {
-        (key_number(key[:8]), key_number(key[8:16])): hashlib.sha256(blob).hexdigest()
-        for node in world.of("trajectories")
-        if node.disk is not None
-        for key, blob in node.disk.tables.get("payloads", {}).items()
-    }
+    stored: dict[tuple[int, int], str] = {}
+    for node in world.of("trajectories"):
+        stored |= {} if node.disk is None else node.disk.payload_shas()
+    return stored
 
 
 def _story(why: str, told: list[dict[str, Any]], lines: list[str]) -> list[str]:

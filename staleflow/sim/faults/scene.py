@@ -1,14 +1,15 @@
 """What everybody of one simulated run shares."""
 
+import mmap
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.configs.loading.load import Addresses
 from staleflow.configs.schema import Config
-from staleflow.sim.faults.journal import Journal
+from staleflow.sim.faults.journal import Journal, Key
 from staleflow.sim.faults.network import Network
 from staleflow.sim.faults.virtual import Conductor
 
@@ -25,6 +26,10 @@ class Scene:
     rng: random.Random
     host_of: Callable[[str], str]
     """The machine of a process, by its name."""
+    lent: Mapping[str, mmap.mmap]
+    """By name: slabs that rollout workers write into, as their writer has mapped them."""
+    flipped: Callable[[Key], bool]
+    """Whether a fault has changed or lost what is stored of a push; its worker may send it once more."""
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
     """What workers and trainers did that is out of the ordinary."""

@@ -183,6 +183,10 @@ class Conductor:
             for told in process.on_end:
                 told()
 
+    def alive(self) -> list[Process]:
+        """Return the processes that have not ended, oldest first."""
+        return [process for process in self._all if process.alive]
+
     def stop(self, process: Process) -> None:
         """``SIGSTOP``."""
         process.stopped = True

@@ -51,11 +51,12 @@ from staleflow.sim.faults.lockstep import Lockstep
 from staleflow.sim.faults.machine import Machine, SimClock
 from staleflow.sim.faults.network import Network
 from staleflow.sim.faults.payload import VOCABULARY
-from staleflow.sim.faults.plan import Plan
+from staleflow.sim.faults.plan import NEAR, Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import opened_stage
 from staleflow.sim.faults.virtual import Conductor, Process
 from staleflow.sim.faults.witness import Witness
+from staleflow.store.base import StoreError
 from staleflow.trace.writer import stored_head
 
 START_S = 0.3
@@ -136,6 +137,10 @@ class World:
             network=self.network,
             rng=self.rng,
             host_of=plan.host_of,
+            lent=self.machine.lent,
+            flipped=lambda key: any(
+                node.disk is not None and key in node.disk.flipped for node in self.of("trajectories")
+            ),
         )
         self.nodes: dict[str, Node] = {}
         self._workers: dict[Process, Witness] = {}
@@ -174,7 +179,8 @@ class World:
     def _add(
         self, name: str, role: str, main: Callable[[Process, Stop], Coroutine[Any, Any, None]], *, disk: bool = False
     ) -> None:
-        self.nodes[name] = Node(name, role, main, disk=Disk(self.conductor, self.rng) if disk else None)
+        slabs = self.run_dir / name / "slabs" if role == "trajectories" else None
+        self.nodes[name] = Node(name, role, main, disk=Disk(self.conductor, self.rng, slabs) if disk else None)
 
     def of(self, *roles: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.role in roles]
@@ -206,6 +212,9 @@ class World:
             self.scene.counts["a trainer was fenced"] += isinstance(error, Fenced)
             if node.role == "trainer" and isinstance(error, RunOver):
                 self.scene.finished = True
+            if node.disk is not None and node.disk.lost and _is_of_store(error):
+                self.scene.counts["a shard missed a slab file"] += 1  # it ends, and gives up what lay there
+                known = True
             if not (known or (node.swapped and isinstance(error, ConfigError))):
                 self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
                 self.ended = len(self.history.failures) >= MAX_FAILURES
@@ -241,6 +250,13 @@ class World:
         self.machine.unsupervised.add(process)
         process.on_end.append(ended)
         return process
+
+    def reboot(self) -> None:
+        """End every process on the servers' host, which has another boot id from then on."""
+        for process in self.conductor.alive():
+            if self.plan.host_of(process.name) == NEAR:
+                self.conductor.kill(process)
+        self.machine.boots += 1
 
     def garble(self, rng: random.Random) -> bool:
         """Somebody says to a server what is no message, or one that fits nowhere."""
@@ -289,7 +305,7 @@ class World:
             shard,
             opened=disk.opener(process),
             transport=self.network.transport(process),
-            slabs=False,
+            slabs=self.plan.slabs,
         )
 
     async def _parameters(self, process: Process, stop: Stop) -> None:
@@ -470,6 +486,13 @@ def _out_of_place(rng: random.Random) -> list[bytes]:
 
 def _heed_not(head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
     """A stranger does not care for answers."""
+
+
+def _is_of_store(error: BaseException) -> bool:
+    """Whether a store, and nothing else, ended the process."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_of_store, cast("BaseExceptionGroup[BaseException]", error).exceptions))
+    return isinstance(error, StoreError)
 
 
 def _story(error: BaseException) -> str:

@@ -167,7 +167,7 @@ async def test_a_killed_shard_has_what_it_acknowledged_and_takes_frames_for_slab
     await slabbed.push(assigns[0])
     assert run.kill("trajectories-0") == -9
     run.process("trajectories", 0)
-    await slabbed.push(assigns[1])  # into the old slab, which is there on account of the first
+    await slabbed.push(assigns[1])  # names the old slab, which may be another file now: sent in frames
     await judged(run, 2)
     batch = await trainer.next_batch(0)
     assert same(await fetcher(run, trainer).members(batch.members), batch.members)

@@ -264,10 +264,25 @@ def test_after_a_restart_slabs_with_records_are_kept_and_given_to_nobody(tmp_pat
     assert os.listdir(tmp_path / "slabs") == [kept]
     assert gone != kept
     assert bytes(after.read(kept, 64, 7) or b"") == b"payload"
-    assert bytes(after.written(ME, place)) == b"payload"  # a push that waited for its answer
     assert after.give(ask(3), ROOM).name != kept
     after.free([key(1)])
     assert kept not in os.listdir(tmp_path / "slabs")
+
+
+def test_after_a_restart_no_push_is_read_from_a_slab_that_its_worker_may_not_have_mapped(tmp_path: Path) -> None:
+    name = slabs(tmp_path).give(ask(1), ROOM).name
+    stored = write(tmp_path, name, 0, b"stored")
+    path = tmp_path / "slabs" / name
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        saved = path.read_bytes()
+        path.unlink()
+        path.write_bytes(saved)  # as a backup that is put back
+        after = slabs(tmp_path)
+        assert after.find(key(1), name, stored.offset, stored.nbytes)
+        mapped[64:71] = b"payload"
+        with pytest.raises(Refused, match="is gone") as no:
+            after.written(ME, Place(slab=name, offset=64, nbytes=7))
+    assert no.value.code is Code.STALE
 
 
 @pytest.mark.parametrize("nbytes", [0, 70])

@@ -16,6 +16,7 @@ from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.data import batch as batches
+from staleflow.clients.trainer.data import fetch as fetching
 from staleflow.clients.trainer.data import micro_batches as pieces
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.clients.trainer.loop import TrainingLoop
@@ -38,6 +39,7 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.pending_replies import Answers
 from staleflow.servers.trajectories import service as trajectory_service
 from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.slabs import Slabs
 
 Change = Callable[[Any], Any]
 """The real function -> the wrong one."""
@@ -215,6 +217,16 @@ def _believing(real: Any) -> Any:
             return real(data, sha)
 
     return checked
+
+
+def _lent_as_before(real: Any) -> Any:
+    def find(self: Slabs, *where: Any) -> bool:
+        found = bool(real(self, *where))
+        for slab in self._slabs.values():
+            slab.found = False
+        return found
+
+    return find
 
 
 def _without_looking(real: Any) -> Any:
@@ -509,6 +521,25 @@ MUTANTS = (
         _without_looking,
         _rules("SERVED"),
         ("flip a byte of a payload",),
+    ),
+    Mutant(
+        "payload in a slab is trained unchecked",
+        fetching,
+        "checked",
+        _believing,
+        _rules("SERVED"),
+        ("flip a byte of a payload", "lose slab files", "an older store of a shard"),
+        every_s=0.4,
+        seed=2,
+    ),
+    Mutant(
+        "a shard that began again trusts that its workers have mapped its slabs",
+        Slabs,
+        "find",
+        _lent_as_before,
+        _rules("SERVED", "SENT"),
+        ("an older store of a shard", "lose slab files", "kill"),
+        seed=5,
     ),
     Mutant(
         "damage is not reported",

@@ -64,6 +64,9 @@ def test_every_fault_happened_and_every_rule_had_something_to_check() -> None:
     assert counts["a term that nobody was given: denied"] >= 5
     assert [what for what in ("killed: relay", "stopped: relay") if faults[what] < 3] == []
     assert counts["a relay below a relay"] >= 20
+    assert [way for way in ("in a slab", "in frames") if counts[f"pushed {way}"] < 1_000] == []
+    assert [who for who in ("shard", "reader", "writer") if counts[f"machine: slabs mapped by a {who}"] < 50] == []
+    assert [what for what in ("slab deleted", "flipped in a slab") if not counts[f"disk: {what}"]] == []
     assert [way for way in WAYS if counts[f"weights, {way}"] < 50] == []
     assert [
         where
