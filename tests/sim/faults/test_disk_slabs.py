@@ -44,8 +44,8 @@ def opened(disk: Disk, folder: Path) -> TrajectoryStore:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     """Two payloads, each in a slab of its own."""
-    monkeypatch.setattr(slab_files, "LEAST_SLAB_BYTES", SLAB_BYTES)
-    monkeypatch.setattr(slab_files, "MOST_SLAB_BYTES", SLAB_BYTES)
+    monkeypatch.setattr(slab_files, "MIN_SLAB_BYTES", SLAB_BYTES)
+    monkeypatch.setattr(slab_files, "MAX_SLAB_BYTES", SLAB_BYTES)
     disk = Disk(Conductor(), random.Random(1), tmp_path / "slabs")
     opened(disk, tmp_path / "slabs").write_pushes([pushed(1), pushed(2)])
     assert len(disk.slab_files()) == 2
