@@ -6,6 +6,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -136,6 +137,19 @@ class Run:
         stop, task = self._stops.pop(name)
         stop.set("test")
         await task
+        # ZeroMQ closes a listening socket in a thread of its own, after ``close`` has returned.
+        await eventually(lambda: self._is_free(self.run_dir / "sock" / name))
+
+    async def _is_free(self, path: Path) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                return True
+            except BlockingIOError:
+                pass
+        return False
 
     async def _schedule(self, stop: Stop) -> None:
         store = open_store(self.config, self.run_dir)

@@ -17,11 +17,11 @@ import pytest
 
 from staleflow.configs.durable_files import sync_path
 from staleflow.protocols.consistency.effects import Code
-from staleflow.protocols.wire.messages import GetRows, Rows
+from staleflow.protocols.wire.messages import Assign, GetRows, Rows
 from staleflow.servers.parameters.service import COLLECT_INTERVAL_S
 from staleflow.servers.trajectories.service import RETAIN_INTERVAL_S
 from staleflow.trace.audit.report import audit
-from tests.servers.running import WEIGHTS, Run, StageWorker, eventually
+from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually
 
 DISK_BYTES = 128 << 20
 SERVERS = ("scheduler", "trajectories-0", "parameters")
@@ -104,7 +104,8 @@ async def test_servers_on_a_disk_that_turns_read_only_refuse_writes_serve_reads_
         _start(run)
         await eventually(lambda: _holds(run, 1))
         rollout = await run.rollout()
-        assert [result.code for result in await rollout.push((await rollout.leases(1))[0])] == [None]
+        (lease,) = (await rollout.leases(1))[:1]
+        await eventually(lambda: _takes(rollout, lease))
         for name in SERVERS:
             assert run.kill(name, signal.SIGTERM) == 0
         report = audit(run.run_dir / "trace.jsonl")
@@ -136,6 +137,13 @@ async def _serves_for(run: Run, seconds: float) -> None:
         for address in run.where.all:
             await asyncio.wait_for(run.status(address), 10)
         await asyncio.sleep(0.2)
+
+
+async def _takes(rollout: Rollout, lease: Assign) -> bool:
+    """A shard is busy until the scheduler has sent the limits of the model."""
+    (result,) = await rollout.push(lease)
+    assert result.code in (None, Code.BUSY)
+    return result.code is None
 
 
 async def _holds(run: Run, groups: int) -> bool:

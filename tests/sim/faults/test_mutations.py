@@ -12,6 +12,7 @@ TRIES = 12
 """Seeds, of which one must bring the bug out: what a seed does changes whenever the shipped code does."""
 
 
+@pytest.mark.timeout(900)  # up to ``TRIES`` seeds, perhaps on a shared processor
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_a_planted_bug_is_named_by_a_rule(mutant: Mutant) -> None:
     seen: list[list[tuple[str, str]]] = []

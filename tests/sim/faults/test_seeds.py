@@ -26,7 +26,10 @@ CODES = ("stale_lease", "duplicate", "fenced", "busy", "bad_version", "stale", "
 ROLES = ("scheduler", "trajectories", "parameters", "rollout", "stage", "trainer", "relay")
 WAYS = ("near: mapped", "far: mapped", "far: over the network")
 
-pytestmark = pytest.mark.xdist_group("faults")
+pytestmark = [
+    pytest.mark.xdist_group("faults"),
+    pytest.mark.timeout(900),
+]  # a seed needs 30 s of a processor, perhaps a shared one
 
 
 @functools.cache
