@@ -221,8 +221,7 @@ class Why:
         if not found:
             return ""
         _, stage, one = max(found, key=lambda it: it[0])
-        process = self._registry.get(one.worker)
-        name, more = one.worker if process is None else process.name, len(found) - 1
+        name, more = self._registry.name_of(one.worker), len(found) - 1
         others = f", as do {more} other workers" if more > 1 else ", as does another worker" if more else ""
         return (
             f"; {name} fails every group of the stage {stage}, {one.failures} in a row, and is held{others}: {one.why}"
@@ -250,11 +249,10 @@ class Why:
         generated = held.state is State.LEASED
         took = self._leased if generated else self._staged
         silent = generated and self._instances.get(held.worker) is None
-        process = self._registry.get(held.worker)
         return Pin(
             group=group,
             version=held.version,
-            worker=(held.worker if process is None else process.name) if generated else "",
+            worker=self._registry.name_of(held.worker) if generated else "",
             stages=() if generated else self._loads.of_group(group),
             so_far_s=took.so_far_s(group, now),
             left_s=took.left_s(group, now),

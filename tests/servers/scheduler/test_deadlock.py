@@ -320,9 +320,9 @@ def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_ru
     if before is not None:
         through_the_shard(seat, 1, before)
     for number in range(workers):
-        table.attach(f"reward-{number}", "stage", stage="reward")
+        table.attach(f"reward-{number}.5f0c", "stage", name=f"reward-{number}", stage="reward")
     failing = StageFailing(
-        worker=WorkerId("reward-0"), failures=40, failing_ms=failing_ms, held_ms=9_000, why="judge: refused"
+        worker=WorkerId("reward-0.5f0c"), failures=40, failing_ms=failing_ms, held_ms=9_000, why="judge: refused"
     )
     load = StageLoad(stage="reward", waiting=9, taken=0, groups=[], failing=[failing])
     table.call("trajectories-0", StageLoads(shard=0, loads=[load], used_share=0.1), lambda _: None)
