@@ -20,7 +20,7 @@ from staleflow.servers.scheduler.interpreter import Interpreter
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import RESTARTS_MS, Registry
 from staleflow.servers.scheduler.sentences import Pin, held, pinned, restarted, silent, starved
-from staleflow.servers.scheduler.stage_loads import Loads, calls_limit
+from staleflow.servers.scheduler.stage_loads import Loads, calls_limit, episodes_limit
 
 MOST_PINS = 16
 """Pinning groups that are looked at; a sentence counts the others."""
@@ -179,7 +179,7 @@ class Why:
         hint = self._hint(counts) or self._failing()
         if not hint and (likely := self._deadlock.likely()):  # first: nothing else matters as much
             return f"{likely}; {training}{starved(step, need, counts)}"
-        hint = hint or (self._fullest() if counts["pushed"] else "")
+        hint = hint or (self._fullest() if counts["pushed"] else "") or self._episodes()
         left_s = None if hint or full else self._staged.until_s(need - counts["occupied"])
         return training + starved(step, need, counts, left_s) + hint
 
@@ -238,6 +238,12 @@ class Why:
             return f"; {limit}"
         workers = f"{served[stage]} worker{'s' if served[stage] != 1 else ''}"
         return f"; {load.waiting} wait for the stage {stage} ({workers}, {load.taken} in work)"
+
+    def _episodes(self) -> str:
+        """Name the instance with most episodes queued whose engine has free slots meanwhile."""
+        queued = sorted(self._instances, key=lambda instance: instance.stats.episodes_waiting, reverse=True)
+        names = ((self._registry.name_of(instance.worker), instance.stats) for instance in queued)
+        return next((f"; {limit}" for name, stats in names if (limit := episodes_limit(self._config, name, stats))), "")
 
     # --- groups that pin ---------------------------------------------------------------------------------------
 
