@@ -9,7 +9,8 @@ could change:
 - each prompt that is left failed ``MANY_TIMES``;
 - every instance refused a thousand different prompts in a row, or every prompt there is, without a push in between;
 - no group of this run ever passed the stages, or the environment: all failed, for a minute, and many of them;
-- no group of this run ever passed the stages, and each worker of one stage has failed every group for a minute.
+- no group of this run ever passed the stages, each worker of one stage has failed every group for a minute, and no
+  group under way has passed that stage.
 
 A rollout worker that was lost in the last minutes may come back and serve what the others do not.
 """
@@ -104,7 +105,8 @@ class Deadlock:
         return f"{what}, {count} so far and none succeeded. The newest: {detail}. More in logs/ of the run directory"
 
     def _failing_stage(self) -> tuple[str, StageFailing] | None:
-        """Return a stage whose workers fail every group, with one of them, while no group ever passed the stages."""
+        """Return a stage whose workers fail every group, with one of them, while no group ever passed the stages and
+        none under way has passed this one."""
         totals = self._interpreter.totals.counts
         passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
         return None if passed else self._stage_fails(FAILING_MS)

@@ -102,10 +102,12 @@ class Loads:
         return {stage: list(workers.values()) for stage, workers in found.items() if workers}
 
     def all_fail(self, served: Mapping[str, int], for_ms: int) -> tuple[str, StageFailing] | None:
-        """A stage whose workers, as many as serve it, have all failed everything for so long, with one of them."""
+        """A stage whose workers, as many as serve it, have all failed everything for so long, with one of them. A stage
+        that groups under way have passed is none: they may still be trained."""
+        passed = {load.stage for loads in self._shards for load in loads if load.passed}
         for stage, failing in self.failing().items():
             late = [one for one in failing if one.failing_ms >= for_ms]
-            if late and len(late) >= served[stage]:
+            if late and len(late) >= served[stage] and stage not in passed:
                 return stage, max(late, key=lambda one: one.failures)
         return None
 
