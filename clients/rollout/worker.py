@@ -201,7 +201,7 @@ class Worker:
         self._forget(held.assign)
 
     def _stats(self) -> InstanceStats:
-        stats, engine = self._engine.stats(), self._engine
+        stats, engine, environments = self._engine.stats(), self._engine, self._environments
         lineage, version = self._pulls.loaded
         fetching = sum(held.task is None for held in self._held.values())  # their rows are on the way
         return InstanceStats(
@@ -217,6 +217,8 @@ class Worker:
             generated_tokens=stats.generated_tokens,
             steps=stats.steps,
             busy_s=engine.busy_s(),
+            episodes=environments.under_way if environments is not None else 0,
+            episodes_waiting=environments.waiting if environments is not None else 0,
         )
 
     # --- groups ---

@@ -23,7 +23,7 @@ from staleflow.servers.scheduler.metrics import Metrics
 from staleflow.servers.scheduler.phase import Phase
 from staleflow.servers.scheduler.registry import Process, Registry
 from staleflow.servers.scheduler.sentences import Hold
-from staleflow.servers.scheduler.stage_loads import Load, Loads, calls_limit, calls_under_way
+from staleflow.servers.scheduler.stage_loads import Load, Loads, calls_limit, calls_under_way, episodes_limit
 from staleflow.servers.scheduler.why import Why
 
 MANY_PEERS = 64
@@ -179,6 +179,7 @@ class StatusView:
                     "kv_used": stats.kv_used,
                     "slots": stats.slots or self._config.rollout.max_inflight,
                     "tokens_per_s": stats.tokens_per_s,
+                    "limit": episodes_limit(self._config, self._registry.name_of(instance.worker), stats),
                     "held": len(instance.leases),
                     "failed": _failed(holds.get("" if process is None else process.name)),
                     "loading": None if loading is None else loading[1],

@@ -16,7 +16,7 @@ from staleflow.runtime.errors import Refused, Unavailable
 from staleflow.runtime.printable import printable
 
 SECTIONS = {
-    "Begin": ("init", "run"),
+    "Begin and end": ("init", "run", "drain"),
     "By hand, and on several machines": ("serve", "attach", "launch", "keygen"),
     "Look": ("status", "top", "trace", "report"),
     "Ahead of time": ("simulate", "plan"),
