@@ -10,7 +10,7 @@ from pathlib import Path
 from staleflow.configs.schema import Config
 from staleflow.configs.simulation import Occurrence
 from staleflow.protocols.consistency import effects
-from staleflow.protocols.consistency.ids import LeaseId, Version, WorkerId
+from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, Status
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.memory import MemoryEndpoint
@@ -18,14 +18,15 @@ from staleflow.runtime.memory_store import MemoryStore
 from staleflow.servers.scheduler.interpreter import TABLES
 from staleflow.servers.scheduler.main import LATER_S, open_service
 from staleflow.sim.asking import Ask, Stalled, nothing
+from staleflow.sim.book import Book, SimRecipe
 from staleflow.sim.check import check, fleet
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
+from staleflow.sim.faults.virtual import Conductor
 from staleflow.sim.instance import SimInstance
 from staleflow.sim.known import KnownLengths
 from staleflow.sim.sample import Sample
 from staleflow.sim.shard import SimShard
-from staleflow.sim.timeline import Timeline
 from staleflow.sim.trainer import SimTrainer
 from staleflow.sim.workload import Workload
 
@@ -38,15 +39,17 @@ class World:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config = config
-        self.timeline = Timeline()
+        self.timeline = Conductor(0.0)
         self.workload = Workload(config)
         check(config, self.workload)
         self.lives: list[SimInstance] = []
         """Every worker that ever lived, in order."""
-        self.begun: list[tuple[Version, list[Sample]]] = []
-        """Every group that was begun, in order, and with which version."""
+        self.book = Book(self.workload, config.seed)
+        self._recipe = SimRecipe.of(config, self.book)
         self.taken: dict[LeaseId, list[Sample]] = {}
         """The samples of every group that a shard took."""
+        self.released: set[LeaseId] = set()
+        """Leases that ended without a push."""
         self.discarded = 0
         """Tokens that were pushed and then given up, but for those filtered."""
         self.filtered = 0
@@ -77,10 +80,12 @@ class World:
                 self._ask(f"trajectories-{shard}"),
                 reward_s=simulation.reward_s,
                 describes=config.coordination.ranker == "learned",
+                samples=self.book.samples,
                 taken=self.taken,
             )
             for shard in range(config.trajectories.shards)
         ]
+        self._shard_endpoints = [MemoryEndpoint(shard.on_call, self.timeline.soon) for shard in self._shards]
         self.trainer = SimTrainer(
             self.timeline,
             self._ask("trainer"),
@@ -114,6 +119,7 @@ class World:
 
     def close(self) -> None:
         """Let go of the trace's file."""
+        self.timeline.close()
         self._interpreter.trace.close()
 
     def _settle(self) -> bool:
@@ -156,24 +162,22 @@ class World:
             slots=kind.slots,
             kv_capacity=kind.kv_tokens,
             on_update=rollout.on_update,
-            on_end=lambda sample: instance.ended(sample),
         )
         instance = SimInstance(
             worker,
             f"rollout-{number}",
             engine,
-            self.workload,
             self.timeline,
-            self._ask(worker),
-            self._shards,
+            self._endpoint,
+            self._shard_endpoints,
+            self._recipe,
+            prompt_tokens=simulation.prompt_tokens,
             pull_s=simulation.pull_s,
             load_s=simulation.load_s,
             report_s=simulation.report_s,
-            begun=self.begun,
         )
         self.lives.append(instance)
         self._now[number] = instance
-        instance.attach(self.workload.capacity(kind.slots))
 
     def _happens(self, event: Occurrence) -> None:
         """What befalls an engine; nothing, when it is not in a state for it."""
@@ -207,6 +211,8 @@ class World:
     # --- what is thrown away ---------------------------------------------------------------------------------
 
     def _on_released(self, effect: effects.Released) -> None:
+        if not effect.pushed:
+            self.released.add(effect.lease)
         if effect.why is effects.ReleaseWhy.FILTERED:
             self.filtered += effect.tokens
         else:

@@ -277,7 +277,7 @@ class Network:
                 wire.clear_s[way] = arrives_s = max(arrives_s, wire.clear_s[way])
             sender.heard_until_s = max(sender.heard_until_s, arrives_s)
             grains = -(-arrives_s // GRAIN_S)
-            self._conductor.schedule(grains * GRAIN_S, self._arrive, wire, way, parts)
+            self._conductor.at(grains * GRAIN_S, self._arrive, wire, way, parts)
 
     def _arrive(self, wire: Wire, way: int, parts: Parts) -> None:
         if not (wire.open or wire.drains):
