@@ -76,17 +76,20 @@ class MemoryClient(Client):
         self._worker = worker
 
     async def call(self, body: Request, frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0) -> Answer:
+        clock, busy_s = asyncio.get_running_loop().time, None
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     reply, answer_frames = await self._once(body, frames)
                     if type(reply) is not Refusal:
                         return reply, answer_frames
-                    if reply.code is not Code.BUSY or reply.retry_for_ms:
+                    busy_s = clock() if busy_s is None or not reply.retry_for_ms else busy_s
+                    final = reply.retry_for_ms and clock() - busy_s >= reply.retry_for_ms / 1_000
+                    if reply.code is not Code.BUSY or final:
                         raise Refused(reply.code, reply.detail)
                     await asyncio.sleep(max(reply.retry_after_ms / 1_000, LEAST_BUSY_S))
         except TimeoutError:
-            raise Unavailable(self.address, timeout_s or 0.0) from None
+            raise Unavailable(self.address, timeout_s or 0.0, "") from None
 
     async def _once(self, body: Request, frames: Sequence[Data]) -> Answer:
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

@@ -57,7 +57,7 @@ class Seen(NamedTuple):
 
 
 class SimEngine:
-    """One engine. ``on_end(sample)`` is told of each sample that leaves for another reason than that it was aborted.
+    """One engine. ``on_end(sample)`` is called for each sample that leaves for another reason than that it was aborted.
 
     ``kv_capacity``: tokens that the KV cache holds; 0 has no end.
     """
@@ -177,8 +177,8 @@ class SimEngine:
         self.hang()
         self._note(0, self._timeline.now_s)
 
-    def stands_s(self) -> float:
-        """Seconds that it has stood still."""
+    def hung_s(self) -> float:
+        """Seconds since it was made to hang; 0 while it works."""
         return 0.0 if self._stands_from_s is None else self._timeline.now_s - self._stands_from_s
 
     def _now_s(self) -> float:

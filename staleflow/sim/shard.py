@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.events import Segment
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import (
     FEATURES,
     Attach,
@@ -168,12 +167,3 @@ class SimShard:
                 self._timeline.after(RETRY_S, self._operate, ops, settled)
 
         self._ask(Operations(ops=ops), answered)
-
-
-def segments_of(samples: list[Sample]) -> list[Segment]:
-    """Tokens of all samples by version, ascending."""
-    tokens: dict[tuple[Lineage, Version], int] = {}
-    for sample in samples:
-        for lineage, version, count in sample.segments:
-            tokens[lineage, version] = tokens.get((lineage, version), 0) + count
-    return [Segment(*weights, tokens[weights]) for weights in sorted(tokens)]

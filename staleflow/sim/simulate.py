@@ -124,7 +124,7 @@ def _lengths(world: World) -> tuple[list[int], list[int], list[int]]:
     decided = len(world.trainer.trained) - world.config.staleness.max_staleness
     drawn: list[int] = []
     of_drawn: list[int] = []
-    for group in world.book.begun.values():
+    for group in world.book.begun():
         if group.version < decided:
             drawn += [sample.length for sample in group.samples]
             of_drawn += [sample.written for sample in group.samples if sample in known]

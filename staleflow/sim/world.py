@@ -1,6 +1,6 @@
-"""A whole run in virtual time: the shipped scheduler among simulated engines, shards and a trainer.
+"""A whole run in virtual time: the shipped scheduler and rollout workers, simulated engines, shards and trainer.
 
-Everybody speaks the real messages to the real ``Service``; only sockets, payload and clock are not real. Messages that
+Everybody sends the real messages to the real ``Service``; only sockets, tokens and clock are not real. Messages that
 come at one instant are one drain of the service, as they are one drain of its socket.
 """
 
@@ -22,12 +22,12 @@ from staleflow.sim.book import Book, SimRecipe
 from staleflow.sim.check import check, fleet
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
-from staleflow.sim.faults.virtual import Conductor
-from staleflow.sim.instance import SimInstance
+from staleflow.sim.instance import Peers, SimInstance
 from staleflow.sim.known import KnownLengths
 from staleflow.sim.sample import Sample
 from staleflow.sim.shard import SimShard
 from staleflow.sim.trainer import SimTrainer
+from staleflow.sim.virtual import Conductor
 from staleflow.sim.workload import Workload
 
 TICK_S = 1.0
@@ -44,8 +44,8 @@ class World:
         check(config, self.workload)
         self.lives: list[SimInstance] = []
         """Every worker that ever lived, in order."""
-        self.book = Book(self.workload, config.seed)
-        self._recipe = SimRecipe.of(config, self.book)
+        self.book = Book(self.workload)
+        recipe = SimRecipe.with_book(config, self.book)
         self.taken: dict[LeaseId, list[Sample]] = {}
         """The samples of every group that a shard took."""
         self.released: set[LeaseId] = set()
@@ -85,7 +85,17 @@ class World:
             )
             for shard in range(config.trajectories.shards)
         ]
-        self._shard_endpoints = [MemoryEndpoint(shard.on_call, self.timeline.soon) for shard in self._shards]
+        self._failures: list[BaseException] = []
+        """Errors that ended workers."""
+        self._peers = Peers(
+            scheduler=self._endpoint,
+            shards=[MemoryEndpoint(shard.on_call, self.timeline.soon) for shard in self._shards],
+            recipe=recipe,
+            pull_s=simulation.pull_s,
+            load_s=simulation.load_s,
+            report_s=simulation.report_s,
+            failed=self._failures.append,
+        )
         self.trainer = SimTrainer(
             self.timeline,
             self._ask("trainer"),
@@ -109,16 +119,18 @@ class World:
         for number in range(len(self.fleet)):
             if number not in late:
                 self._join(number)
-        self.trainer.attach()
+        self.timeline.at(0.0, self.trainer.attach)  # the engines attach first, at the same instant
         for event in self.config.simulation.events:
             self.timeline.at(event.at_s, partial(self._happens, event))
         if seconds is not None:
             self.timeline.at(seconds, self.trainer.stop)
         self._tick()
-        self.timeline.run(lambda: self._service.phase.closed, self._settle)
+        self.timeline.run(lambda: self._service.phase.closed or bool(self._failures), self._settle)
+        if self._failures:
+            raise self._failures[0]
 
     def close(self) -> None:
-        """Let go of the trace's file."""
+        """End what is left of the workers and close the trace."""
         self.timeline.close()
         self._interpreter.trace.close()
 
@@ -163,19 +175,7 @@ class World:
             kv_capacity=kind.kv_tokens,
             on_update=rollout.on_update,
         )
-        instance = SimInstance(
-            worker,
-            f"rollout-{number}",
-            engine,
-            self.timeline,
-            self._endpoint,
-            self._shard_endpoints,
-            self._recipe,
-            prompt_tokens=simulation.prompt_tokens,
-            pull_s=simulation.pull_s,
-            load_s=simulation.load_s,
-            report_s=simulation.report_s,
-        )
+        instance = SimInstance(worker, f"rollout-{number}", engine, self.timeline, self._peers)
         self.lives.append(instance)
         self._now[number] = instance
 

@@ -25,7 +25,7 @@ from staleflow.clients.stage import main as stage_main
 from staleflow.protocols.coordination import migration
 from staleflow.runtime import supervised, weights
 from staleflow.servers.parameters import relay, service, tree
-from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
+from staleflow.sim.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
 """Of one message of weights: a version takes several. And relays hang in a row."""

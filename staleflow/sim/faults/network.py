@@ -14,7 +14,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.protocols.wire.codec import Data
 from staleflow.runtime.limits import TransportLimits
 from staleflow.runtime.transport import Link, OnMessage
-from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.sim.virtual import Conductor, Process
 
 GRAIN_S: Final = 0.001
 """Messages arrive at multiples of this, so that some share a drain as they do in life."""
