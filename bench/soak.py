@@ -36,7 +36,7 @@ from staleflow.sim.faults.__main__ import told
 from staleflow.sim.faults.plan import KINDS
 from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import Outcome, run_seed
-from staleflow.sim.faults.virtual import BEGIN_S
+from staleflow.sim.virtual import BEGIN_S
 
 RESULTS = Path(__file__).parent / "results"
 PER_SEED = 10_000

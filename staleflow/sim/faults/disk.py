@@ -20,7 +20,7 @@ import msgspec
 from staleflow.runtime.memory_store import MemoryWrite, Tables, Undo
 from staleflow.runtime.store import Buffer, Durability, StoreError, StoreFull, key_number
 from staleflow.servers.trajectories.records import Record
-from staleflow.sim.faults.virtual import Conductor, Killed, Process
+from staleflow.sim.virtual import Conductor, Killed, Process
 
 NEARLY_FULL: Final = 0.95
 SMALL_BYTES: Final = 16

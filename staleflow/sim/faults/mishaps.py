@@ -11,8 +11,8 @@ import msgspec
 
 from staleflow.runtime.memory_store import Tables
 from staleflow.sim.faults.payload import LONG
-from staleflow.sim.faults.virtual import Process
 from staleflow.sim.faults.world import Node, Spell, World
+from staleflow.sim.virtual import Process
 
 OLDER_S: Final = (2.0, 10.0)
 """Age of an older store."""

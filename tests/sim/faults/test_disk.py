@@ -8,7 +8,7 @@ import pytest
 
 from staleflow.runtime.store import StoreError, StoreFull
 from staleflow.sim.faults.disk import Disk, SimStore
-from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.sim.virtual import Conductor, Process
 
 
 def opened() -> tuple[Disk, Callable[[], SimStore]]:
