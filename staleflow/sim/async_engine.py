@@ -15,7 +15,7 @@ from staleflow.sim.sample import Sample
 
 GIVE_UP_S = 1.0
 """From a request that the engine refuses to its error. Without it an engine that refuses every request would take and
-release groups for ever at one instant of virtual time."""
+release groups without end at one instant of virtual time."""
 
 
 class SimAsyncEngine:

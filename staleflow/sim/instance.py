@@ -54,7 +54,7 @@ class SimVersion(PulledVersion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """What every worker of a run speaks to, and how."""
+    """The servers of every worker of a run, and the times that its weights take."""
 
     scheduler: MemoryEndpoint
     shards: Sequence[MemoryEndpoint]
