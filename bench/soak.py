@@ -34,7 +34,7 @@ from staleflow.sim.faults.__main__ import told
 from staleflow.sim.faults.plan import KINDS
 from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import Outcome, run_seed
-from staleflow.sim.faults.virtual import BEGIN_S
+from staleflow.sim.virtual import BEGIN_S
 from staleflow.trace.audit.report import FileRule
 from staleflow.trace.audit.state import Rule as AuditRule
 

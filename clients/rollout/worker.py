@@ -61,7 +61,7 @@ Encode = Callable[[str], NDArray[np.int32]]
 STUCK_S = 1.0
 """A step that takes longer renews no lease until it returns."""
 POLL_INTERVAL_S = 0.05
-REPORT_MS = 1_000
+REPORT_S = 1.0
 DRAIN_S = 5.0
 """How long a worker of a run that drains goes on with what it holds: the servers it would go to end as well."""
 LEAVE_S = 2.0
@@ -85,6 +85,8 @@ class Worker:
         encode: Encode,
         recipe: Recipe,
         environments: Environments | None = None,
+        *,
+        report_s: float = REPORT_S,
     ) -> None:
         self._me = me
         self._scheduler = scheduler
@@ -94,6 +96,7 @@ class Worker:
         self._encode = encode
         self._recipe = recipe
         self._environments = environments
+        self._report_ms = round(report_s * 1000)
         self._pulls = Pulls(me, scheduler, puller, engine, self._loaded)
         self._pushers = [Pusher(shard, me, self._settled, SlabWriter(shard, me)) for shard in shards]
         self._held: dict[LeaseId, Held] = {}
@@ -146,7 +149,7 @@ class Worker:
                 continue
             self._report_now.clear()
             report = Report(
-                worker=self._me, ack=self._ack, held=list(self._held), stats=self._stats(), wait_ms=REPORT_MS
+                worker=self._me, ack=self._ack, held=list(self._held), stats=self._stats(), wait_ms=self._report_ms
             )
             answer = asyncio.ensure_future(self._scheduler.ask(report, Commands, timeout_s=None))
             wake = asyncio.ensure_future(self._report_now.wait())
@@ -201,7 +204,7 @@ class Worker:
         self._forget(held.assign)
 
     def _stats(self) -> InstanceStats:
-        stats, engine = self._engine.stats(), self._engine
+        stats, engine, environments = self._engine.stats(), self._engine, self._environments
         lineage, version = self._pulls.loaded
         fetching = sum(held.task is None for held in self._held.values())  # their rows are on the way
         return InstanceStats(
@@ -217,6 +220,8 @@ class Worker:
             generated_tokens=stats.generated_tokens,
             steps=stats.steps,
             busy_s=engine.busy_s(),
+            episodes=environments.under_way if environments is not None else 0,
+            episodes_waiting=environments.waiting if environments is not None else 0,
         )
 
     # --- groups ---

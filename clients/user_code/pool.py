@@ -61,6 +61,16 @@ class Pool:
         return self._concurrency
 
     @property
+    def under_way(self) -> int:
+        """Calls that share the processes now."""
+        return sum(self._busy)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a place."""
+        return sum(not turn.done() for turn in self._waiting)
+
+    @property
     def limit(self) -> int:
         """Calls that may share a process now."""
         if self._crashing * self._concurrency <= CRASHES:

@@ -122,6 +122,7 @@ class Service:
             self._failures,
             self._registry.awaits,
             lambda for_ms: self._loads.all_fail(self._registry.stage_workers(), for_ms),
+            self._registry.name_of,
         )
         seen = (config, identity, interpreter, self._registry, self._instances, self._metrics)
         self._status = StatusView(

@@ -318,6 +318,10 @@ class Shard:
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
+    def num_passed(self, stage: str) -> int:
+        """Return how many groups are done with a stage and not with all of them."""
+        return sum(stage in held.done for held in self.holdings if held.phase is not Phase.SETTLED)
+
     def is_whole(self, held: Held) -> bool:
         """Whether every stage is done with it."""
         return len(held.done) == len(self.stages)

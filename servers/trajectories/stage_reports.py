@@ -48,6 +48,7 @@ def loads_of(shard: Shard) -> list[StageLoad]:
             groups=queue.first(NAMED),
             calls=queue.calls,
             failing=[_failing(one, now_s) for one in failing[:MAX_FAILING]],
+            passed=shard.num_passed(stage) if failing else 0,
         )
         for stage, queue in shard.queues.items()
         if (failing := queue.failing()) or len(queue) or queue.taken

@@ -16,7 +16,7 @@ from staleflow.net.errors import Refused, Unavailable
 from staleflow.process.sanitize import printable
 
 SECTIONS = {
-    "Begin": ("init", "run"),
+    "Begin and end": ("init", "run", "drain"),
     "By hand, and on several machines": ("serve", "attach", "launch", "keygen"),
     "Look": ("status", "top", "trace", "report"),
     "Ahead of time": ("simulate", "plan"),

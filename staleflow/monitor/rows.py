@@ -292,7 +292,8 @@ def _stages(names: Sequence[str]) -> str:
 
 
 def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
-    """Newest first, behind what holds now: stage workers that fail every group, and stages that are the limit."""
+    """Newest first, behind what holds now: stage workers that fail every group, then the stages and environments that
+    are the limit."""
     found: list[EventRow] = []
     for stage in status.get("stages") or ():
         for one in stage.get("failing") or ():
@@ -301,6 +302,9 @@ def events(status: Status, unix_s: float) -> tuple[EventRow, ...]:
             found.append(EventRow(ago_s=int(one["failing_ms"]) / 1000, words=words, tone="bad"))
         if stage.get("limit"):
             found.append(EventRow(ago_s=None, words=str(stage["limit"]), tone="warn"))
+    for instance in status.get("instances") or ():
+        if instance.get("limit"):
+            found.append(EventRow(ago_s=None, words=str(instance["limit"]), tone="warn"))
     for line in reversed(status.get("recent") or ()):
         words, tone = told(line)
         ago_s = max(unix_s - line["t"] / 1e9, 0.0) if unix_s else None

@@ -3,13 +3,19 @@
 The owner says when an answer is delivered (``later``), so that neither side is ever called from inside the other.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 
+from staleflow.net.client import MIN_BUSY_S, Answer, Client
 from staleflow.net.endpoint import Call, Peer
+from staleflow.net.errors import Refused, Unavailable
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import Data
-from staleflow.protocols.wire.messages import Reply, Request
+from staleflow.protocols.wire.messages import Refusal, Reply, Request
 
 OnReply = Callable[[Reply], None]
+OnAnswer = Callable[[Reply, Sequence[Data]], None]
 
 
 class MemoryEndpoint:
@@ -19,7 +25,7 @@ class MemoryEndpoint:
         self._on_call = on_call
         self._later = later
         self._peers: dict[str, Peer] = {}
-        self._waiting: dict[int, OnReply] = {}
+        self._waiting: dict[int, OnAnswer] = {}
         self._last_id = 0
         self.asked = False
         """A request came since the owner last set this to False."""
@@ -31,21 +37,25 @@ class MemoryEndpoint:
 
     def call(self, name: str, body: Request, on_reply: OnReply, frames: Sequence[memoryview] = ()) -> None:
         """``name`` asks; its answer goes to ``on_reply``, unless ``name`` is gone by then."""
+        self.request(name, body, lambda reply, _: on_reply(reply), frames)
+
+    def request(self, name: str, body: Request, on_answer: OnAnswer, frames: Sequence[Data] = ()) -> None:
+        """As ``call``, for a reply that has frames."""
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = Peer(name.encode(), 0.0, [])
         self._last_id += 1
-        call = peer.pending[self._last_id] = Call(self, peer, self._last_id, body, list(frames))
-        self._waiting[call.id] = on_reply
+        call = peer.pending[self._last_id] = Call(self, peer, self._last_id, body, [memoryview(f) for f in frames])
+        self._waiting[call.id] = on_answer
         self.asked = True
         self._on_call(call)
 
     def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
         """For its calls: they are answered through ``Call.reply``."""
         peer.pending.pop(id, None)
-        on_reply = self._waiting.pop(id, None)
-        if on_reply is not None and not peer.gone:
-            self._later(lambda: None if peer.gone else on_reply(body))
+        on_answer = self._waiting.pop(id, None)
+        if on_answer is not None and not peer.gone:
+            self._later(lambda: None if peer.gone else on_answer(body, frames))
 
     def leave(self, name: str) -> None:
         """``name`` is heard no more: its calls are done, unanswered."""
@@ -55,3 +65,41 @@ class MemoryEndpoint:
             for id in peer.pending:
                 self._waiting.pop(id, None)
             peer.pending.clear()
+
+
+class MemoryClient(Client):
+    """A ``Client`` of a ``MemoryEndpoint``: the same calls and errors, without a socket, a codec or a heartbeat."""
+
+    def __init__(self, endpoint: MemoryEndpoint, *, worker: WorkerId) -> None:
+        self.address = "memory"
+        self._endpoint = endpoint
+        self._worker = worker
+
+    async def call(self, body: Request, frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0) -> Answer:
+        clock, busy_s = asyncio.get_running_loop().time, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    reply, answer_frames = await self._once(body, frames)
+                    if type(reply) is not Refusal:
+                        return reply, answer_frames
+                    busy_s = clock() if busy_s is None or not reply.retry_for_ms else busy_s
+                    final = reply.retry_for_ms and clock() - busy_s >= reply.retry_for_ms / 1_000
+                    if reply.code is not Code.BUSY or final:
+                        raise Refused(reply.code, reply.detail)
+                    await asyncio.sleep(max(reply.retry_after_ms / 1_000, MIN_BUSY_S))
+        except TimeoutError:
+            raise Unavailable(self.address, timeout_s or 0.0, "") from None
+
+    async def _once(self, body: Request, frames: Sequence[Data]) -> Answer:
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def on_answer(reply: Reply, answer_frames: Sequence[Data]) -> None:
+            if not answered.done():
+                answered.set_result((reply, [memoryview(frame) for frame in answer_frames]))
+
+        self._endpoint.request(self._worker, body, on_answer, frames)
+        return await answered
+
+    def close(self) -> None:
+        """No connection is open."""

@@ -57,7 +57,7 @@ class Seen(NamedTuple):
 
 
 class SimEngine:
-    """One engine. ``on_end(sample)`` is told of each sample that leaves for another reason than that it was aborted.
+    """One engine. ``on_end(sample)`` is called for each sample that leaves for another reason than that it was aborted.
 
     ``kv_capacity``: tokens that the KV cache holds; 0 has no end.
     """
@@ -70,7 +70,7 @@ class SimEngine:
         slots: int,
         kv_capacity: int = 0,
         on_update: OnUpdate = "keep",
-        on_end: Callable[[Sample], None],
+        on_end: Callable[[Sample], None] = lambda _: None,
     ) -> None:
         self.cost = cost
         self.slots = slots
@@ -82,7 +82,7 @@ class SimEngine:
         """(begin, end, version) of each load of weights."""
         self._timeline = timeline
         self._on_update = on_update
-        self._on_end = on_end
+        self.on_end = on_end
         self._waiting: deque[tuple[int, Sample]] = deque()
         self._num_waiting = 0
         self._running: dict[Sample, None] = {}
@@ -177,6 +177,10 @@ class SimEngine:
         self.hang()
         self._note(0, self._timeline.now_s)
 
+    def hung_s(self) -> float:
+        """Seconds since it was made to hang; 0 while it works."""
+        return 0.0 if self._stands_from_s is None else self._timeline.now_s - self._stands_from_s
+
     def _now_s(self) -> float:
         return self._timeline.now_s if self._stands_from_s is None else self._stands_from_s
 
@@ -258,7 +262,7 @@ class SimEngine:
         else:
             self._plan = 0
         for sample in over:
-            self._on_end(sample)
+            self.on_end(sample)
 
     def _steps_to_event(self) -> int:
         steps = self._ends[0].step - self._step
@@ -331,7 +335,7 @@ class SimEngine:
 
     def _tell_soon(self, sample: Sample) -> None:
         ticket = sample.ticket
-        self._timeline.soon(lambda: self._on_end(sample) if sample.ticket == ticket else None)
+        self._timeline.soon(lambda: self.on_end(sample) if sample.ticket == ticket else None)
 
     def _end_by(self, sample: Sample, step: int) -> None:
         sample.end = min(step, sample.end)

@@ -91,3 +91,12 @@ class Sample:
         if self.segments and self.segments[-1][:2] == (lineage, version):
             tokens += self.segments.pop().tokens
         self.segments.append(Segment(lineage, version, tokens))
+
+
+def segments_of(samples: list[Sample]) -> list[Segment]:
+    """Tokens of all samples by version, ascending."""
+    tokens: dict[tuple[Lineage, Version], int] = {}
+    for sample in samples:
+        for lineage, version, count in sample.segments:
+            tokens[lineage, version] = tokens.get((lineage, version), 0) + count
+    return [Segment(*weights, tokens[weights]) for weights in sorted(tokens)]

@@ -1,27 +1,37 @@
 """A simulated trajectory server and its reward workers: registers what is pushed, and lets it train a little later."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
-from staleflow.protocols.consistency.ids import LeaseId, Lineage, Segment, Version, WorkerId
+from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import (
     FEATURES,
-    Assign,
     Attach,
+    Done,
+    GetRows,
+    GetSlab,
     Op,
     Operations,
+    PartialFrames,
     PromptFeatures,
     PromptFeaturesReply,
+    PushGroups,
+    PutPartial,
     RegisterOccupy,
     RegisterPush,
     RegisterRelease,
     Reply,
     Result,
     Results,
+    Rows,
+    Slab,
 )
-from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.protocols.wire.tensors import arrays, specs_and_frames
+from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.sim.asking import Ask
 from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
@@ -44,6 +54,7 @@ class SimShard:
         *,
         reward_s: float,
         describes: bool,
+        samples: Sequence[Sample],
         taken: dict[LeaseId, list[Sample]],
     ) -> None:
         self.worker = WorkerId(f"trajectories-{shard}")
@@ -54,7 +65,8 @@ class SimShard:
         self._reward_s = reward_s
         self._describes = describes
         self._taken = taken
-        self.partials: dict[LeaseId, list[Sample]] = {}
+        self._samples = samples
+        self._partials: dict[LeaseId, tuple[PartialFrames, list[memoryview]]] = {}
         """Samples that were begun under a lease and go on under another one."""
 
     def attach(self) -> None:
@@ -83,50 +95,75 @@ class SimShard:
         if isinstance(reply, PromptFeaturesReply):
             self._timeline.after(DESCRIBE_S, lambda: self._describe(reply.rows))
 
-    def push(self, assign: Assign, worker: WorkerId, samples: list[Sample], settled: Callable[[Result], None]) -> None:
-        """Register a finished group; ``settled`` gets the scheduler's verdict."""
-        op = RegisterPush(
-            group=assign.group,
-            lease=assign.lease,
-            worker=worker,
-            shard=self._shard,
-            sha=f"{assign.lease:064x}",
-            nbytes=sum(sample.written for sample in samples),
-            truncated=any(sample.truncated for sample in samples),
-            segments=segments_of(samples),
-            samples=[sample.written for sample in samples],
-            sequence_tokens=sum(sample.written for sample in samples),
-        )
-        self._operate(op, lambda result: self._registered(assign, samples, result, settled))
+    def on_call(self, call: Call) -> None:
+        """Serve a worker."""
+        match call.body:
+            case GetRows():
+                self._rows(call, call.body)
+            case PutPartial():
+                self._partials[call.body.lease] = call.body.partial, call.frames
+                call.reply(Done())
+            case GetSlab():
+                call.reply(Slab(folder="", name="", nbytes=0, known=[]))
+            case PushGroups():
+                self._push(call, call.body)
+            case _:
+                call.refuse(Code.DENIED, f"no simulated shard serves {type(call.body).__name__}")
+
+    def _rows(self, call: Call, asked: GetRows) -> None:
+        rows: list[dict[str, Any]] = [{"prompt": ""}] * len(asked.groups)
+        left = [self._partials.pop(lease, None) for lease in asked.partials]
+        frames = [frame for one in left if one is not None for frame in one[1]]
+        call.reply(Rows(rows=rows, partials=[None if one is None else one[0] for one in left]), frames)
+
+    def _push(self, call: Call, pushed: PushGroups) -> None:
+        """Register finished groups; the scheduler's verdict is the reply."""
+        ops: list[Op] = []
+        samples: dict[LeaseId, list[Sample]] = {}
+        start = 0
+        for item in pushed.items:
+            end = start + len(item.frames)
+            payload = GroupPayload.from_arrays(arrays(item.frames, call.frames[start:end]))
+            lengths: list[int] = payload.lengths.tolist()
+            firsts = np.cumsum(payload.lengths) - payload.lengths
+            samples[item.lease] = [self._samples[number] for number in payload.token_ids[firsts].tolist()]
+            ops.append(
+                RegisterPush(
+                    group=item.group,
+                    lease=item.lease,
+                    worker=item.worker,
+                    shard=self._shard,
+                    sha=f"{item.lease:064x}",
+                    nbytes=sum(lengths),
+                    truncated=item.truncated,
+                    segments=payload.segment_summary(),
+                    samples=lengths,
+                    sequence_tokens=sum(lengths),
+                )
+            )
+            start = end
+        self._operate(ops, lambda results: self._registered(call, pushed, samples, results))
 
     def _registered(
-        self, assign: Assign, samples: list[Sample], result: Result, settled: Callable[[Result], None]
+        self, call: Call, pushed: PushGroups, samples: dict[LeaseId, list[Sample]], results: list[Result]
     ) -> None:
-        settled(result)
-        if result.code is None:
-            self._taken[assign.lease] = samples
-            self._timeline.after(self._reward_s, lambda: self._rewarded(assign))
+        for item, result in zip(pushed.items, results, strict=True):
+            if result.code is None:
+                self._taken[item.lease] = samples[item.lease]
+                self._timeline.after(self._reward_s, self._rewarded, item.group, item.lease)
+        call.reply(Results(results=results))
 
-    def _rewarded(self, assign: Assign) -> None:
-        if self._workload.filtered(assign.group, assign.lease):
-            self._operate(RegisterRelease(group=assign.group, lease=assign.lease, why=ReleaseWhy.FILTERED))
+    def _rewarded(self, group: GroupId, lease: LeaseId) -> None:
+        if self._workload.filtered(group, lease):
+            self._operate([RegisterRelease(group=group, lease=lease, why=ReleaseWhy.FILTERED)])
         else:
-            self._operate(RegisterOccupy(group=assign.group, lease=assign.lease))
+            self._operate([RegisterOccupy(group=group, lease=lease)])
 
-    def _operate(self, op: Op, settled: Callable[[Result], None] = lambda _: None) -> None:
+    def _operate(self, ops: list[Op], settled: Callable[[list[Result]], None] = lambda _: None) -> None:
         def answered(reply: Reply) -> None:
-            if isinstance(reply, Results) and reply.results[0].code is not Code.BUSY:
-                settled(reply.results[0])
+            if isinstance(reply, Results) and all(result.code is not Code.BUSY for result in reply.results):
+                settled(reply.results)
             else:
-                self._timeline.after(RETRY_S, lambda: self._operate(op, settled))
+                self._timeline.after(RETRY_S, self._operate, ops, settled)
 
-        self._ask(Operations(ops=[op]), answered)
-
-
-def segments_of(samples: list[Sample]) -> list[Segment]:
-    """Tokens of all samples by version, ascending."""
-    tokens: dict[tuple[Lineage, Version], int] = {}
-    for sample in samples:
-        for lineage, version, count in sample.segments:
-            tokens[lineage, version] = tokens.get((lineage, version), 0) + count
-    return [Segment(*weights, tokens[weights]) for weights in sorted(tokens)]
+        self._ask(Operations(ops=ops), answered)

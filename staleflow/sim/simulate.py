@@ -57,7 +57,7 @@ def _result(world: World, report: AuditReport) -> Result:
     generated = sum(engine.generated for engine in engines)
     drawn, of_drawn, lengths = _lengths(world)
     alive_s = sum(engine.ended_s - engine.began_s for engine in engines)
-    discarded = world.discarded + sum(life.thrown_away for life in world.lives)
+    discarded = world.discarded + world.book.thrown_away(world.taken, world.released)
     groups = sum(len(row.batch.members) for row in trained)
     ages = sum(row.staleness_mean * len(of.batch.members) for row, of in zip(rows, trained, strict=True))
     tokens = sum(row.tokens for row in rows)
@@ -124,8 +124,8 @@ def _lengths(world: World) -> tuple[list[int], list[int], list[int]]:
     decided = len(world.trainer.trained) - world.config.staleness.max_staleness
     drawn: list[int] = []
     of_drawn: list[int] = []
-    for version, samples in world.begun:
-        if version < decided:
-            drawn += [sample.length for sample in samples]
-            of_drawn += [sample.written for sample in samples if sample in known]
+    for group in world.book.begun():
+        if group.version < decided:
+            drawn += [sample.length for sample in group.samples]
+            of_drawn += [sample.written for sample in group.samples if sample in known]
     return drawn, of_drawn, [sample.written for sample in trained]

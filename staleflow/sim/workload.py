@@ -3,7 +3,6 @@
 import math
 
 from staleflow.clients.rollout.engines.simulated_lengths import Lengths, mixed, share
-from staleflow.configs.rules.coordination import groups_held
 from staleflow.configs.schema import Config
 from staleflow.sim.sample import Sample
 
@@ -21,10 +20,6 @@ class Workload:
         self._simulation = simulation
         self._lengths = Lengths(rollout.simulated, config.seed)
         self._longest = rollout.max_new_tokens
-
-    def capacity(self, slots: int) -> int:
-        """Groups in flight that keep ``slots`` samples running although those of a group end at different times."""
-        return groups_held(slots, self.started)
 
     def samples(self, group: int, draw: int) -> list[Sample]:
         """Those of a group; another ``draw`` (its lease, say) writes other trajectories to the same prompt."""

@@ -1,6 +1,6 @@
-"""A whole run in virtual time: the shipped scheduler among simulated engines, shards and a trainer.
+"""A whole run in virtual time: the shipped scheduler and rollout workers, simulated engines, shards and trainer.
 
-Everybody speaks the real messages to the real ``Service``; only sockets, payload and clock are not real. Messages that
+Everybody sends the real messages to the real ``Service``; only sockets, tokens and clock are not real. Messages that
 come at one instant are one drain of the service, as they are one drain of its socket.
 """
 
@@ -12,20 +12,21 @@ from staleflow.configs.simulation import Occurrence
 from staleflow.net.limits import TransportLimits
 from staleflow.net.memory_transport import MemoryEndpoint
 from staleflow.protocols.consistency import effects
-from staleflow.protocols.consistency.ids import LeaseId, Version, WorkerId
+from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, Status
 from staleflow.servers.scheduler.ledger.interpreter import TABLES
 from staleflow.servers.scheduler.main import LATER_S, open_service
 from staleflow.sim.asking import Ask, Stalled, nothing
+from staleflow.sim.book import Book, SimRecipe
 from staleflow.sim.check import check, fleet
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
-from staleflow.sim.instance import SimInstance
+from staleflow.sim.instance import Peers, SimInstance
 from staleflow.sim.known import KnownLengths
 from staleflow.sim.sample import Sample
 from staleflow.sim.shard import SimShard
-from staleflow.sim.timeline import Timeline
 from staleflow.sim.trainer import SimTrainer
+from staleflow.sim.virtual import Conductor
 from staleflow.sim.workload import Workload
 from staleflow.store.memory import MemoryStore
 
@@ -38,15 +39,17 @@ class World:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config = config
-        self.timeline = Timeline()
+        self.timeline = Conductor(0.0)
         self.workload = Workload(config)
         check(config, self.workload)
         self.lives: list[SimInstance] = []
         """Every worker that ever lived, in order."""
-        self.begun: list[tuple[Version, list[Sample]]] = []
-        """Every group that was begun, in order, and with which version."""
+        self.book = Book(self.workload)
+        recipe = SimRecipe.with_book(config, self.book)
         self.taken: dict[LeaseId, list[Sample]] = {}
         """The samples of every group that a shard took."""
+        self.released: set[LeaseId] = set()
+        """Leases that ended without a push."""
         self.discarded = 0
         """Tokens that were pushed and then given up, but for those filtered."""
         self.filtered = 0
@@ -77,10 +80,22 @@ class World:
                 self._ask(f"trajectories-{shard}"),
                 reward_s=simulation.reward_s,
                 describes=config.coordination.ranker == "learned",
+                samples=self.book.samples,
                 taken=self.taken,
             )
             for shard in range(config.trajectories.shards)
         ]
+        self._failures: list[BaseException] = []
+        """Errors that ended workers."""
+        self._peers = Peers(
+            scheduler=self._endpoint,
+            shards=[MemoryEndpoint(shard.on_call, self.timeline.soon) for shard in self._shards],
+            recipe=recipe,
+            pull_s=simulation.pull_s,
+            load_s=simulation.load_s,
+            report_s=simulation.report_s,
+            failed=self._failures.append,
+        )
         self.trainer = SimTrainer(
             self.timeline,
             self._ask("trainer"),
@@ -104,16 +119,19 @@ class World:
         for number in range(len(self.fleet)):
             if number not in late:
                 self._join(number)
-        self.trainer.attach()
+        self.timeline.at(0.0, self.trainer.attach)  # the engines attach first, at the same instant
         for event in self.config.simulation.events:
             self.timeline.at(event.at_s, partial(self._happens, event))
         if seconds is not None:
             self.timeline.at(seconds, self.trainer.stop)
         self._tick()
-        self.timeline.run(lambda: self._service.phase.closed, self._settle)
+        self.timeline.run(lambda: self._service.phase.closed or bool(self._failures), self._settle)
+        if self._failures:
+            raise self._failures[0]
 
     def close(self) -> None:
-        """Let go of the trace's file."""
+        """End what is left of the workers and close the trace."""
+        self.timeline.close()
         self._interpreter.trace.close()
 
     def _settle(self) -> bool:
@@ -156,24 +174,10 @@ class World:
             slots=kind.slots,
             kv_capacity=kind.kv_tokens,
             on_update=rollout.on_update,
-            on_end=lambda sample: instance.ended(sample),
         )
-        instance = SimInstance(
-            worker,
-            f"rollout-{number}",
-            engine,
-            self.workload,
-            self.timeline,
-            self._ask(worker),
-            self._shards,
-            pull_s=simulation.pull_s,
-            load_s=simulation.load_s,
-            report_s=simulation.report_s,
-            begun=self.begun,
-        )
+        instance = SimInstance(worker, f"rollout-{number}", engine, self.timeline, self._peers)
         self.lives.append(instance)
         self._now[number] = instance
-        instance.attach(self.workload.capacity(kind.slots))
 
     def _happens(self, event: Occurrence) -> None:
         """What befalls an engine; nothing, when it is not in a state for it."""
@@ -207,6 +211,8 @@ class World:
     # --- what is thrown away ---------------------------------------------------------------------------------
 
     def _on_released(self, effect: effects.Released) -> None:
+        if not effect.pushed:
+            self.released.add(effect.lease)
         if effect.why is effects.ReleaseWhy.FILTERED:
             self.filtered += effect.tokens
         else:

@@ -27,7 +27,7 @@ def imported(*arguments: str) -> tuple[str, set[str]]:
 
 def test_help_imports_nothing_heavy() -> None:
     text, modules = imported("--help")
-    told = [line.split()[0] for line in text.partition("Begin:")[2].splitlines() if line.startswith("  ")]
+    told = [line.split()[0] for line in text.partition("Begin and end:")[2].splitlines() if line.startswith("  ")]
     assert told == list(VERBS)
     assert modules.isdisjoint(HEAVY)
 
@@ -52,6 +52,6 @@ def test_the_version_is_printed() -> None:
 
 def test_the_names_of_the_verbs_are_frozen() -> None:
     assert sorted(VERBS) == [
-        *("attach", "chaos", "completion", "doctor", "explain", "init", "keygen", "launch", "plan", "report"),
-        *("run", "serve", "simulate", "status", "top", "trace"),
+        *("attach", "chaos", "completion", "doctor", "drain", "explain", "init", "keygen", "launch", "plan"),
+        *("report", "run", "serve", "simulate", "status", "top", "trace"),
     ]

@@ -93,15 +93,18 @@ def test_pins_versions_and_events_are_told_with_names_and_times() -> None:
     )
 
 
-def test_a_stage_worker_that_fails_everything_and_a_stage_that_is_the_limit_are_events() -> None:
+def test_a_stage_worker_that_fails_everything_and_stages_and_environments_that_are_the_limit_are_events() -> None:
     failing = {"worker": "judge-0.ab", "failures": 12, "failing_ms": 5_000, "held_ms": 900, "why": "judge: refused"}
     limit = "stage judge: 8 of 8 calls under way, 4 groups queued; raise stage[0].concurrency or stage[0].workers"
     stage = STATUS["stages"][0] | {"calls_under_way": 8, "limit": limit, "failing": [failing]}
-    it = board("run", shown(stages=[stage]), History())
-    failed, full = it.events[:2]
+    episodes = "environment at rollout-0: 8 of 8 episodes under way, 5 queued; raise environment.concurrency"
+    instance = STATUS["instances"][0] | {"limit": episodes}
+    it = board("run", shown(stages=[stage], instances=[instance]), History())
+    failed, full, environment = it.events[:3]
     assert (failed.ago_s, failed.tone) == (5.0, "bad")
     assert failed.words == "judge-0 fails every group of the stage judge, 12 in a row, and is held: judge: refused"
     assert (full.words, full.tone) == (limit, "warn")
+    assert (environment.words, environment.tone) == (episodes, "warn")
     assert [(row.under_way, row.calls, row.full, row.failing) for row in it.stages] == [(8, 8, True, 1)]
 
 

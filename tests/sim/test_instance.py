@@ -1,159 +1,122 @@
-"""The simulated worker keeps to the contract of the real one where a run would hide that it does not."""
+"""Lives of the shipped worker in a simulated run: how they end, and what their ends leave in the trace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
-from staleflow.protocols.wire.messages import (
-    Abort,
-    Assign,
-    AttachReply,
-    Command,
-    Commands,
-    Operations,
-    Pull,
-    Pulled,
-    RegisterYield,
-    Reply,
-    Report,
-    Request,
-    Result,
-    Results,
-    Yield,
-)
+import pytest
+
+from staleflow.clients.rollout.worker import STUCK_S, Worker
+from staleflow.configs.simulation import Occurrence
+from staleflow.net.endpoint import Call
+from staleflow.net.errors import Refused
+from staleflow.net.memory_transport import MemoryEndpoint
+from staleflow.protocols.consistency.effects import Code
+from staleflow.protocols.consistency.ids import WorkerId
+from staleflow.protocols.wire.messages import Attach, Report
+from staleflow.sim.book import Book, SimRecipe
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
-from staleflow.sim.instance import SimInstance
-from staleflow.sim.sample import Sample
-from staleflow.sim.shard import SimShard, segments_of
-from staleflow.sim.timeline import Timeline
+from staleflow.sim.instance import Peers, SimInstance
+from staleflow.sim.simulate import simulate
+from staleflow.sim.virtual import Conductor
 from staleflow.sim.workload import Workload
+from staleflow.sim.world import TICK_S
+from staleflow.trace.writer import read_events
 from tests.sim.configs import config
 
-ATTACHED = AttachReply(
-    run="r",
-    config=b"",
-    config_sha="",
-    run_dir="",
-    shards=[],
-    parameters="",
-    lineage=Lineage(0),
-    version=Version(0),
-    lease_ms=1,
-)
+
+def events(*happen: tuple[float, int, str]) -> list[Occurrence]:
+    return [Occurrence(at_s=at_s, engine=engine, what=what) for at_s, engine, what in happen]  # type: ignore[arg-type]
+
+
+def left(run_dir: Path) -> list[tuple[str, str]]:
+    """Which rollout workers detached, and why."""
+    found = [event for event in read_events(run_dir / "trace.jsonl") if event["ev"] == "detach"]
+    return [(event["worker"], event["why"]) for event in found if event["role"] == "rollout"]
 
 
 class Alone:
-    """An instance whose scheduler is the test. Its first command was to load version 0."""
+    """One instance whose scheduler is the test."""
 
-    def __init__(self, slots: int = 8) -> None:
-        self.timeline = Timeline()
-        self.said: list[Request] = []
-        self.answer: Callable[[Reply], None] = lambda _: None
-        self.begun: list[tuple[Version, list[Sample]]] = []
+    def __init__(self, on_call: Callable[[Call], None]) -> None:
+        self.conductor = Conductor(0.0)
+        self.errors: list[BaseException] = []
         workload = Workload(config())
-        self.shard = SimShard(0, workload, self.timeline, self._ask, reward_s=0.0, describes=False, taken={})
-        cost = StepCost(k1=0.0, k2=1.0, k3=0.0, k4=0.0)
-        self.engine = SimEngine(self.timeline, cost, slots=slots, on_end=lambda sample: self.instance.ended(sample))
-        self.instance = SimInstance(
-            WorkerId("rollout-0.0"),
-            "rollout-0",
-            self.engine,
-            workload,
-            self.timeline,
-            self._ask,
-            [self.shard],
+        peers = Peers(
+            scheduler=MemoryEndpoint(on_call, self.conductor.soon),
+            shards=[],
+            recipe=SimRecipe.with_book(config(), Book(workload)),
             pull_s=0.0,
             load_s=0.0,
             report_s=1.0,
-            begun=self.begun,
+            failed=self.errors.append,
         )
-        self.instance.attach(4)
-        self.answer(ATTACHED)
-        self.answer(commands(1, Pull(lineage=Lineage(0), version=Version(0))))
-        self.timeline.run(lambda: any(isinstance(body, Pulled) for body in self.said))
+        engine = SimEngine(self.conductor, StepCost(k1=0.0, k2=1.0, k3=0.0, k4=0.0), slots=8)
+        self.instance = SimInstance(WorkerId("rollout-0.0"), "rollout-0", engine, self.conductor, peers)
 
-    def _ask(
-        self, body: Request, on_reply: Callable[[Reply], None] = lambda _: None, frames: Sequence[memoryview] = ()
-    ) -> None:
-        self.said.append(body)
-        if not isinstance(body, Pulled):
-            self.answer = on_reply
-
-    def report(self) -> Report:
-        """The last thing that it said."""
-        assert isinstance(self.said[-1], Report)
-        return self.said[-1]
+    def until(self, time_s: float) -> None:
+        self.conductor.at(time_s, lambda: None)
+        self.conductor.run(lambda: self.conductor.now_s >= time_s)
 
 
-def assign(lease: int) -> Assign:
-    return Assign(group=GroupId(lease), lease=LeaseId(lease), lineage=Lineage(0), version=Version(0), shard=0)
+def test_a_worker_leaves_crashes_or_drains_and_the_trace_tells_which(tmp_path: Path) -> None:
+    given = config(steps=20, train_s=0.1, engines=3, events=events((3.0, 0, "leave"), (4.0, 1, "crash")))
+    simulate(given, run_dir=tmp_path)
+    assert left(tmp_path) == [("rollout-0.0", "leaves"), ("rollout-1.1", "silent"), ("rollout-2.2", "drained")]
 
 
-def commands(first: int, *given: Command) -> Commands:
-    return Commands(first=first, commands=list(given), version=Version(0))
+def test_a_worker_whose_engine_hangs_falls_silent_by_itself_and_loses_its_leases(tmp_path: Path) -> None:
+    given = config(steps=30, train_s=0.1, lease_s=5.0, events=events((5.0, 0, "hang"), (20.0, 0, "return")))
+    simulate(given, run_dir=tmp_path)
+    found = list(read_events(tmp_path / "trace.jsonl"))
+    holder = {one["lease"]: one["worker"] for one in found if one["ev"] == "reserve"}
+    ends = [one for one in found if one["ev"] == "release" and one["why"] == "expired"]
+    assert {holder[one["lease"]] for one in ends} == {"rollout-0.0"}
+    first_s = (ends[0]["t"] - found[0]["t"]) / 1e9
+    expires_s = 5.0 + given.scheduler.lease_s  # of what is renewed when the engine begins to hang
+    assert expires_s <= first_s <= expires_s + STUCK_S + 2 * TICK_S
 
 
-def test_a_command_that_is_repeated_is_carried_out_once() -> None:
-    alone = Alone()
-    alone.answer(commands(2, assign(1), Abort(lease=LeaseId(1)), assign(2)))
-    assert (alone.report().ack, alone.report().held) == (4, [2])
-    alone.answer(commands(2, assign(1), Abort(lease=LeaseId(1)), assign(2), assign(3)))
-    assert (alone.report().ack, alone.report().held) == (5, [2, 3])
-    assert len(alone.begun) == 3
+def test_the_error_of_a_worker_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Worker, *given: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(Worker, "_command", broken)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        simulate(config(), run_dir=tmp_path)
 
 
-def test_an_aborted_group_leaves_the_engine_too() -> None:
-    alone = Alone()
-    alone.answer(commands(2, assign(1), assign(2)))
-    alone.timeline.at(1.0, lambda: None)
-    alone.timeline.run(lambda: alone.timeline.now_s >= 1.0)
-    assert alone.engine.seen().running == 4
-    alone.answer(commands(4, Abort(lease=LeaseId(1))))
-    alone.timeline.run(lambda: alone.engine.seen().running < 4)
-    assert (alone.engine.seen().running, alone.timeline.now_s, alone.instance.thrown_away) == (2, 1.0, 2)
+def test_a_scheduler_that_refuses_a_worker_ends_it() -> None:
+    alone = Alone(lambda call: call.refuse(Code.DENIED, "not here"))
+    alone.until(1.0)
+    assert [type(error) for error in alone.errors] == [Refused]
+    alone.conductor.close()
 
 
-def test_an_answer_to_an_older_report_is_obeyed_and_not_reported_on() -> None:
-    alone = Alone()
-    older = alone.answer
-    alone.answer(commands(2, Pull(lineage=Lineage(0), version=Version(1))))
-    alone.timeline.run(lambda: sum(isinstance(body, Pulled) for body in alone.said) == 2)
-    reports = sum(isinstance(body, Report) for body in alone.said)
-    older(commands(3, assign(1)))
-    assert sum(isinstance(body, Report) for body in alone.said) == reports
-    assert len(alone.begun) == 1
-
-
-def test_a_group_is_handed_over_once_all_of_it_is_out_of_the_engine() -> None:
-    alone = Alone(slots=1)  # one of the two samples runs, the other waits
-    alone.answer(commands(2, assign(1)))
-    alone.timeline.at(1.5, lambda: alone.answer(commands(3, Yield(lease=LeaseId(1)))))
-    alone.timeline.run(lambda: isinstance(alone.said[-1], Operations))
-    assert alone.timeline.now_s == 2.0
-    op = RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0), sha="")
-    assert alone.said[-1] == Operations(ops=[op])
-    alone.answer(Results(results=[Result()]))
-    ((_, samples),) = alone.begun
-    assert sorted(sample.written for sample in samples) == [0, 2]
-    assert alone.shard.partials == {1: samples}
-
-
-def test_a_worker_that_has_crashed_says_nothing_more() -> None:
-    alone = Alone()
-    alone.answer(commands(2, assign(1)))
-    said = len(alone.said)
+def test_a_crash_before_the_answer_to_the_first_request_leaves_nothing_to_do() -> None:
+    calls: list[Call] = []
+    alone = Alone(calls.append)
+    alone.until(1.0)
     alone.instance.crash()
-    alone.answer(commands(3, assign(2)))
-    assert (len(alone.said), len(alone.begun)) == (said, 1)
+    alone.until(20.0)
+    assert [type(call.body) for call in calls] == [Attach]
+    assert (alone.errors, alone.instance.ended_s) == ([], 1.0)
+    alone.conductor.close()
 
 
-def test_segments_of_a_group_are_summed_by_version_in_order() -> None:
-    samples = [Sample(place, 0, (10,)) for place in range(2)]
-    for sample, written in zip(samples, (((0, 2, 3), (0, 3, 4)), ((0, 1, 5), (0, 3, 1))), strict=True):
-        for lineage, version, tokens in written:
-            sample.add(Lineage(lineage), Version(version), tokens)
-    assert segments_of(samples) == [
-        Segment(Lineage(0), Version(1), 5),
-        Segment(Lineage(0), Version(2), 3),
-        Segment(Lineage(0), Version(3), 5),
-    ]
+@pytest.mark.parametrize("report_s", [0.5, 4.0])
+def test_reports_wait_as_long_as_the_configuration_says(
+    report_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: set[int] = set()
+    request = MemoryEndpoint.request
+
+    def noted(self: MemoryEndpoint, name: str, body: Any, *given: Any) -> None:
+        if isinstance(body, Report):
+            waits.add(body.wait_ms)
+        request(self, name, body, *given)
+
+    monkeypatch.setattr(MemoryEndpoint, "request", noted)
+    simulate(config(report_s=report_s), run_dir=tmp_path)
+    assert waits == {round(report_s * 1000)}

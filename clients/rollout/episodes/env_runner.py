@@ -44,6 +44,16 @@ class EnvironmentRunner:
         """Kill the processes; episodes under way fail."""
         await self._pool.close()
 
+    @property
+    def under_way(self) -> int:
+        """Episodes that play."""
+        return self._pool.under_way
+
+    @property
+    def waiting(self) -> int:
+        """Episodes that wait for a process."""
+        return self._pool.waiting
+
     async def play(self, base_url: str, api_key: str, row: Mapping[str, Any], suspicion: int = 0) -> dict[str, float]:
         """The numbers that ``rollout`` returned, by name; empty for None.
 

@@ -162,6 +162,16 @@ class Environments:
         await self._runner.close()
         await self._server.close()
 
+    @property
+    def under_way(self) -> int:
+        """Episodes that play."""
+        return self._runner.under_way
+
+    @property
+    def waiting(self) -> int:
+        """Episodes that wait for a process."""
+        return self._runner.waiting
+
     async def produce(self, held: Held, row: Mapping[str, Any]) -> GroupPayload:
         """The group's episodes, the first ``group_size`` to end. ``EpisodeFailed`` if one of them has no result."""
         recipe, playing = self._recipe, dict[int, Episode]()

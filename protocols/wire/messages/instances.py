@@ -30,6 +30,10 @@ class InstanceStats(Part, frozen=True, kw_only=True):
     """Decode steps since the process started: each wrote a token of every running sample."""
     busy_s: float = 0.0
     """Seconds with at least one running sample, since the process started."""
+    episodes: Count = 0
+    """Episodes of the environment under way."""
+    episodes_waiting: Count = 0
+    """Episodes that wait for a process of the environment: no process may play one more."""
 
 
 class Report(Message, frozen=True, kw_only=True):

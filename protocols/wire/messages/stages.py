@@ -42,6 +42,8 @@ class StageLoad(Part, frozen=True, kw_only=True):
     """Most calls of user code that its workers have under way at once; 0: unknown."""
     failing: list[StageFailing] = msgspec.field(default_factory=list[StageFailing])
     """At most ``MAX_FAILING``."""
+    passed: Count = 0
+    """Groups on their way through other stages that are done with this one; counted while a worker is failing only."""
 
 
 class StageLoads(Message, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ could change:
 - each prompt that is left failed ``MANY_TIMES``;
 - every instance refused a thousand different prompts in a row, or every prompt there is, without a push in between;
 - no group of this run ever passed the stages, or the environment: all failed, for a minute, and many of them;
-- no group of this run ever passed the stages, and each worker of one stage has failed every group for a minute.
+- no group of this run ever passed the stages, each worker of one stage has failed every group for a minute, and no
+  group under way has passed that stage.
 
 A rollout worker that was lost in the last minutes may come back and serve what the others do not.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from staleflow.configs.rules.algorithm import filter_of
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.effects import ReleaseWhy
+from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import StageFailing
 from staleflow.servers.scheduler.coordination.backoff import MAX_PROMPTS, Failures
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
@@ -43,11 +45,13 @@ class Deadlock:
         setbacks: Setbacks,
         failures: Failures,
         awaits: Callable[[str], bool],
-        stage_fails: Callable[[int], tuple[str, StageFailing] | None] = lambda for_ms: None,
+        stage_fails: Callable[[int], tuple[str, StageFailing] | None],
+        name_of: Callable[[WorkerId], str],
     ) -> None:
         """``awaits``: whether a lost process of a role may still come back. ``stage_fails``: a stage whose workers have
-        all failed every group for so many ms, with one of them."""
+        all failed every group for so many ms, with one of them. ``name_of``: the name of a process."""
         self._stage_fails = stage_fails
+        self._name_of = name_of
         self._config = config
         self._interpreter = interpreter
         self._setbacks = setbacks
@@ -90,7 +94,8 @@ class Deadlock:
             what, count, detail = "every group fails in a stage", failed.count, failed.detail
         elif (found := self._failing_stage()) is not None:
             stage, one = found
-            what, count, detail = f"every group fails in the stage {stage} at {one.worker}", one.failures, one.why
+            what = f"every group fails in the stage {stage} at {self._name_of(one.worker)}"
+            count, detail = one.failures, one.why
         elif totals.pushes or self._awaits("rollout"):
             return ""
         elif (streak := self._failures.all_fail()) is not None and self._lasts(streak.first_ms):
@@ -100,7 +105,8 @@ class Deadlock:
         return f"{what}, {count} so far and none succeeded. The newest: {detail}. More in logs/ of the run directory"
 
     def _failing_stage(self) -> tuple[str, StageFailing] | None:
-        """Return a stage whose workers fail every group, with one of them, while no group ever passed the stages."""
+        """Return a stage whose workers fail every group, with one of them, while no group ever passed the stages and
+        none under way has passed this one."""
         totals = self._interpreter.totals.counts
         passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
         return None if passed else self._stage_fails(FAILING_MS)

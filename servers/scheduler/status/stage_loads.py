@@ -9,7 +9,7 @@ from staleflow.configs.stages import calls_a_group, section_of
 from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.protocols.wire.messages import Done, StageFailing, StageLoad, StageLoads
+from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.stages import MAX_FAILING, NAMED
 from staleflow.servers.scheduler.ledger.pending_replies import Answers
 
@@ -40,6 +40,19 @@ def calls_limit(config: Config, stage: str, load: Load, workers: int) -> str:
     key = f"{section}.workers, or make it an async def" if one_by_one else f"{section}.concurrency or {section}.workers"
     groups = f"{queued} group{'s' if queued != 1 else ''}"
     return f"stage {stage}: {busy} of {load.calls} calls under way, {groups} queued; raise {key}"
+
+
+def episodes_limit(config: Config, name: str, stats: InstanceStats) -> str:
+    """Say that episodes at the instance ``name`` wait for a process of the environment while its engine has free slots,
+    and which key lets more of them play; empty while none waits, or the engine itself is full."""
+    slots, environment = stats.slots or config.rollout.max_inflight, config.environment
+    if not stats.episodes_waiting or stats.waiting or stats.running >= slots:
+        return ""
+    places = environment.processes * environment.concurrency
+    found = f"environment at {name}: {stats.episodes} of {places} episodes under way, {stats.episodes_waiting} queued"
+    if stats.episodes < places:  # crashes: the pool has lowered its limit
+        return f"{found}; fewer share a process while episodes end it, see the log of {name}"
+    return f"{found}; raise environment.concurrency or environment.processes"
 
 
 class Loads:
@@ -89,10 +102,12 @@ class Loads:
         return {stage: list(workers.values()) for stage, workers in found.items() if workers}
 
     def all_fail(self, served: Mapping[str, int], for_ms: int) -> tuple[str, StageFailing] | None:
-        """A stage whose workers, as many as serve it, have all failed everything for so long, with one of them."""
+        """A stage whose workers, as many as serve it, have all failed everything for so long, with one of them. A stage
+        that groups under way have passed is none: they may still be trained."""
+        passed = {load.stage for loads in self._shards for load in loads if load.passed}
         for stage, failing in self.failing().items():
             late = [one for one in failing if one.failing_ms >= for_ms]
-            if late and len(late) >= served[stage]:
+            if late and len(late) >= served[stage] and stage not in passed:
                 return stage, max(late, key=lambda one: one.failures)
         return None
 

@@ -21,7 +21,7 @@ from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.status.deadlock import Deadlock
-from staleflow.servers.scheduler.status.stage_loads import Load, Loads, calls_limit, calls_under_way
+from staleflow.servers.scheduler.status.stage_loads import Load, Loads, calls_limit, calls_under_way, episodes_limit
 from staleflow.servers.scheduler.status.step_metrics import Metrics
 from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.registry import Process, Registry
@@ -179,6 +179,7 @@ class StatusView:
                     "kv_used": stats.kv_used,
                     "slots": stats.slots or self._config.rollout.max_inflight,
                     "tokens_per_s": stats.tokens_per_s,
+                    "limit": episodes_limit(self._config, self._registry.name_of(instance.worker), stats),
                     "held": len(instance.leases),
                     "failed": _failed(holds.get("" if process is None else process.name)),
                     "loading": None if loading is None else loading[1],

@@ -18,7 +18,7 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.lengths.durations import Durations
 from staleflow.servers.scheduler.status.deadlock import Deadlock
-from staleflow.servers.scheduler.status.stage_loads import Loads, calls_limit
+from staleflow.servers.scheduler.status.stage_loads import Loads, calls_limit, episodes_limit
 from staleflow.servers.scheduler.workers.registry import RESTARTS_MS, Registry
 from staleflow.store.disk_errors import trouble
 
@@ -179,7 +179,7 @@ class Why:
         hint = self._hint(counts) or self._failing()
         if not hint and (likely := self._deadlock.likely()):  # first: nothing else matters as much
             return f"{likely}; {training}{starved(step, need, counts)}"
-        hint = hint or (self._fullest() if counts["pushed"] else "")
+        hint = hint or (self._fullest() if counts["pushed"] else "") or self._episodes()
         left_s = None if hint or full else self._staged.until_s(need - counts["occupied"])
         return training + starved(step, need, counts, left_s) + hint
 
@@ -221,8 +221,7 @@ class Why:
         if not found:
             return ""
         _, stage, one = max(found, key=lambda it: it[0])
-        process = self._registry.get(one.worker)
-        name, more = one.worker if process is None else process.name, len(found) - 1
+        name, more = self._registry.name_of(one.worker), len(found) - 1
         others = f", as do {more} other workers" if more > 1 else ", as does another worker" if more else ""
         return (
             f"; {name} fails every group of the stage {stage}, {one.failures} in a row, and is held{others}: {one.why}"
@@ -240,6 +239,12 @@ class Why:
         workers = f"{served[stage]} worker{'s' if served[stage] != 1 else ''}"
         return f"; {load.waiting} wait for the stage {stage} ({workers}, {load.taken} in work)"
 
+    def _episodes(self) -> str:
+        """Name the instance with most episodes queued whose engine has free slots meanwhile."""
+        queued = sorted(self._instances, key=lambda instance: instance.stats.episodes_waiting, reverse=True)
+        names = ((self._registry.name_of(instance.worker), instance.stats) for instance in queued)
+        return next((f"; {limit}" for name, stats in names if (limit := episodes_limit(self._config, name, stats))), "")
+
     # --- groups that pin ---------------------------------------------------------------------------------------
 
     def _pin(self, group: GroupId) -> Pin | None:
@@ -250,11 +255,10 @@ class Why:
         generated = held.state is State.LEASED
         took = self._leased if generated else self._staged
         silent = generated and self._instances.get(held.worker) is None
-        process = self._registry.get(held.worker)
         return Pin(
             group=group,
             version=held.version,
-            worker=(held.worker if process is None else process.name) if generated else "",
+            worker=self._registry.name_of(held.worker) if generated else "",
             stages=() if generated else self._loads.of_group(group),
             so_far_s=took.so_far_s(group, now),
             left_s=took.left_s(group, now),

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from staleflow.sim.faults.run import Outcome, run_seed
-from staleflow.sim.faults.virtual import BEGIN_S
+from staleflow.sim.virtual import BEGIN_S
 
 
 def main() -> int:

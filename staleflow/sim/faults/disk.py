@@ -18,7 +18,7 @@ from typing import Final, Literal
 import msgspec
 
 from staleflow.servers.trajectories.records import Record
-from staleflow.sim.faults.virtual import Conductor, Killed, Process
+from staleflow.sim.virtual import Conductor, Killed, Process
 from staleflow.store.base import Buffer, Durability, StoreError, StoreFull, key_number
 from staleflow.store.memory import MemoryWrite, Tables, Undo
 

@@ -11,8 +11,8 @@ from staleflow.sim.faults.disk import Loss
 from staleflow.sim.faults.mishaps import Mishaps
 from staleflow.sim.faults.network import GRAIN_S
 from staleflow.sim.faults.plan import LOST, REBOOT, SLABS, Plan
-from staleflow.sim.faults.virtual import current
 from staleflow.sim.faults.world import Node, Spell, World
+from staleflow.sim.virtual import current
 
 SPELL_S = 60.0
 PAUSE_S = 25.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from staleflow.clients.trainer.client import until_stop
-from staleflow.sim.faults.virtual import Killed, Process
+from staleflow.sim.virtual import Killed, Process
 
 T = TypeVar("T")
 

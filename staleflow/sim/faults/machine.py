@@ -38,7 +38,7 @@ from staleflow.servers.parameters.relay import service as relay
 from staleflow.servers.trajectories import service as trajectory_service
 from staleflow.servers.trajectories import slabs, stage_calls
 from staleflow.sim.faults.plan import NEAR
-from staleflow.sim.faults.virtual import Conductor, Killed, Process, current
+from staleflow.sim.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
 """Of one message of weights: a version takes several. And relays hang in a row."""

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from staleflow.sim.faults.payload import LONG
-from staleflow.sim.faults.virtual import Process
 from staleflow.sim.faults.world import Node, Spell, World
+from staleflow.sim.virtual import Process
 from staleflow.store.memory import Tables
 
 OLDER_S: Final = (2.0, 10.0)

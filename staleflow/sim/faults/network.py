@@ -14,7 +14,7 @@ from staleflow.configs.errors import ConfigError
 from staleflow.net.limits import TransportLimits
 from staleflow.net.transport import Link, OnMessage
 from staleflow.protocols.wire.codec import Data
-from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.sim.virtual import Conductor, Process
 
 GRAIN_S: Final = 0.001
 """Messages arrive at multiples of this, so that some share a drain as they do in life."""
@@ -277,7 +277,7 @@ class Network:
                 wire.clear_s[way] = arrives_s = max(arrives_s, wire.clear_s[way])
             sender.heard_until_s = max(sender.heard_until_s, arrives_s)
             grains = -(-arrives_s // GRAIN_S)
-            self._conductor.schedule(grains * GRAIN_S, self._arrive, wire, way, parts)
+            self._conductor.at(grains * GRAIN_S, self._arrive, wire, way, parts)
 
     def _arrive(self, wire: Wire, way: int, parts: Parts) -> None:
         if not (wire.open or wire.drains):

@@ -11,7 +11,7 @@ from staleflow.configs.loading.load import Addresses
 from staleflow.configs.schema import Config
 from staleflow.sim.faults.journal import Journal, Key
 from staleflow.sim.faults.network import Network
-from staleflow.sim.faults.virtual import Conductor
+from staleflow.sim.virtual import Conductor
 
 
 @dataclass(slots=True)

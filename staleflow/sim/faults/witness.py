@@ -52,7 +52,7 @@ from staleflow.sim.faults.journal import Acknowledged, Committed, Heard, Key
 from staleflow.sim.faults.payload import group_payload, is_written, other_bytes, sha_of
 from staleflow.sim.faults.plan import MAX_NEW_TOKENS, NEAR
 from staleflow.sim.faults.scene import Scene
-from staleflow.sim.faults.virtual import Process
+from staleflow.sim.virtual import Process
 
 T = TypeVar("T")
 

@@ -54,8 +54,8 @@ from staleflow.sim.faults.payload import VOCABULARY
 from staleflow.sim.faults.plan import NEAR, Plan
 from staleflow.sim.faults.scene import Scene
 from staleflow.sim.faults.stage import opened_stage
-from staleflow.sim.faults.virtual import Conductor, Process
 from staleflow.sim.faults.witness import Witness
+from staleflow.sim.virtual import Conductor, Process
 from staleflow.store.base import StoreError
 from staleflow.trace.writer import stored_head
 

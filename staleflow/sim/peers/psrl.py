@@ -9,7 +9,7 @@ from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.sim.peers.pool import LINEAGE, Group, Pool, Replica
 from staleflow.sim.peers.rule import Rule
-from staleflow.sim.shard import segments_of
+from staleflow.sim.sample import segments_of
 
 TRAINER = WorkerId("trainer")
 NO_SHA = "0" * 64

@@ -32,6 +32,8 @@ from staleflow.servers.trajectories.filters import FILTERS
 from staleflow.servers.trajectories.records import pushed as pushed_of
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
+from staleflow.servers.trajectories.stage_queue import HOLD_AFTER
+from staleflow.servers.trajectories.stage_reports import loads_of
 from staleflow.servers.trajectories.stage_times import path_of
 from staleflow.servers.trajectories.store import TABLES, Columns, TrajectoryStore
 from staleflow.store.memory import MemoryStore
@@ -257,6 +259,35 @@ class Ledger:
     async def ask(self, body: Operations, *_: object, **__: object) -> Results:
         self.ops += body.ops
         return Results(results=[Result()] * len(body.ops))
+
+
+async def test_a_report_of_failing_workers_counts_the_groups_that_have_passed_their_stage() -> None:
+    """One group is past the stage left and waits for its reward, until it is given up."""
+    stage = Stage(name="left", run="m:f", makes=["score"])
+    registrar = Registrar(cast("Client", Ledger()))
+    nodes = graph(Config(prompts=Prompts(), reward=Reward(run=""), stage=[stage]))
+    store = TrajectoryStore(MemoryStore(TABLES), map_bytes=1 << 20)
+    shard = Shard(store, registrar, shard=0, stages=nodes, keep=FILTERS["zero_spread"])
+    working = asyncio.create_task(registrar.run())
+    for number in range(1 + HOLD_AFTER):
+        specs, frames = specs_and_frames(payload(0, seed=number).to_arrays())
+        item = PushItem(group=GroupId(number), lease=LeaseId(1), worker=WorkerId("w"), truncated=False, frames=specs)
+        shard.push(pushed_of(item, frames, GROUP_SIZE), lambda _: None)
+    shard.commit()
+    await registrar.idle()
+    past, *others = shard.queues["left"].take("w", 1 + HOLD_AFTER, now_s=0.0, seconds_each=1.0)
+    shard.finish(Columns(past.key, "left", {"stage/left/score": LEFT}), past.number, "w", lambda _: None)
+    shard.commit()
+    for ticket in others:
+        shard.fail(ticket.key, "left", ticket.number, "w", "judge: refused")
+    assert {load.stage: (len(load.failing), load.passed) for load in loads_of(shard)} == {
+        "reward": (0, 0),
+        "left": (1, 1),
+    }
+    shard.give_up([past.key], "reward: no number")
+    await registrar.idle()
+    assert {load.stage: (len(load.failing), load.passed) for load in loads_of(shard)}["left"] == (1, 0)
+    working.cancel()
 
 
 async def test_results_of_two_stages_in_one_commit_of_which_one_ends_the_group_release_it_once() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.sim.faults.disk import Disk, SimStore
-from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.sim.virtual import Conductor, Process
 from staleflow.store.base import StoreError, StoreFull
 
 

@@ -12,7 +12,7 @@ from staleflow.servers.trajectories.records import Key, Pushed, Record
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
 from staleflow.sim.faults.disk import Disk, Loss
-from staleflow.sim.faults.virtual import Conductor, Process
+from staleflow.sim.virtual import Conductor, Process
 
 BLOB_BYTES = 600
 SLAB_BYTES = 1024

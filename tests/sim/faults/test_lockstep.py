@@ -3,7 +3,7 @@
 import asyncio
 
 from staleflow.sim.faults.lockstep import Lockstep
-from staleflow.sim.faults.virtual import BEGIN_S, Conductor, Killed
+from staleflow.sim.virtual import BEGIN_S, Conductor, Killed
 
 
 def test_a_thread_that_waits_lets_time_pass_and_gets_results_and_errors() -> None:

@@ -9,7 +9,7 @@ from staleflow.net.endpoint import Call, Endpoint
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Done, GetStatus
 from staleflow.sim.faults.network import Network, Weather
-from staleflow.sim.faults.virtual import BEGIN_S, Conductor, Process
+from staleflow.sim.virtual import BEGIN_S, Conductor, Process
 
 ADDRESS = "tcp://127.0.0.1:7000"
 CALLS = 40

@@ -1,5 +1,6 @@
 """Each peer's rule in a sentence, on a workload whose long trajectories take several steps of the trainer."""
 
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,8 @@ def test_a_synchronous_step_takes_its_longest_trajectory_and_then_the_training()
 def test_psrl_trains_what_the_shipped_service_trains(publish: str, bound: int, tmp_path: Path) -> None:
     of = tail(max_staleness=bound, publish=publish)
     run = ran("psrl", of)
-    world = World(of, tmp_path)
-    world.run()
+    with closing(World(of, tmp_path)) as world:
+        world.run()
     theirs = [[member.group for member in step.batch.members] for step in world.trainer.trained]
     # within a batch the order is that of finishing; engines that load one after the other may change it by a step
     assert [sorted(group.id for group in batch) for batch in run.pool.steps] == [sorted(batch) for batch in theirs]

@@ -2,9 +2,11 @@
 
 import asyncio
 import re
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from staleflow.clients.rollout.engines.base import Sampling
@@ -32,7 +34,9 @@ def config() -> Config:
     return Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run=""), environment=environment)
 
 
-async def test_bad_episodes_give_their_leases_back_and_good_ones_are_pushed(short_dir: Path, config: Config) -> None:
+@asynccontextmanager
+async def working(short_dir: Path, config: Config) -> AsyncGenerator[Stage]:
+    """A worker with the environment of ``config``, and its peers."""
     stage = Stage(short_dir)
     runner = EngineThread(SimulatedEngine(Simulated(mean_tokens=8, sigma=0.3, k2=1e-4), slots=16))
     recipe = Recipe(group_size=2, started=3, sampling=Sampling(max_new_tokens=10_000), seed=3)
@@ -43,8 +47,23 @@ async def test_bad_episodes_give_their_leases_back_and_good_ones_are_pushed(shor
     )
     serving = [asyncio.ensure_future(endpoint.serve()) for endpoint in stage.endpoints]
     running = asyncio.ensure_future(worker.run())
-    scheduler, shard = stage.scheduler, stage.shard
     try:
+        yield stage
+        assert not running.done()
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        await worker.leave("the test is over")
+        await environments.close()
+        await runner.close()
+        stage.close()
+        await asyncio.gather(*serving)
+
+
+async def test_bad_episodes_give_their_leases_back_and_good_ones_are_pushed(short_dir: Path, config: Config) -> None:
+    async with working(short_dir, config) as stage:
+        scheduler, shard = stage.scheduler, stage.shard
         prompts = {1: "raise", 2: "good", 3: "exit", 4: "hang", 5: "hang", 6: "text"}
         shard.rows = {group: {"prompt": prompt} for group, prompt in prompts.items()} | {8: {"prompt": "good"}}
         scheduler.order(pull(0), assign(1), assign(2))
@@ -67,13 +86,20 @@ async def test_bad_episodes_give_their_leases_back_and_good_ones_are_pushed(shor
             "or finite numbers by name",
         }
         assert shard.payloads[2].stages["stage/environment/reward"].tolist() == [1.0, 1.0]
-        assert not running.done()
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        await worker.leave("the test is over")
-        await environments.close()
-        await runner.close()
-        stage.close()
-        await asyncio.gather(*serving)
+
+
+async def test_reports_tell_how_many_episodes_play_and_how_many_wait_for_a_process(
+    short_dir: Path, config: Config
+) -> None:
+    few = msgspec.structs.replace(config.environment, processes=2, concurrency=2, timeout_s=60.0)
+    async with working(short_dir, msgspec.structs.replace(config, environment=few)) as stage:
+        scheduler = stage.scheduler
+        stage.shard.rows = {group: {"prompt": "hang"} for group in (1, 2)}
+        scheduler.order(pull(0), assign(1), assign(2))
+
+        def newest() -> list[tuple[int, int]]:
+            return [(report.stats.episodes, report.stats.episodes_waiting) for report in scheduler.reports[-1:]]
+
+        await until(lambda: newest() == [(4, 2)])
+        scheduler.order(Abort(lease=LeaseId(1)))
+        await until(lambda: newest() == [(3, 0)])

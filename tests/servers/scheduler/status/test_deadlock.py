@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from staleflow.configs.schema import Algorithm, Config, Prompts
+from staleflow.configs.schema import Algorithm, Config, Prompts, Stage
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import Step, WorkerId
 from staleflow.protocols.wire.messages import GetBatch, Refusal, Reply, StageFailing, StageLoad, StageLoads
@@ -320,9 +320,9 @@ def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_ru
     if before is not None:
         through_the_shard(seat, 1, before)
     for number in range(workers):
-        table.attach(f"reward-{number}", "stage", stage="reward")
+        table.attach(f"reward-{number}.5f0c", "stage", name=f"reward-{number}", stage="reward")
     failing = StageFailing(
-        worker=WorkerId("reward-0"), failures=40, failing_ms=failing_ms, held_ms=9_000, why="judge: refused"
+        worker=WorkerId("reward-0.5f0c"), failures=40, failing_ms=failing_ms, held_ms=9_000, why="judge: refused"
     )
     load = StageLoad(stage="reward", waiting=9, taken=0, groups=[], failing=[failing])
     table.call("trajectories-0", StageLoads(shard=0, loads=[load], used_share=0.1), lambda _: None)
@@ -342,6 +342,31 @@ def test_a_stage_whose_workers_fail_everything_from_the_beginning_on_ends_the_ru
         del seat.held[assign.lease]
     table.after(TICK_MS)
     assert [refusal.detail.startswith(said) for refusal in table.refused] == [True] * ends
+
+
+def test_a_group_that_has_passed_the_failing_stage_delays_the_end(tmp_path: Path) -> None:
+    """A later stage may be slow: once it is done with the group, the run is healthy, however long the outage lasts."""
+    judge = Stage(name="judge", run="m:f", makes=["score"])
+    table = Table(tmp_path / "run", msgspec.structs.replace(config(), stage=[judge]))
+    seat = Seat(table, "a")
+    table.attach("judge-0", "stage", stage="judge")
+    failing = StageFailing(
+        worker=WorkerId("judge-0"), failures=40, failing_ms=FAILING_MS, held_ms=9_000, why="judge: refused"
+    )
+
+    def report(passed: int) -> None:
+        load = StageLoad(stage="judge", waiting=3, taken=0, groups=[], failing=[failing], passed=passed)
+        table.call("trajectories-0", StageLoads(shard=0, loads=[load], used_share=0.1), lambda _: None)
+
+    for assign in list(seat.held.values()):
+        assert table.push(assign, "a") is None
+        del seat.held[assign.lease]
+    report(passed=1)
+    assert told(table) == ""
+    assert table.service.phase.suspected == ""
+    report(passed=0)
+    table.after(TICK_MS)
+    assert "every group fails in the stage judge at judge-0, 40 so far" in table.refused[0].detail
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from staleflow.configs.schema import Config, Prompts, Reward, Rollout, Stage
+from staleflow.configs.schema import Config, Environment, Prompts, Reward, Rollout, Stage
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
-from staleflow.protocols.wire.messages import Done, StageFailing, StageLoad, StageLoads
-from staleflow.servers.scheduler.status.stage_loads import Load, Loads, calls_limit
+from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
+from staleflow.servers.scheduler.status.stage_loads import Load, Loads, calls_limit, episodes_limit
 from tests.servers.scheduler.world import Cast, World
 
 
@@ -88,6 +88,35 @@ def test_a_stage_that_has_all_its_calls_under_way_is_the_limit_and_names_its_key
 )
 def test_a_stage_with_fewer_calls_or_nothing_queued_is_no_limit(stage: str, load: Load) -> None:
     assert calls_limit(config(), stage, load, 1) == ""
+
+
+FULL = InstanceStats(running=3, slots=64, episodes=8, episodes_waiting=24)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, "; raise environment.concurrency or environment.processes"),
+        ({"episodes_waiting": 0}, ""),
+        ({"running": 64}, ""),
+        ({"waiting": 1}, ""),
+        ({"slots": 0, "running": 64}, ""),
+        ({"episodes": 2}, "; fewer share a process while episodes end it, see the log of rollout-0"),
+    ],
+    ids=["full", "nothing queued", "no free slot", "the engine is full", "slots unknown", "episodes end processes"],
+)
+def test_an_environment_is_the_limit_when_episodes_wait_while_the_engine_has_free_slots(
+    changed: dict[str, int], says: str
+) -> None:
+    settings = Config(
+        prompts=Prompts(),
+        reward=Reward(run=""),
+        environment=Environment(run="m:C", processes=2, concurrency=4),
+        rollout=Rollout(max_inflight=64),
+    )
+    stats = msgspec.structs.replace(FULL, **changed)
+    said = f"environment at rollout-0: {stats.episodes} of 8 episodes under way, 24 queued"
+    assert episodes_limit(settings, "rollout-0", stats) == (said + says if says else "")
 
 
 def failing(worker: str, failures: int, failing_ms: int) -> StageFailing:

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from staleflow.configs.schema import Environment
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Detach, Done
@@ -102,3 +104,18 @@ def test_a_worker_that_fails_everything_is_named_with_its_reason(tmp_path: Path)
     assert len(bad.held) == 1
     bad.finish(bad.holds()[0])
     assert "held" not in table.why
+
+
+def test_an_environment_that_lets_too_few_episodes_play_is_named_with_its_keys(tmp_path: Path) -> None:
+    """Every engine may be at its own limit; the one with most episodes queued is named."""
+    settings = config(batch_size=8, max_staleness=2)
+    played = Environment(run="nobody:Plays", processes=2, concurrency=4)
+    table = Table(tmp_path / "run", msgspec.structs.replace(settings, environment=played))
+    for name, queued in (("a", 3), ("b", 5), ("c", 0)):
+        Seat(table, name).report(running=1, episodes=8, episodes_waiting=queued)
+    limit = (
+        "environment at b: 8 of 8 episodes under way, 5 queued; raise environment.concurrency or environment.processes"
+    )
+    assert table.why.endswith(f" in stages; {limit}")
+    rows = {row["name"]: row["limit"] for row in table.status()["instances"]}
+    assert rows == {"a": limit.replace(" b:", " a:").replace(" 5 ", " 3 "), "b": limit, "c": ""}

@@ -12,8 +12,9 @@ import contextvars
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
-from heapq import heappop, heappush
 from typing import Any, Final
+
+from staleflow.sim.timeline import Timeline
 
 BEGIN_S: Final = 1_000.0
 """Monotonic time at the start: servers take 0 for "never"."""
@@ -106,7 +107,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        self.conductor.schedule(when, self.push, timer)
+        self.conductor.at(when, self.push, timer)
         return timer
 
     def call_later(  # type: ignore[override]
@@ -141,14 +142,11 @@ class SimLoop(asyncio.BaseEventLoop):
                 self.conductor.wake(self)
 
 
-class Conductor:
+class Conductor(Timeline):
     """Time, and whose turn it is."""
 
-    def __init__(self) -> None:
-        self.now_s = BEGIN_S
-        self._later: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._order = 0
-        self._awake: deque[SimLoop] = deque()
+    def __init__(self, begin_s: float = BEGIN_S) -> None:
+        super().__init__(begin_s)
         self._waiting: set[int] = set()
         self._all: list[Process] = []
         self.turns = 0
@@ -201,27 +199,7 @@ class Conductor:
         """The loop has something to do."""
         if id(loop) not in self._waiting:
             self._waiting.add(id(loop))
-            self._awake.append(loop)
-
-    def schedule(self, when_s: float, happening: Callable[..., None], *args: Any) -> None:
-        """Call ``happening`` at that time, or as soon as everything of this instant has run."""
-        self._order += 1
-        heappush(self._later, (max(when_s, self.now_s), self._order, happening, args))
-
-    def after(self, delay_s: float, happening: Callable[..., None], *args: Any) -> None:
-        self.schedule(self.now_s + delay_s, happening, *args)
-
-    def run(self, until: Callable[[], bool]) -> None:
-        """Go on until ``until()``, asked whenever time goes on, or until nothing is left to do."""
-        later, awake = self._later, self._awake
-        while True:
-            if awake:
-                self._turn(awake.popleft())
-            elif not later or until():
-                return
-            else:
-                self.now_s, _, happening, args = heappop(later)
-                happening(*args)
+            self.soon(self._turn, loop)
 
     def _turn(self, loop: SimLoop) -> None:
         """Run what is ready in one process; what becomes ready meanwhile waits for its next turn."""
@@ -262,6 +240,7 @@ class Conductor:
             loop.tasks.clear()
             loop.close()
         self._later.clear()
+        self._soon.clear()
 
 
 def _bury(task: SimTask) -> None:

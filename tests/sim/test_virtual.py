@@ -2,7 +2,7 @@
 
 import asyncio
 
-from staleflow.sim.faults.virtual import BEGIN_S, Conductor
+from staleflow.sim.virtual import BEGIN_S, Conductor
 
 
 def test_a_killed_process_runs_no_line_more_not_even_its_last_will() -> None:
