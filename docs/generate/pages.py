@@ -5,6 +5,7 @@ from docs.generate.configuration import configuration
 from docs.generate.life import life
 from docs.generate.metrics import metrics
 from docs.generate.timeline import timeline
+from docs.generate.trace import trace
 from docs.generate.window import window
 
 
@@ -13,6 +14,7 @@ def made() -> dict[str, str]:
     pages = {"configuration": configuration(), "commands": commands(), "metrics": metrics()}
     pictures = {"life": life(), "window": window(), "timeline": timeline()}
     return {
+        "trace.md": "\n".join(trace()).strip() + "\n",
         **{f"reference/{name}.md": "\n".join(lines).strip() + "\n" for name, lines in pages.items()},
         **{f"pictures/{name}.svg": text for name, text in pictures.items()},
     }
