@@ -72,6 +72,21 @@ def check_chain(trace: Path) -> None:
   by the `seal` of the same batch under a new id.
 - A restart changes no group, batch or version: `recovered` of `open` equals the state after the preceding lines.
 - The `version` of a group is its oldest version: `reserve` fixes it, and no segment of the `push` is below it.
+
+## State that an auditor derives
+
+- The current lineage and version are those of the last `publish` or `rollback` (`lineage`, `to_version`). The next step
+  to seal is one above the last `seal`; `rollback` sets it to `to_version`, `unseal` to the step of its batch.
+- A version of a lineage survives if it is at most the current version and, on the way back from the current lineage
+  along `from_lineage`, at most the `to_version` of each `rollback` that is passed. A lineage that is not met is gone.
+- `rollback` and `unseal` return the members of batches from that step on to occupied, in their old order, and undo all
+  claims. Groups with any token of a version that does not survive then leave as `release` or `drop`, `rollback`.
+- A batch may be sealed again until no kept checkpoint is older: `checkpoint` discards consumed batches of steps below
+  its `version`.
+- `tokens` of a `seal` is the sum over the segments of its members. `masked_tokens` counts the segments with
+  `version` < `step` - `max_staleness`; under the trajectory bound no member has such a segment.
+- Outside a rollback, reserves = releases + occupies + leased + pushed, and occupies = drops + occupied + sealed +
+  consumed, after every line.
 """
 
 EVENTS = {
