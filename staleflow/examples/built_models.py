@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, TypeVar, cast
 
-P = ParamSpec("P")
+Build = TypeVar("Build", bound=Callable[..., None])
 
 MAX_MODELS = 8
 """Models that are kept, about 2.5 MB each; the one that was used longest ago is deleted first."""
@@ -24,11 +24,11 @@ MAX_MODELS = 8
 log = logging.getLogger(__name__)
 
 
-def kept(build: Callable[Concatenate[Path, int, P], None]) -> Callable[Concatenate[Path, int, P], None]:
+def kept(build: Build) -> Build:
     """Decorate ``build(directory, seed, **options)`` so that it copies an equal model that was built before."""
 
     @functools.wraps(build)
-    def build_or_copy(directory: Path, seed: int, *args: P.args, **options: P.kwargs) -> None:
+    def build_or_copy(directory: Path, seed: int, **options: Any) -> None:
         entry = folder() / _digest(build, seed, options)
         if (entry / "config.json").is_file():
             try:
@@ -39,13 +39,13 @@ def kept(build: Callable[Concatenate[Path, int, P], None]) -> Callable[Concatena
             else:
                 log.info("copied the model that an earlier run built: %s", entry)
                 return
-        build(directory, seed, *args, **options)
+        build(directory, seed, **options)
         try:
             _keep(directory, entry)
         except OSError as error:  # a cache that cannot be written costs the next run its warm-up, nothing else
             log.warning("the built model is not kept: %s", error)
 
-    return build_or_copy
+    return cast(Build, build_or_copy)
 
 
 def folder() -> Path:
