@@ -1,6 +1,6 @@
-"""Operations on groups, in batches: each is applied on its own, and answered in its place.
+"""Batched operations on groups: each is applied independently, and its result is returned at its index.
 
-What a shard sends again because an answer was lost has its effect once and is answered as before.
+Operations are idempotent: one that a shard resends after a lost reply has no second effect and returns the same result.
 """
 
 from typing import assert_never
@@ -35,16 +35,16 @@ from staleflow.servers.scheduler.status.step_metrics import Metrics
 from staleflow.store.disk_errors import trouble
 
 MAX_TOKENS = 1 << 40
-"""Of one group: what is counted over a run still fits the store's 64 bits."""
+"""Maximum tokens of one group, so that the totals of a run fit the 64-bit integers of the store."""
 PEERS_WHY = (ReleaseWhy.ABORTED, ReleaseWhy.FILTERED)
-"""Reasons of release that a peer may give; the others are the ledger's own."""
+"""Release reasons that a peer may send; the others are reserved for the ledger."""
 LedgerOp = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterMissing
-"""Each is one event of the ledger."""
+"""Operations that map to exactly one ledger event."""
 _DONE = Result()
 
 
 class GroupOperations:
-    """Applies the operations of shards and workers."""
+    """Applies the operations of shards and rollout workers to the ledger."""
 
     def __init__(
         self,
@@ -86,13 +86,12 @@ class GroupOperations:
         if nonsense := self._nonsense(op):
             return self._no(peer, op, Code.MALFORMED, nonsense)
         if isinstance(op, RegisterMissing) and not self._counts_on(op):
-            return self._no(
-                peer, op, Code.STALE, f"group {op.group}: nobody counts on {op.sha[:12]} in shard {op.shard}"
-            )
+            detail = f"group {op.group}: the ledger does not expect {op.sha[:12]} in shard {op.shard}"
+            return self._no(peer, op, Code.STALE, detail)
         return self._apply(peer, op)
 
     def _apply(self, peer: str, op: LedgerOp) -> Result:
-        """What the ledger says to something that may be asked."""
+        """Apply an operation that has passed the checks, and return the ledger's result."""
         event = self._event(op)
         try:
             told = self._interpreter.apply(event)
@@ -116,8 +115,10 @@ class GroupOperations:
         return _DONE
 
     def _holds(self, worker: str, op: RegisterRelease | RegisterYield) -> bool:
-        """Whether the group is still with that worker: what was pushed is no longer its own to give up. What the ledger
-        answers anyway (released or retired before) is left to it."""
+        """Return whether ``worker`` still holds the lease: it may not release a group that is already pushed.
+
+        True also where the ledger itself returns the right result: an unknown, replaced or released lease.
+        """
         held = self._interpreter.machine.group(op.group)
         if held is None or held.lease != op.lease or held.state is State.RELEASED:
             return True
@@ -128,26 +129,26 @@ class GroupOperations:
         return held is not None and (held.shard, held.sha) == (op.shard, op.sha)
 
     def _no(self, peer: str, op: Op, code: Code, detail: str) -> Result:
-        """What the ledger does not say no to: it was not asked, or raised."""
+        """Record and return a rejection that did not come from the ledger: a failed check or a ``TransitionError``."""
         refused = Rejected(op=type(op).__name__, code=code, group=op.group)
         self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
         return Result(code=code, detail=detail)
 
     def _nonsense(self, op: Op) -> str:
-        """Why nobody may ask for this in whatever state; empty when somebody may."""
+        """Return why the operation is invalid in every state of the ledger; empty if it is valid."""
         if isinstance(op, RegisterPush) and sum([segment.tokens for segment in op.segments]) > MAX_TOKENS:
             return f"a group has at most {MAX_TOKENS} tokens"
         if isinstance(op, RegisterPush) and not 0 <= op.shard < self._shards:
             return f"shard is {op.shard}; it must be 0 to {self._shards - 1}"
         if isinstance(op, RegisterRelease) and op.why not in PEERS_WHY:
-            return f'why is "{op.why}"; a peer releases what is {" or ".join(PEERS_WHY)}'
+            return f'why is "{op.why}"; it must be {" or ".join(PEERS_WHY)}'
         return ""
 
     def _put_off(self, group: GroupId, *, retired: bool) -> None:
-        """Deal a group that was given up again after two batches of others, then four, and so on.
+        """Requeue an aborted group behind two batches of fresh groups, then four, and so on; discard it if ``retired``.
 
-        At once it would keep its place as long as it fails; and at the end of the source the groups that failed least
-        come first.
+        Requeued without a delay, a failing group would be served next every time. At the end of the source, the groups
+        with the fewest failures come first.
         """
         deck, batch_size = self._interpreter.deck, self._interpreter.limits.batch_size
         deck.take(group)

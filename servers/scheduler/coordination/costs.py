@@ -1,10 +1,10 @@
-"""What a decode step costs on each instance, fitted to its own reports while it works.
+"""Cost of a decode step on each instance, fitted online to the reports of the instance.
 
-Between two reports a counter of steps, tokens and busy seconds moves on; so n = tokens / steps samples ran on average,
-and a step took busy / steps seconds, with about as many tokens in the cache as the reports say. Of these observations
-the newest of each size are kept. The model (``Cost``) bends at the number of samples from which each costs something;
-for a given bend it is a sum of three parts that cannot be negative, a problem of least squares, and the best of some
-bends is taken.
+Each report has counters of steps, tokens and busy seconds. Between two reports, n = tokens / steps samples ran on
+average, and a step took busy / steps seconds with about the reported number of tokens in the cache. The newest
+observations of each size are kept. The model (``Cost``) has a bend: the number of samples above which each additional
+sample costs time. For a fixed bend, the model is a non-negative least-squares problem with three weights; the fit tries
+several bends and takes the best.
 """
 
 import numpy as np
@@ -17,33 +17,33 @@ from staleflow.protocols.wire.messages import InstanceStats
 Floats = NDArray[np.float64]
 
 SIZES, EACH, GROWTH = 16, 8, 1.5
-"""Observations are kept by their number of samples: so many sizes, so many of each, one size ``GROWTH`` times the one
-before. What an instance does at one size does not push out what it did at another."""
+"""Number of size buckets by number of samples, observations in each, and the ratio of two bucket sizes. With buckets,
+observations at one size do not displace those at another."""
 OLDEST = 512
-"""Observations after which one is no longer believed."""
+"""Age in observations at which an observation is discarded."""
 MIN_STEPS = 8
-"""Steps that make an observation."""
+"""Minimum number of steps of an observation."""
 ENOUGH = 6
-"""Observations that make a first fit."""
+"""Minimum number of observations for a fit."""
 EVERY = 16
-"""Observations after which it is fitted again."""
+"""Number of new observations between two fits."""
 AT_ONCE = 2
-"""Fits of one cycle: some tenths of a millisecond each."""
+"""Maximum number of fits in one cycle: each takes some tenths of a millisecond."""
 OUTLIER = 4.0
-"""Observations that are off by more than so many times the median of all are left out: prefill, a pause."""
+"""Observations with an error above this multiple of the median error are ignored: a prefill or a pause."""
 
 _SUBSETS = np.array([[bool(n >> bit & 1) for bit in range(3)] for n in range(1, 8)])
 
 
 class Costs:
-    """One fit for each instance; the memory of each is bounded."""
+    """Cost models by instance, each with bounded memory."""
 
     def __init__(self) -> None:
         self._logs: dict[WorkerId, Log] = {}
         self._due: dict[WorkerId, None] = {}
 
     def observe(self, worker: WorkerId, stats: InstanceStats) -> None:
-        """What a report says."""
+        """Add a report; mark the instance for a fit if one is due."""
         log = self._logs.get(worker)
         if log is None:
             log = self._logs[worker] = Log(stats)
@@ -51,7 +51,7 @@ class Costs:
             self._due[worker] = None
 
     def fit(self) -> list[WorkerId]:
-        """Fit a few of those that are due; who they were."""
+        """Fit at most ``AT_ONCE`` models that are due, and return their instances."""
         chosen = [worker for worker, _ in zip(self._due, range(AT_ONCE), strict=False)]
         for worker in chosen:
             del self._due[worker]
@@ -60,7 +60,7 @@ class Costs:
         return chosen
 
     def of(self, worker: WorkerId) -> Cost | None:
-        """Its cost; None before there are enough observations."""
+        """Return the cost model of an instance; None before its first fit."""
         log = self._logs.get(worker)
         return None if log is None else log.cost
 
@@ -83,12 +83,12 @@ class Log:
         self._fresh = 0
 
     def hear(self, stats: InstanceStats) -> bool:
-        """Take in a report; True when it is time for another fit."""
+        """Add a report; return True if a fit is due."""
         before = self._before
         steps = stats.steps - before.steps
         if 0 <= steps < MIN_STEPS:
             if not stats.running:
-                self._before = stats  # what follows a pause is not of one piece with what was before
+                self._before = stats  # idle: an observation that spans a pause would mix two loads
             return False
         self._before = stats
         tokens, seconds = stats.generated_tokens - before.generated_tokens, stats.busy_s - before.busy_s
@@ -105,15 +105,17 @@ class Log:
         self._fresh += 1
 
     def observations(self) -> Floats:
-        """[n, 3]: samples, tokens in the cache, seconds of a step."""
+        """Return the observations, [n, 3]: samples, tokens in the cache, seconds of a step."""
         self._fresh = 0
         kept = self._kept.reshape(-1, 4)
         return kept[kept[:, 3] > self._count - OLDEST, :3]
 
 
 def fitted(seen: Floats) -> Cost | None:
-    """The cost with the least relative squares over ``seen`` [n, 3], without what is far off; None when they are too
-    few."""
+    """Fit the cost with the smallest relative squared error over ``seen`` [n, 3], without outliers.
+
+    Return None if there are fewer than ``ENOUGH`` observations.
+    """
     if len(seen) < ENOUGH:
         return None
     cost = _fit(seen)
@@ -123,7 +125,7 @@ def fitted(seen: Floats) -> Cost | None:
 
 
 def _fit(seen: Floats) -> Cost:
-    """Of seconds ~ k1 kv + k3 max(n, bend) + k4 the best one: over some bends first, then over some near the best."""
+    """Fit seconds ~ k1 kv + k3 max(n, bend) + k4: search a coarse grid of bends, then a fine grid around the best."""
     bends = np.unique(np.concatenate(([0.0], np.quantile(seen[:, 0], (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)))))
     _, best = _best(seen, bends)
     near: Floats = np.linspace(float(bends[max(best - 1, 0)]), float(bends[min(best + 1, len(bends) - 1)]), 9)
@@ -132,7 +134,7 @@ def _fit(seen: Floats) -> Cost:
 
 
 def _best(seen: Floats, bends: Floats) -> tuple[list[float], int]:
-    """The weights k1, k3 and k4 with the best bend, and its place."""
+    """Return the weights k1, k3 and k4 at the best bend, and the index of that bend."""
     samples, kv, seconds = seen.T
     columns = np.stack([np.stack([kv, np.maximum(samples, bend), np.ones_like(kv)]) for bend in bends]) / seconds
     scale = np.maximum(columns.max(axis=2, keepdims=True), 1e-30)
@@ -142,9 +144,10 @@ def _best(seen: Floats, bends: Floats) -> tuple[list[float], int]:
 
 
 def _not_negative(columns: Floats) -> tuple[Floats, Floats]:
-    """For each [3, n] of ``columns``: the weights >= 0 whose sum of columns is nearest to 1, and the squares left.
+    """Solve a non-negative least-squares problem for each [3, n] of ``columns``, with target 1.
 
-    With three columns there are seven sets of those that are not zero: the best one without a negative weight is it.
+    Return the weights and the squared residuals. With three columns there are only seven non-empty subsets of active
+    columns: solve all of them, and take the best solution without a negative weight.
     """
     products = columns @ columns.transpose(0, 2, 1)
     aims = columns.sum(axis=2)

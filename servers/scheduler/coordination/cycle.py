@@ -1,7 +1,7 @@
-"""The coordination cycle: a snapshot of the run, the strategy's orders, and what becomes of them.
+"""The coordination cycle: take a snapshot of the run, let the strategies decide, and execute their orders.
 
-Runs at most once a drain, only when something changed that a strategy looks at, and rests ten times as long as it took
-to decide: with many instances the ledger comes first.
+A cycle runs at most once per drain and only if an input of a strategy has changed. Afterwards it pauses ten times as
+long as the decision took, so that with many instances most of the time remains for the ledger.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from staleflow.servers.scheduler.coordination.snapshots import MAX_STARTS, Snaps
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
 REST = 10
-"""Time between two decisions, as a multiple of what the last one took."""
+"""Pause between two decisions, as a multiple of the duration of the last one."""
 
 
 class Cycle:
-    """Turns orders into leases and commands."""
+    """Executes the orders of the strategies as leases and commands."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Cycle:
         end: Callable[[], int],
         asked: Callable[[], bool],
     ) -> None:
-        """``end``: the step before which the run is over. ``asked``: the trainer waits for a batch."""
+        """``end``: returns the end of the run, an exclusive step. ``asked``: returns whether the trainer waits for its
+        current batch."""
         self._interpreter = interpreter
         self._instances = instances
         self._strategies = strategies(config.coordination)
@@ -44,21 +45,21 @@ class Cycle:
         interpreter.listen(Delivered, self._pacing.on_delivered)
         self._snapshots = Snapshots(interpreter, instances, failures, config, end, self._pacing)
         self.unfinished = False
-        """Another cycle should follow soon."""
+        """The cycle left work undone; another one should follow soon."""
         self._not_before_ns = 0
 
     @property
     def resting(self) -> bool:
-        """The last decision took long enough that the next one has to wait yet."""
+        """Whether the pause after the last decision is not over yet."""
         return self._interpreter.clock.now_ns() < self._not_before_ns
 
     def heard(self, worker: WorkerId, stats: InstanceStats) -> None:
-        """An instance says how it is; what its steps cost is learned from it."""
+        """Update the cost model of an instance from its report, if a strategy uses one."""
         if self._snapshots.costs is not None:
             self._snapshots.costs.observe(worker, stats)
 
     def run(self, now_ms: int, *, may_start: bool) -> None:
-        """One cycle. ``may_start`` False: weights are still loaded, but nothing new begins."""
+        """Run one cycle. With ``may_start`` False, it starts no groups but still orders instances to load weights."""
         self.unfinished = False
         started_ns = self._interpreter.clock.now_ns()
         if not self._instances.changed:
@@ -92,7 +93,7 @@ class Cycle:
             self._instances.changed = self.unfinished = True
 
     def _start(self, order: Start) -> None:
-        """Deal and lease. The ledger has the last word: what it has no room for goes back to the deck."""
+        """Take groups from the prompt queue and lease them. A group that the ledger rejects returns to the queue."""
         deck, snapshots = self._interpreter.deck, self._snapshots
         for group in order.groups:
             deck.deal_group(group)
@@ -106,7 +107,7 @@ class Cycle:
 
 
 def strategies(chosen: Coordination) -> Strategies:
-    """What ``decide`` has to know of the configuration."""
+    """Return the settings of the configuration that ``decide`` needs."""
     return Strategies(
         routing=chosen.routing,
         min_gain=chosen.min_gain,

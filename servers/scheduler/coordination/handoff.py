@@ -1,4 +1,4 @@
-"""Groups that an instance gave up for another one: moved in one transaction, or left where they are."""
+"""Handoff of a yielded group to another instance: moved in one transaction, or left with its instance."""
 
 from staleflow.protocols.consistency.effects import Code, Rejected
 from staleflow.protocols.consistency.events import Migrate
@@ -10,25 +10,25 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
 
 class Yields:
-    """Answers ``RegisterYield``. A no leaves the lease with who holds it."""
+    """Handles ``RegisterYield``. After a refusal, the lease stays with its instance."""
 
     def __init__(self, interpreter: Interpreter, instances: Instances) -> None:
         self._interpreter = interpreter
         self._instances = instances
 
     def one(self, op: RegisterYield) -> Result:
-        """Lease the group to where it was ordered, if it still can go on there."""
+        """Lease the group to the target of its move, if the target can still continue it."""
         held = self._interpreter.machine.group(op.group)
         if held is None or held.lease != op.lease or held.state is not State.LEASED:
             return Result(code=Code.STALE_LEASE)
         moves = self._instances.moves
         moving = moves.pending.get(op.lease)
         if moving is None:
-            return Result(code=Code.DENIED, detail="it is not to move any more")
+            return Result(code=Code.DENIED, detail=f"no move of lease {op.lease} is pending; continue the group")
         to = moving.order.to
         if not self._may_go_on(to, op):
             self._instances.end_move(op.lease)
-            return Result(code=Code.DENIED, detail=f"{to} cannot go on with version {op.version} now")
+            return Result(code=Code.DENIED, detail=f"{to} cannot continue version {op.version} now")
         with moves.leaving(moving.order, op.sha):
             told = self._interpreter.apply(Migrate(group=op.group, lease=op.lease, to=to))
         if isinstance(refused := told[0], Rejected):
@@ -38,8 +38,10 @@ class Yields:
         return Result()
 
     def _may_go_on(self, to: WorkerId, op: RegisterYield) -> bool:
-        """Whether that instance is there and has weights that may follow on what is written: the newest of them or
-        newer ones, and neither abandoned by a rollback."""
+        """Return whether the target is attached and has weights that may continue the output.
+
+        Its weights must be at least as new as the newest of the output, and a rollback must have abandoned neither.
+        """
         instance, machine = self._instances.get(to), self._interpreter.machine
         if instance is None or self._instances.draining or instance.loaded() < (op.lineage, op.version):
             return False

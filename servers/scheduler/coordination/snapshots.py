@@ -1,4 +1,4 @@
-"""The snapshot of a cycle. What did not change since the last one is not looked at again."""
+"""The snapshot of a coordination cycle. Views of unchanged instances are reused from the last snapshot."""
 
 from collections.abc import Callable
 
@@ -19,13 +19,13 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.prompts.affinity import Homes
 
 MAX_STARTS = 128
-"""Groups that one cycle starts, so that nobody else waits for more than some milliseconds of leases."""
+"""Maximum number of groups started in one cycle: granting them blocks other requests for a few milliseconds."""
 FLIGHTS_MS = 500
-"""Between two looks at every leased group; what moves need not do so at once."""
+"""Interval between two scans of all leased groups; moves are not urgent."""
 
 
 class Snapshots:
-    """Sees what the chosen strategies look at, and no more."""
+    """Builds snapshots with only the inputs that the configured strategies use."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Snapshots:
         end: Callable[[], int],
         pacing: Pacing,
     ) -> None:
-        """``end``: the step before which the run is over."""
+        """``end``: returns the end of the run, an exclusive step."""
         chosen = config.coordination
         self._interpreter = interpreter
         self._instances = instances
@@ -51,14 +51,14 @@ class Snapshots:
         self._seen: tuple[int, int] = (-1, -1)
         self._views: dict[WorkerId, view.Instance] = {}
         self.costs = Costs() if self._by_cost or chosen.migration == "throughput" else None
-        """What each instance's steps cost, if a strategy asks for it."""
+        """Cost models of the instances, if a strategy needs them."""
         self.homes = Homes() if chosen.routing == "sticky" else None
-        """Where each prompt was, if a strategy asks for it."""
+        """Last instance of each prompt, if a strategy needs it."""
         self.last_served: WorkerId | None = None
-        """Who got the last group; the owner keeps it."""
+        """Instance that got the last group; updated by the owner."""
 
     def take(self, now_ms: int, *, may_start: bool) -> Snapshot:
-        """``may_start`` False: without groups to start."""
+        """Build a snapshot; with ``may_start`` False, without groups to start."""
         machine, limits = self._interpreter.machine, self._interpreter.limits
         newest = machine.version
         lineage = machine.lineage_of(newest) if newest >= 0 else machine.lineage
@@ -100,7 +100,7 @@ class Snapshots:
         return {version: machine.room(version) for version in sorted(versions)}
 
     def _useful(self, counts: dict[str, int]) -> int:
-        """Groups that could be started and that a step to come can still train; spares come on top."""
+        """Return how many more groups the remaining steps can train, spares included."""
         limits = self._interpreter.limits
         steps_left = self._end() - self._interpreter.machine.next_step
         if steps_left <= 0:
@@ -121,7 +121,7 @@ class Snapshots:
     # --- instances ---------------------------------------------------------------------------------------------
 
     def _look(self, lineage: Lineage, newest: Version, now_ms: int) -> None:
-        """Bring the views up to date: those of instances that changed, or all of them when the newest version did."""
+        """Update the views of changed instances, or all views after a change of the newest version or lineage."""
         touched = self._instances.take_touched()
         if self.costs is not None:
             touched += self.costs.fit()
@@ -175,7 +175,7 @@ class Snapshots:
         return tuple([self._flight(v, now_ms) for v in held if v is not None and v.state is State.LEASED])
 
     def _flights(self, now_ms: int) -> tuple[Flight, ...]:
-        """Every leased group that is not on its way elsewhere, at most twice a second."""
+        """Return the leased groups that are not moving; empty within ``FLIGHTS_MS`` of the last scan."""
         if now_ms < self._flights_ms:
             return ()
         self._flights_ms = now_ms + FLIGHTS_MS

@@ -1,8 +1,8 @@
-"""The trainer's side: joining, waiting for a sealed batch, versions, checkpoints, the end.
+"""Requests of the trainer: join, wait for a sealed batch, register versions and checkpoints, finish.
 
-A ``GetBatch`` waits here until the ledger has sealed its step; nobody asks twice. When it has waited its time it is
-told, in one sentence, what the step waits for. A ``GetClaims`` waits for less: groups are claimed for it as they come,
-which fixes them as the beginning of the batch, until there are as many as it asked for.
+A ``GetBatch`` waits here until the ledger has sealed its step, so trainers do not poll. On timeout it is refused with a
+sentence that explains what the step waits for. A ``GetClaims`` needs no sealed batch: groups are claimed for it as they
+become ready, which fixes them as the first members of the batch, until it has the requested number.
 """
 
 import logging
@@ -41,22 +41,23 @@ from staleflow.servers.scheduler.ledger.rejects import Rejects
 log = logging.getLogger(__name__)
 
 REMEMBERED_JOINS = 64
+"""Connections whose last join is stored, to recognize a resent request."""
 MIN_UNTRAINABLE = 8
-"""Groups that the trainer may fail to train one after another in any run, however small its batches."""
+"""Untrainable groups in a row that are always allowed, even with smaller batches."""
 MAX_WHY_CHARS = 500
-"""Of what a trainer says of groups that it cannot train: it is logged and shown."""
+"""Maximum length of the reason for untrainable groups: it is logged and displayed."""
 _JOINS = b"joins"
 
 
 class JoinedBy(msgspec.Struct, frozen=True, array_like=True):
-    """The request that began a trainer term."""
+    """The request that started a trainer term."""
 
     id: int
     term: TrainerTerm
 
 
 class Waiting:
-    """A rank that waits for the batch of a step, or for groups of it."""
+    """An open call of a rank that waits for the batch of a step, or for groups of it."""
 
     __slots__ = ("body", "call", "due_ms")
 
@@ -67,7 +68,7 @@ class Waiting:
 
 
 class Training:
-    """Answers the trainer's requests."""
+    """Handles the requests of the trainer."""
 
     def __init__(
         self,
@@ -87,25 +88,25 @@ class Training:
         self._end = steps
         self._known_limits = known_limits
         self._untrainable = 0
-        """Groups that the trainer could not train since the last step that it did."""
+        """Groups that the trainer could not train since its last trained step."""
         interpreter.listen(Sealed, self._on_sealed)
         interpreter.listen(Consumed, self._on_consumed)
         with interpreter.store.read() as txn:
             raw = txn.get("meta", _JOINS)
         self._joins = {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, JoinedBy])
-        """By connection."""
+        """The newest join of each connection."""
 
     def last(self) -> int:
-        """The step before which the run is over: that of the configuration, unless the trainer asks for later ones."""
+        """Return the end of the run, exclusive: ``trainer.steps``, or more if the trainer has requested later steps."""
         return self._end
 
     @property
     def waits(self) -> bool:
-        """Whether any rank waits for a batch."""
+        """Whether any rank is waiting for a batch."""
         return bool(self._waiting)
 
     def asked(self) -> bool:
-        """Whether the trainer waits for the step that it would train now: not while it trains the one before."""
+        """Return whether the trainer waits for its current step; a request for a later step is prefetch."""
         step = Step(self._interpreter.machine.version)
         return any(waiting.body.step == step for waiting in self._waiting)
 
@@ -114,7 +115,7 @@ class Training:
         known = self._joins.get(call.route)
         if known is not None and call.id <= known.id and known.term <= machine.trainer_term:
             moved_on = known.term < machine.trainer_term or body.version < machine.version
-            if call.id < known.id or moved_on:  # an echo: its sender had the answer, or was fenced, long ago
+            if call.id < known.id or moved_on:  # a stale duplicate: its sender has its reply or was fenced
                 self._fenced(call, known.term)
                 return
         event = events.Join(trainer=body.trainer, lineage=body.lineage, version=body.version)
@@ -129,7 +130,7 @@ class Training:
         self._sealed = True
 
     def _remember(self, call: Call, term: TrainerTerm) -> None:
-        """Whose join began which term: what comes of that request again, however late, begins no other."""
+        """Store which request started the term, so that a late duplicate of it does not start another term."""
         self._joins.pop(call.route, None)
         self._joins[call.route] = JoinedBy(call.id, term)
         while len(self._joins) > REMEMBERED_JOINS:
@@ -137,7 +138,7 @@ class Training:
         self._interpreter.with_commit(lambda txn: txn.put("meta", _JOINS, msgspec.msgpack.encode(self._joins)))
 
     def next_batch(self, call: Call, body: GetBatch | GetClaims) -> None:
-        """Answered by ``deliver``, or when it has waited its time."""
+        """Queue a request for a batch or for claims; ``deliver`` or ``answer_due`` replies to it."""
         machine = self._interpreter.machine
         if body.trainer_term != machine.trainer_term:
             self._fenced(call, body.trainer_term)
@@ -161,7 +162,7 @@ class Training:
             self._answers.refuse(call, Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
 
     def quarantine(self, call: Call, body: QuarantineGroups) -> None:
-        """Drop groups of a batch, as those with damaged bytes are; ``denied`` when too many fail one after another."""
+        """Quarantine groups of a batch that cannot be trained; refuse with ``DENIED`` if too many fail in a row."""
         if not self.current(call, body.trainer_term):
             return
         machine = self._interpreter.machine
@@ -174,13 +175,13 @@ class Training:
             self._answers.refuse(call, Code.DENIED, detail)
             return
         for group in found:
-            log.error("group %d is quarantined, the trainer cannot train it: %s", group, why)
+            log.error("group %d quarantined: the trainer cannot train it: %s", group, why)
             self._interpreter.apply(events.Quarantine(group=group))
         self._sealed = True
         self._answers.hold(call, Done())
 
     def deliver(self) -> None:
-        """Hand out the batches that are sealed by now and the groups that may be claimed; turn away who was fenced."""
+        """Reply to the calls whose batch is sealed or whose groups can be claimed; refuse fenced callers."""
         if not self._sealed and not any(isinstance(waiting.body, GetClaims) for waiting in self._waiting):
             return
         self._sealed = False
@@ -201,7 +202,11 @@ class Training:
         self._waiting = still
 
     def _claimed(self, call: Call, body: GetClaims) -> bool:
-        """Claim what may be claimed for it. True when it was answered; False while it waits, or the step is sealed."""
+        """Claim groups for a ``GetClaims``.
+
+        Return True if the call was handled. Return False if it must wait, or if the step is sealed and ``deliver``
+        replies with the batch.
+        """
         machine, held = self._interpreter.machine, len(body.held)
         turn = body.step == machine.next_step
         if machine.sealed_batch(body.step) is not None or (
@@ -215,7 +220,7 @@ class Training:
         wanted = held + body.count
         while turn and machine.num_claimed < wanted and (group := machine.claimable()) is not None:
             self._interpreter.apply(events.Claim(group=group, step=body.step, trainer_term=body.trainer_term))
-            turn = body.step == machine.next_step  # the last one seals it
+            turn = body.step == machine.next_step  # claiming the last group of a batch seals it
         if not turn or machine.num_claimed < wanted:
             return False
         members = machine.claims()
@@ -248,7 +253,7 @@ class Training:
         )
 
     def answer_due(self, now: int) -> None:
-        """Tell those that have waited long enough what their step waits for."""
+        """Refuse the calls whose wait time has passed, with the reason why their step waits."""
         late = [waiting for waiting in self._waiting if waiting.due_ms <= now]
         if late:
             why = self._why()
@@ -258,9 +263,9 @@ class Training:
                     waiting.call.refuse(Code.BUSY, why, retry_after_ms=1)
 
     def end(self, why: str) -> None:
-        """Release the trainer that waits for a step which is not sealed although nothing is under way any more.
+        """Reply ``NoMoreBatches`` to the trainer if its step is not sealed although no group is in flight.
 
-        A step further ahead waits: once the one before it is trained, it may be sealed from what is occupied.
+        A step further ahead keeps waiting: it may still be sealed from occupied groups once the step before is trained.
         """
         machine = self._interpreter.machine
         if machine.next_step > machine.version + 1:
@@ -272,7 +277,7 @@ class Training:
                 self._answers.hold(waiting.call, NoMoreBatches(why=why))
 
     def give_up(self, why: str) -> None:
-        """Turn away all that wait: no batch can ever come."""
+        """Refuse all waiting calls: no further batch is possible."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             if not one.call.done:
@@ -301,7 +306,7 @@ class Training:
             self._answers.hold(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
 
     def _again(self, call: Call, body: RegisterVersion) -> None:
-        """The newest version once more, from a trainer that came back with it: the parameter server has lost it."""
+        """Accept the newest version again, from a restarted trainer, after the parameter server has lost it."""
         if not self.current(call, body.trainer_term):
             return
         machine = self._interpreter.machine
@@ -315,7 +320,8 @@ class Training:
             self._answers.hold(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
 
     def register_checkpoint(self, call: Call, body: RegisterCheckpoint) -> None:
-        """Only from who joined: to believe another's is to let the versions go that the trainer can come back at."""
+        """Register a checkpoint of the joined trainer. Other peers are refused: their reports could release versions
+        that the trainer can resume from."""
         if not self.current(call, body.trainer_term):
             return
         joined = self._interpreter.machine.trainer
@@ -332,7 +338,7 @@ class Training:
             self._answers.hold(call, RegisterCheckpointReply(oldest=oldest))
 
     def current(self, call: Call, term: TrainerTerm) -> bool:
-        """Whether ``term`` is that of the trainer in charge; otherwise the call is refused."""
+        """Return whether ``term`` is the current trainer term; otherwise refuse the call."""
         if self.is_current(term):
             return True
         self._fenced(call, term)
@@ -343,14 +349,14 @@ class Training:
 
     def _fenced(self, call: Call, term: TrainerTerm) -> None:
         now = self._interpreter.machine.trainer_term
-        detail = f"trainer term {term} is over, {now} is in charge"
+        detail = f"trainer term {term} is over; the current term is {now}"
         self._rejects.refused(
             call.peer, Rejected(op=type(call.body).__name__, code=Code.FENCED), self._interpreter.clock.now_ms()
         )
         self._answers.refuse(call, Code.FENCED, detail)
 
     def _refuse(self, call: Call, told: tuple[Effect, ...]) -> bool:
-        """Pass a no of the ledger on. One that only says "done before" is a yes."""
+        """Refuse the call if the ledger rejected it. ``DUPLICATE`` counts as success."""
         for effect in told:
             if isinstance(effect, effects.Rejected):
                 self._rejects.refused(call.peer, effect, self._interpreter.clock.now_ms())
@@ -367,7 +373,7 @@ class Training:
 
 
 def _in_batch(group: GroupView | None) -> bool:
-    """Whether the trainer may have it: sealed, or claimed for a batch that is not."""
+    """Return whether the group is sealed, or claimed for a batch that is not sealed yet."""
     return group is not None and (group.state is State.SEALED or group.claimed)
 
 
@@ -385,5 +391,5 @@ def _ref(member: Member) -> MemberRef:
 
 
 def _mask_below(limits: Limits, step: Step) -> Version:
-    """Tokens of older versions are context only; -1 where every token is trained."""
+    """Return the version below which tokens are masked (context only); -1 if every token is trained."""
     return Version(max(step - limits.max_staleness, -1) if limits.bound is Bound.TOKEN else -1)

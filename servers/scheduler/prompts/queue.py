@@ -1,7 +1,7 @@
-"""Which prompt is next: what has to be dealt again, then the prompt stream in the order of the composition.
+"""Order of prompts: requeued groups that are due, then the prompt stream in the order of the composition.
 
-- Group id = epoch * rows + row. A group is dealt once, and again only after it was put back (``again``).
-- The deck changes in memory; ``save`` writes what changed into the transaction of the ledger's group commit.
+- Group id = epoch * rows + row. A group is handed out once, and again only after ``requeue``.
+- The queue changes in memory; ``save`` writes the changes into the transaction of the ledger's group commit.
 """
 
 from bisect import bisect_left, insort
@@ -16,48 +16,48 @@ from staleflow.servers.scheduler.prompts.stream import Clustering, Fresh
 from staleflow.store.base import Read, Write, key_number, number_key
 
 TABLES = ("deck", "again", length_log.TABLE)
-"""Tables that a store needs for a deck."""
+"""Store tables of the prompt queue."""
 
 _STATE = b"state"
 _AT_ONCE = 512
-"""Groups that are put in order at least, when any are asked for."""
+"""Minimum number of groups to put in order at once."""
 
 
 class DeckState(msgspec.Struct, frozen=True):
-    """What is stored of the deck itself."""
+    """Stored state of the queue itself."""
 
     rows: int = 0
     prompts_sha: str = ""
     cursor: int = 0
-    """Groups dealt for the first time."""
+    """Number of fresh groups handed out."""
     ahead: bytes = b""
-    """Which of them were dealt out of turn: ``Fresh.ahead``."""
+    """Bitmap of the groups among them that were handed out of order: ``PromptStream.ahead``."""
 
 
 class Deck:
-    """The order of prompts of one run. ``epochs`` 0 goes round for ever."""
+    """Order of the prompts of one run. ``epochs`` 0 repeats the source without end."""
 
     def __init__(
         self, *, seed: int, epochs: int, lengths: Lengths | None = None, clustering: Clustering | None = None
     ) -> None:
         self.lengths = lengths or Lengths()
-        """What is expected of each prompt."""
+        """Expected length of each prompt's samples."""
         self._fresh = Fresh(seed=seed, epochs=epochs, expected=self.lengths.expected_of, clustering=clustering)
         self._batch = clustering.batch_size if clustering else 0
-        """Fresh groups after which the order of the others is looked at again; 0: never."""
+        """Number of fresh groups after which the remaining ones are put in order again; 0: never."""
         self._state = DeckState()
         self._moved = False
-        """``_state`` is older than what it describes."""
+        """The stream has advanced since ``_state`` was written."""
         self._again: list[tuple[int, int]] = []
-        """When it is due (a count of fresh groups dealt), and the group; sorted."""
+        """Requeued groups: (number of fresh groups handed out at which it is due, group), sorted."""
         self._due: dict[int, int] = {}
         self._changes: dict[tuple[int, int], bool] = {}
         self._upcoming: list[GroupId] = []
         self._arranged = True
-        """The order of fresh groups is that of the lengths expected about now."""
+        """The fresh groups are ordered by the current expected lengths."""
 
     def load(self, txn: Read) -> None:
-        """Become what was saved last."""
+        """Restore the last saved state."""
         raw = txn.get("deck", _STATE)
         self._state = DeckState() if raw is None else msgspec.msgpack.decode(raw, type=DeckState)
         self._moved = False
@@ -70,7 +70,7 @@ class Deck:
         self._upcoming = []
 
     def save(self, txn: Write) -> None:
-        """Write what changed since the last ``saved``."""
+        """Write the changes since the last call of ``saved``."""
         if self._moved:
             fresh = self._fresh
             self._state = msgspec.structs.replace(self._state, cursor=fresh.dealt, ahead=fresh.ahead())
@@ -84,42 +84,42 @@ class Deck:
         self.lengths.save(txn)
 
     def saved(self) -> None:
-        """What was saved is durable."""
+        """Note that the changes of ``save`` are durable: a failed commit must write them again."""
         self._moved = False
         self._changes.clear()
         self.lengths.saved()
 
     @property
     def changed(self) -> bool:
-        """Whether there is something to save."""
+        """Whether unsaved changes exist."""
         return bool(self._changes) or self._moved or self.lengths.changed
 
     @property
     def endless(self) -> bool:
-        """Whether every row comes round again."""
+        """Whether every row is repeated without end."""
         return self._fresh.endless
 
     @property
     def rows(self) -> int:
-        """Rows of the prompt source; 0 before a trajectory server has said so."""
+        """Rows of the prompt source; 0 before a trajectory server has reported them."""
         return self._fresh.rows
 
     @property
     def prompts_sha(self) -> str:
-        """sha256 of the prompt source."""
+        """SHA-256 of the prompt source."""
         return self._state.prompts_sha
 
     @property
     def waiting(self) -> int:
-        """Groups that wait to be dealt again."""
+        """Number of requeued groups."""
         return len(self._again)
 
     def waiting_groups(self) -> Iterator[GroupId]:
-        """The groups that wait to be dealt again."""
+        """Iterate over the requeued groups, in the order in which they are due."""
         return (GroupId(group) for _, group in self._again)
 
     def set_source(self, rows: int, prompts_sha: str) -> bool:
-        """The prompt source, said by a shard; False when it is not the one this run began with."""
+        """Set the prompt source that a shard reports; return False if the run started with another one."""
         if not self.rows:
             self._state = msgspec.structs.replace(self._state, rows=rows, prompts_sha=prompts_sha)
             self._moved = True
@@ -128,21 +128,21 @@ class Deck:
         return (rows, prompts_sha) == (self.rows, self.prompts_sha)
 
     def left(self) -> int:
-        """Groups that can still be dealt; a large number when there is no end."""
+        """Number of groups that can still be handed out; a large number for an endless source."""
         return self._fresh.left() + len(self._again) if self.rows else 0
 
     def soon(self) -> range:
-        """Places of the prompt stream that are dealt next: of this block and the one behind it."""
+        """Places of the prompt stream that come next: the rest of the current block, and the next block."""
         return self._fresh.soon() if self.rows else range(0)
 
     def rows_at(self, places: range) -> list[int]:
-        """The prompt row at each place."""
+        """Return the prompt row at each place."""
         return [group % self.rows for group in self._fresh.groups(places)]
 
     def upcoming(self, count: int) -> list[GroupId]:
-        """The groups to be dealt next, in order, at most ``count``: those due again come before fresh ones.
+        """Return at most ``count`` next groups, in order: requeued groups that are due come before fresh ones.
 
-        Cheap when asked again; what is dealt may be any of them.
+        The result is cached between calls. ``pop_group`` accepts any of these groups.
         """
         if not self._arranged:
             self._fresh.arrange()
@@ -153,7 +153,7 @@ class Deck:
         return self._upcoming[:count]
 
     def _merged(self, count: int) -> list[GroupId]:
-        """What is due again and what is fresh, each in its turn; at the end of the source what is not due yet, too."""
+        """Merge requeued and fresh groups by due time; at the end of the source, include those that are not due yet."""
         fresh = self._fresh.first(count)
         merged: list[GroupId] = []
         again = 0
@@ -162,12 +162,12 @@ class Deck:
                 merged.append(GroupId(self._again[again][1]))
                 again += 1
             merged.append(GroupId(group))
-        if len(fresh) == self._fresh.left():  # the end of the source: nothing else makes the others due
+        if len(fresh) == self._fresh.left():  # no fresh groups follow: the count would never reach the other due times
             merged += [GroupId(group) for _, group in self._again[again : again + count]]
         return merged[:count]
 
     def deal(self) -> GroupId | None:
-        """The first of ``upcoming``; None when the source is used up."""
+        """Hand out the first of ``upcoming``; None if the source is exhausted."""
         first = self.upcoming(1)
         if not first:
             return None
@@ -175,7 +175,7 @@ class Deck:
         return first[0]
 
     def deal_group(self, group: GroupId) -> None:
-        """Deal exactly this one of the last ``upcoming``. ``KeyError`` when it does not wait to be dealt."""
+        """Hand out one group of the last ``upcoming``. Raises ``KeyError`` if it is neither fresh nor requeued."""
         if group in self._upcoming:
             self._upcoming.remove(group)
         if group in self._due:
@@ -187,7 +187,7 @@ class Deck:
             self._arranged = False
 
     def again(self, group: GroupId, after: int = 0) -> None:
-        """Deal ``group`` again, once ``after`` more fresh groups were dealt."""
+        """Hand ``group`` out again, once ``after`` more fresh groups have been handed out; 0 puts it first."""
         self.take(group)
         due = self._fresh.dealt + after if after else 0
         insort(self._again, (due, group))
@@ -196,7 +196,7 @@ class Deck:
         self._upcoming = []
 
     def take(self, group: GroupId) -> None:
-        """``group`` was leased again without being dealt; harmless when it is not waiting."""
+        """Remove a requeued group, for example because the ledger leased it again itself; no-op if it is not queued."""
         if group in self._due:
             self._forget(group)
             self._upcoming = []

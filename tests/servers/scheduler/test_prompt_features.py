@@ -156,9 +156,9 @@ def test_a_ranker_that_needs_no_features_asks_for_none() -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "features", "code", "detail"),
     [
-        ("r", [0], None, Code.DENIED, "r is no trajectory server of this run"),
-        ("a", [1000], None, Code.MALFORMED, "row 1000 is none of 1000"),
-        ("a", [-1], None, Code.MALFORMED, "row -1 is none of 1000"),
+        ("r", [0], None, Code.DENIED, "r is not a trajectory server of this run"),
+        ("a", [1000], None, Code.MALFORMED, "row is 1000; it must be 0 to 999"),
+        ("a", [-1], None, Code.MALFORMED, "row is -1; it must be 0 to 999"),
         ("a", [0, 1], np.zeros((1, FEATURES), np.float16), Code.MALFORMED, "of 2 rows must be float16[2, 32]"),
         ("a", [0], np.zeros((1, FEATURES), np.float32), Code.MALFORMED, "of 1 rows must be float16[1, 32]"),
         ("a", [0], np.full((1, FEATURES), np.nan, np.float16), Code.MALFORMED, "holds a value that is not finite"),
