@@ -1,7 +1,7 @@
-"""Messages in, answers out, one commit in between.
+"""The scheduler service: apply messages, commit, then reply.
 
-Order of one drain: every message is applied to the ledger; batches that became ready are handed out; the strategy
-deals new work; all of it is committed; only then do answers leave. A long drain commits every ``COMMIT_MS``.
+Each drain of the socket runs in this order: apply every message to the ledger, deliver batches that became ready, run
+the coordination cycle, commit everything, and only then send the replies. A long drain commits every ``COMMIT_MS``.
 """
 
 import logging
@@ -53,32 +53,32 @@ from staleflow.trace import events as trace_events
 log = logging.getLogger(__name__)
 
 COMMIT_MS = 2
-"""A drain that takes longer commits in between, so that no answer waits much longer for its commit."""
+"""Maximum time between two commits of a long drain, so that no reply waits much longer for its commit."""
 TICK_S = 0.05
 ROOM_TICKS = 10
-"""Ticks between two looks at the room that the store has left."""
+"""Ticks between two checks of the free space of the store."""
 CLOSE_AFTER_MS = 5_000
-"""A finished run closes its trace when nothing is in flight any more, at latest after this."""
+"""A finished run closes its trace once no group is in flight, and at the latest after this time."""
 DRAIN_MS = 60_000
-"""Once a drain was requested, groups under way have so long to finish before their workers are asked to leave."""
+"""Time that groups in flight have to finish after a drain request, before the rollout workers are asked to leave."""
 SETTLE_MS = 120_000
-"""Once a drain was requested, the trainer waits at most so long for groups under way: leases expire, stages hang."""
+"""Maximum time that the trainer waits for groups in flight after a drain request: leases expire, stages may hang."""
 NO_TRAINER_MS = 60_000
-"""A drained run without a trainer ends after this; a trainer that died comes back within it and saves."""
+"""Time after which a drained run without a trainer ends; a restarted trainer returns within it and saves."""
 _WORKERS = ("rollout", "stage", "trainer", "relay")
-"""Roles that a run which has ended has no use for."""
+"""Roles that a finished run does not admit."""
 _IDLE_TALK = (messages.Pulled, messages.Detach, messages.Finished, messages.Drain, messages.StageLoads)
-"""Answered and forgotten once the trace is closed."""
+"""Requests that are acknowledged without effect once the trace is closed."""
 MAX_LOADED_PER_KEY = 32
-"""Versions that are kept because workers of one key have loaded them, the newest of them."""
+"""Maximum number of versions retained because workers of one key report them as loaded; the newest are retained."""
 EXPECTED = 16_384
-"""Payloads that a shard is asked for at once."""
+"""Maximum number of payloads in one ``Expected`` reply."""
 _READS = (messages.Report, messages.GetRetained, messages.GetExpected, messages.GetRetainedVersions, messages.Metrics)
-"""Answered even then: they change nothing that is traced."""
+"""Requests that are served after the trace is closed: they change no traced state."""
 MAX_WHY_CHARS = 200
-"""Of the reason of a drain: it is stored."""
+"""Maximum length of the reason of a drain: it is stored."""
 _AGAIN = (ReleaseWhy.EXPIRED, ReleaseWhy.ABORTED, ReleaseWhy.OVERDUE, ReleaseWhy.ROLLBACK)
-"""Reasons of release after which the prompt is dealt again."""
+"""Release reasons after which the group is requeued."""
 
 
 class Service:
@@ -87,7 +87,7 @@ class Service:
     def __init__(
         self, config: Config, run_dir: Path, identity: Identity, interpreter: Interpreter, session: str = ""
     ) -> None:
-        """``session``: names the start of the run or a resumption of it; a new one clears the stored phase."""
+        """``session``: id of the start of the run, or of a resumption; a new session clears the stored phase."""
         self._interpreter = interpreter
         self._clock = interpreter.clock
         self._config = config
@@ -152,12 +152,12 @@ class Service:
         self._ticks = 0
         self._later = False
         self._drained_ms = self._finished_ms = self._trainer_ms = 0
-        """When the run was drained and finished, and when a trainer was attached last, for this process."""
+        """Times of the drain, of the finish, and of the last attached trainer, as seen by this process; 0: never."""
         self.peers: Callable[[], list[str]] = list
-        """Peers that the transport hears; the owner of the socket sets it."""
+        """Returns the peers that the transport is connected to; set by the owner of the socket."""
         self.not_its_name = self._registry.not_its_name
         self.later: Callable[[], object] = lambda: None
-        """Calls ``flush`` a little later; the owner of the loop sets it."""
+        """Schedules a call of ``wake`` after a short delay; set by the owner of the event loop."""
         self._listen()
         self._enter()
 
@@ -213,7 +213,7 @@ class Service:
         for effect in (effects.Released, effects.Dropped, effects.Sealed, effects.Consumed, effects.Unsealed):
             listen(effect, self._on_change)
 
-    # --- what the ledger did ---------------------------------------------------------------------------------
+    # --- effects of the ledger -------------------------------------------------------------------------------
 
     def _on_reserved(self, effect: effects.Reserved) -> None:
         self._interpreter.deck.take(effect.group)
@@ -242,7 +242,7 @@ class Service:
     # --- the socket's callbacks ------------------------------------------------------------------------------
 
     def on_call(self, call: Call) -> None:
-        """One message. Its answer waits for the commit, unless it is only a look."""
+        """Handle one message. Its reply waits for the commit, except for ``GetStatus``."""
         body = call.body
         kind = type(body)
         now_ns = self._clock.now_ns()
@@ -252,13 +252,13 @@ class Service:
             return
         handler = self._handlers.get(kind)
         if handler is None:
-            self._answers.refuse(call, Code.MALFORMED, f"the scheduler does not answer {kind.__name__}")
+            self._answers.refuse(call, Code.MALFORMED, f"the scheduler does not handle {kind.__name__}")
         elif self._interpreter.failed and kind is not messages.Report:
             call.refuse(Code.BUSY, f"the scheduler's {trouble(self._interpreter.full)}", RETRY_MS)
         elif self.phase.closed and kind in _IDLE_TALK:
             call.reply(Done())
         elif self.phase.closed and kind is messages.Attach and not self.phase.finished:
-            call.refuse(Code.BUSY, "the scheduler ends", RETRY_MS)  # its successor takes them
+            call.refuse(Code.BUSY, "the scheduler is shutting down", RETRY_MS)  # the next scheduler process admits them
         elif self._has_no_use_for(body) or (self.phase.closed and kind not in _READS):
             call.refuse(Code.DENIED, RUN_IS_OVER)
         else:
@@ -269,24 +269,24 @@ class Service:
             self.flush()
 
     def on_gone(self, peer: str) -> None:
-        """The transport hears a peer no more."""
+        """Handle the loss of a peer by the transport."""
         self._attachments.silent(peer)
         self._describing.lost(peer)
 
     def on_reject(self, peer: str, code: Code, _: str) -> None:
-        """The transport could not read what a peer sent."""
+        """Count a message that the transport could not decode."""
         self._rejects.plain(peer, "message", code.value, self._clock.now_ms())
 
     def on_denied(self, peer: str, verb: str) -> None:
-        """The transport denied a peer what its key does not allow."""
+        """Count a request that the transport denied because the peer's key does not permit it."""
         self._rejects.plain(peer, verb, Code.DENIED.value, self._clock.now_ms())
 
     def on_stranger(self, address: str, public: str) -> None:
-        """The transport turned a connection away."""
+        """Count a connection that the transport rejected."""
         self._rejects.auth(address, "", stranger(public), ok=False, now_ms=self._clock.now_ms())
 
     def flush(self) -> None:
-        """Deal, commit, answer: the end of a drain."""
+        """Finish a drain: deliver batches, run the coordination cycle, commit, then send the replies."""
         self._since_ns = 0
         now = self._clock.now_ms()
         if self._interpreter.failed:
@@ -306,7 +306,7 @@ class Service:
         self._answers.take_back(f"the scheduler's {trouble(self._interpreter.full)}")
 
     def wake(self) -> None:
-        """The rest of the coordination cycle is over: see what it left undone."""
+        """Continue unfinished coordination work, or schedule another call while the cycle still pauses."""
         if self._cycle.resting:
             self.later()
             return
@@ -320,7 +320,7 @@ class Service:
     # --- time ------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """What only time brings about."""
+        """Do the periodic work: expiries, liveness, room checks, timeouts of waiting calls."""
         now = self._clock.now_ms()
         self._ticks += 1
         if self._ticks % ROOM_TICKS == 0 and not self.phase.closed:
@@ -349,9 +349,9 @@ class Service:
         self._instances.answer_due(now)
 
     def _look_for_deadlock(self) -> None:
-        """Refuse a trainer that waits for what can never come: it ends the run as for any other failure.
+        """Refuse a trainer that waits for an impossible batch; it then ends the run as after any other failure.
 
-        On a mere suspicion nothing new starts, so that the groups under way end; a success of one of them clears it.
+        A mere suspicion only stops new leases, so that the groups in flight finish; a success of one clears it.
         """
         phase, training = self.phase, self._training
         suspected = bool(phase.suspected)
@@ -359,7 +359,7 @@ class Service:
             return
         phase.suspected = self._deadlock.suspicion()
         self._instances.changed |= suspected and not phase.suspected
-        if training.waits:  # between two requests of the trainer a suspicion stays
+        if training.waits:  # only a waiting trainer can be refused; a suspicion persists between its requests
             phase.stuck = phase.suspected if self._deadlock.is_certain() else ""
             if phase.stuck:
                 log.error("%s", phase.stuck)
@@ -370,7 +370,7 @@ class Service:
         return not counts["leased"] and not counts["pushed"]
 
     def _look_at_room(self) -> None:
-        """Overload begins at 90 % of the map, or when a commit failed; it ends when there is room again."""
+        """Probe a failed store, and trace the start or end of overload."""
         interpreter = self._interpreter
         if interpreter.failed:
             interpreter.probe()
@@ -381,17 +381,17 @@ class Service:
             interpreter.trace.add(trace_events.Overload(on=on, resource=resource, used=used, limit=FULL_SHARE))
 
     def _look_at_files(self) -> None:
-        """Write again what was deleted under the running scheduler, which a resume needs."""
+        """Restore files that were deleted during the run and that a resume needs."""
         resolved, trace = self._run_dir / RESOLVED, self._interpreter.trace
         try:
             if trace.restore():
-                log.error("%s was deleted while the run writes it; it is written again", trace.path)
+                log.error("%s was deleted during the run; written again", trace.path)
             if self._is_configured and not resolved.exists():
-                log.error("%s was deleted while the run needs it; it is written again", resolved)
+                log.error("%s was deleted during the run; written again", resolved)
                 write_resolved(self._config, self._run_dir)
         except OSError as error:
             if (more := self._lost.due()) is not None:
-                log.error("a deleted file of the run cannot be written again: %s%s", error, more)
+                log.error("cannot restore a deleted file of the run: %s%s", error, more)
 
     # --- rollout instances -----------------------------------------------------------------------------------
 
@@ -412,8 +412,11 @@ class Service:
             self._metrics.pulled((now - since_ms) / 1000)
 
     def _count_generated(self, worker: WorkerId, generated: int) -> None:
-        """An engine counts from its own beginning; what it did before this process began is counted, but for what was
-        not yet saved then."""
+        """Add the tokens since the last report to the totals.
+
+        Engines report a counter since their own start. The first report after a scheduler restart only sets the base
+        of the difference: the totals contain the tokens up to the last commit.
+        """
         process = self._registry.get(worker)
         if process is not None:
             before, process.generated = process.generated, generated
@@ -446,7 +449,7 @@ class Service:
             for weights in (instance.loaded(), instance.pull):
                 if weights is not None and machine.survives(*weights) and weights[1] >= 0:
                     claimed["" if process is None else process.key].add(weights)
-        for versions in claimed.values():  # what a worker reports as loaded is its word alone
+        for versions in claimed.values():  # a limit for each key: reports of loaded versions cannot be verified
             used |= dict.fromkeys(nlargest(MAX_LOADED_PER_KEY, versions))
         self._answers.hold(call, messages.RetainedVersions(versions=sorted(used)))
 
@@ -471,17 +474,17 @@ class Service:
     def _drain(self, call: Call, body: messages.Drain) -> None:
         if not self.phase.ending:
             self.phase.drained = body.why[:MAX_WHY_CHARS] or "asked"
-            log.info("the run is drained: %s", self.phase.drained)
+            log.info("drain requested: %s", self.phase.drained)
             self._enter()
         self._answers.hold(call, Done())
 
     def drain(self) -> None:
-        """End this process: hand out no new work. What is acknowledged is kept, and the run continues."""
+        """Prepare the shutdown of this process: grant no new leases. The run continues with the next process."""
         self.phase.stopping = True
         self._instances.drain()
 
     def _enter(self) -> None:
-        """Store the phase with the next commit, and do what it asks for."""
+        """Store the phase with the next commit, and apply its consequences."""
         now = self._clock.now_ms()
         self._interpreter.with_commit(self.phase.save)
         if self.phase.drained:
@@ -492,13 +495,13 @@ class Service:
             self._instances.drain()
 
     def _has_no_use_for(self, body: messages.Request) -> bool:
-        """Whether a process attaches too late. A draining run still needs its stages and its trainer."""
+        """Return whether a process attaches too late. A draining run still needs its stages and its trainer."""
         if not isinstance(body, messages.Attach):
             return False
         return body.role in _WORKERS and (self.phase.finished or (body.role == "rollout" and bool(self.phase.drained)))
 
     def _end_drain(self, now: int) -> None:
-        """Train what is under way, then release the trainer, which saves and reports the end of the run."""
+        """Wait for the groups in flight, then release the trainer, which saves and reports the end of the run."""
         idle, since_ms = self._idle(), now - self._drained_ms
         if not self._instances.draining and (idle or since_ms >= DRAIN_MS):
             self._instances.drain()
@@ -508,16 +511,16 @@ class Service:
             return
         self._training.end(self.phase.drained)
         if now - self._trainer_ms >= NO_TRAINER_MS:
-            log.info("the drained run has no trainer: it ends at version %d", self._interpreter.machine.version)
+            log.info("drained run has no trainer; finished at version %d", self._interpreter.machine.version)
             self._finished()
 
     def _outcome(self) -> str:
-        """Why the trace is closed, once the run has finished."""
+        """Return the reason for closing the trace of a finished run."""
         early = self._interpreter.machine.version < self._config.trainer.steps
         return self.phase.error or ("drained" if self.phase.drained and early else "finished")
 
     def close(self, why: str) -> None:
-        """Write the last line of this incarnation; nothing changes after it."""
+        """Write the ``close`` line of this incarnation and end its trace; no state changes after it."""
         if not self.phase.closed:
             counts = self._interpreter.machine.state_counts()
             self._rejects.flush(self._clock.now_ms() + 10_000)

@@ -105,7 +105,8 @@ class Failures:
     def exhausts(self, held: GroupView) -> bool:
         """Return whether one more failure of this group gives its prompt up.
 
-        True after failures on two instances, or after ``MAX_TRIES`` on the only one, while other prompts succeed there.
+        True after failures on two instances, or after ``MAX_TRIES`` on the only working one (twice as many if others
+        work), while other prompts succeed there.
         """
         staged, totals = held.state is State.PUSHED, self._interpreter.totals.counts
         streak = self._staged if staged else self._streaks.get(held.worker)

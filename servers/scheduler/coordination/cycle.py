@@ -50,7 +50,7 @@ class Cycle:
 
     @property
     def resting(self) -> bool:
-        """Whether the pause after the last decision is not over yet."""
+        """True if the pause after the last decision is not over yet."""
         return self._interpreter.clock.now_ns() < self._not_before_ns
 
     def heard(self, worker: WorkerId, stats: InstanceStats) -> None:

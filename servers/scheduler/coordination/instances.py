@@ -54,7 +54,7 @@ class Instances:
     def get(self, worker: WorkerId) -> Instance | None:
         return self._by_worker.get(worker)
 
-    # --- coming and going ------------------------------------------------------------------------------------
+    # --- membership ------------------------------------------------------------------------------------------
 
     def add(self, worker: WorkerId, capacity: int) -> None:
         """Add an instance that has attached or returned."""
@@ -98,7 +98,7 @@ class Instances:
             instance.reload(self._leases_of(instance.worker))
             self.touch(instance.worker)
 
-    # --- what the ledger did ---------------------------------------------------------------------------------
+    # --- effects of the ledger -------------------------------------------------------------------------------
 
     def on_reserved(self, effect: Reserved) -> None:
         self.moves.arrives(effect.group)
@@ -143,7 +143,7 @@ class Instances:
         if lease in self._cut:
             self._order(instance, Interrupt(lease=lease))
 
-    # --- what the instance says ------------------------------------------------------------------------------
+    # --- reports ---------------------------------------------------------------------------------------------
 
     def report(self, instance: Instance, call: Call, report: Report, now_ms: int) -> None:
         """Process a report and keep its call until ``answer`` or ``answer_due`` replies with commands."""
@@ -205,7 +205,7 @@ class Instances:
             for worker in (order.worker, order.to):
                 self.touch(worker)
 
-    # --- answers ---------------------------------------------------------------------------------------------
+    # --- replies ---------------------------------------------------------------------------------------------
 
     def answer(self) -> None:
         """Send pending commands to every instance with an open report. Call after the commit."""

@@ -61,7 +61,7 @@ class Moves:
             del self.pending[order.lease]
         return orders
 
-    # --- what was written --------------------------------------------------------------------------------------
+    # --- partial output ----------------------------------------------------------------------------------------
 
     @contextmanager
     def leaving(self, order: Move, sha: str) -> Generator[None]:

@@ -41,9 +41,9 @@ class Hold:
 def held(holds: Sequence[Hold]) -> str:
     """Name the first restricted instance with its reason, and count the others."""
     first = holds[0]
-    until = f"for {seconds(first.left_s)}" if first.left_s else "to one group at a time"
-    others = f" ({len(holds) - 1} more are held back)" if len(holds) > 1 else ""
-    return f"{first.worker} is held {until}: its last {first.failed} groups failed: {first.detail}{others}"
+    limit = f"on hold for {seconds(first.left_s)}" if first.left_s else "limited to one group at a time"
+    others = f" ({len(holds) - 1} more instances are restricted)" if len(holds) > 1 else ""
+    return f"{first.worker} is {limit}: its last {first.failed} groups failed: {first.detail}{others}"
 
 
 def silent(name: str, silent_s: float, waits: str) -> str:
@@ -65,7 +65,7 @@ def pinned(step: int, pins: Sequence[Pin], count: int, policy: str) -> str:
 
 
 def starved(step: int, need: int, counts: Mapping[str, int], left_s: float | None = None) -> str:
-    """Explain that ``step`` has too few groups. ``counts``: groups by state; ``left_s``: seconds until it has enough."""
+    """Explain that ``step`` has too few groups. ``counts``: groups by state; ``left_s``: estimated seconds left."""
     parts = f"{_are(counts['leased'])} being generated, {_are(counts['pushed'])} in stages"
     parts += "" if left_s is None else f", about {seconds(left_s)} left"
     streamed = f" ({counts['claimed']} with the trainer)" if counts.get("claimed") else ""

@@ -104,7 +104,7 @@ class Interpreter:
 
     @property
     def dirty(self) -> bool:
-        """Whether uncommitted changes exist."""
+        """True if uncommitted changes exist."""
         return self._touched or self.trace.waiting or bool(self._extra) or self.deck.changed
 
     def look_at_room(self) -> tuple[bool, float] | None:

@@ -45,12 +45,12 @@ class Phase:
 
     @property
     def ending(self) -> bool:
-        """Whether the run is drained or finished: only a new session continues it."""
+        """True if the run is drained or finished: only a new session continues it."""
         return self.finished or bool(self.drained)
 
     @property
     def draining(self) -> bool:
-        """Whether no new leases are granted."""
+        """True if no new leases are granted."""
         return self.stopping or self.ending
 
     def save(self, txn: Write) -> None:

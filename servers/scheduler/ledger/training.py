@@ -102,7 +102,7 @@ class Training:
 
     @property
     def waits(self) -> bool:
-        """Whether any rank is waiting for a batch."""
+        """True if any rank is waiting for a batch."""
         return bool(self._waiting)
 
     def asked(self) -> bool:

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Log-lengths of prompts that were never seen, from their features: scikit-learn's linear regression by SGD, online.
+"""Online prediction of log-lengths from prompt features, for prompts without observations: linear regression by SGD.
 
-Each lesson takes what is new and a sample of what was learned before, so that no phase of the run, in which all lengths
-are alike, makes it forget the others. Features are scaled to mean 0 and deviation 1 and cut off at ``MOST``.
+Each training step uses new groups and a sample of earlier ones (experience replay), so that a phase in which all
+lengths are alike does not erase the others. Features are standardized and clipped at ``MOST`` deviations.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from staleflow.protocols.wire.messages import FEATURES
 from staleflow.protocols.wire.tensors import Array
 
 LEAST = 32
-"""Groups seen before anything is expected."""
+"""Minimum number of groups before the first training step."""
 LESSON = 16
-"""New groups that are worth a lesson."""
+"""Minimum number of new groups for a training step."""
 NEW = 256
-"""New groups of one lesson at most."""
+"""Maximum number of new groups in a training step."""
 REPEATED = 512
-"""Groups of one lesson that were learned before."""
+"""Number of replayed groups in a training step."""
 MOST = 3.0
-"""Features beyond this many deviations count as this."""
+"""Features are clipped at this many standard deviations."""
 
 
 class LengthModel:
-    """Knows the features of the last ``remembered`` prompt rows that were described, and learns from as many groups."""
+    """Length model with the features of the last ``remembered`` described rows and as many training groups."""
 
     def __init__(self, *, remembered: int) -> None:
         self._scaler = StandardScaler()
@@ -42,23 +42,23 @@ class LengthModel:
         self._lengths = np.zeros(remembered, np.float32)
         self._num_seen = self._num_learned = 0
         self._offset = 0.0
-        """Log-length of the first lesson: the regressor learns what differs from it."""
+        """Mean log-length of the first training step; the regressor learns the difference from it."""
         self._mean, self._scale, self._slope = np.zeros(FEATURES), np.ones(FEATURES), np.zeros(FEATURES)
         self._level = 0.0
         self._random = np.random.default_rng(0)
 
     @property
     def num_described(self) -> int:
-        """Rows whose features are known."""
+        """Number of rows with features."""
         return len(self._slots)
 
     def features(self, row: int) -> Array | None:
-        """Of a described row; None when it was not, or too long ago."""
+        """Return the features of a row; None if they were never stored or have been overwritten."""
         slot = self._slots.get(row)
         return None if slot is None else self._features[slot]
 
     def describe(self, rows: Sequence[int], features: Array) -> None:
-        """Features [len(rows), FEATURES] of prompt rows."""
+        """Store the features of prompt rows, [len(rows), FEATURES]."""
         for row, values in zip(rows, features, strict=True):
             slot = self._slots.get(row)
             if slot is None:
@@ -70,14 +70,14 @@ class LengthModel:
             self._features[slot] = values
 
     def add(self, features: Array, length: float) -> None:
-        """A group of a prompt with these features had this mean log-length."""
+        """Add a training group: the features of its prompt and its mean log-length."""
         slot = self._num_seen % len(self._lengths)
         self._seen[slot] = features
         self._lengths[slot] = length
         self._num_seen += 1
 
     def learn(self) -> None:
-        """One lesson, when there is enough that is new; about a millisecond."""
+        """Run a training step if there are enough new groups; takes about a millisecond."""
         new = min(self._num_seen - self._num_learned, len(self._lengths))
         if new < LESSON or self._num_seen < LEAST:
             return
@@ -95,7 +95,7 @@ class LengthModel:
         self._num_learned = self._num_seen
 
     def of(self, rows: Sequence[int]) -> Array:
-        """Expected log-lengths [len(rows)]; not a number for rows without features, and before the first lesson."""
+        """Return expected log-lengths, [len(rows)]; NaN for rows without features, and before the first training."""
         found = np.full(len(rows), np.nan)
         if not self._num_learned:
             return found

@@ -91,12 +91,12 @@ class Deck:
 
     @property
     def changed(self) -> bool:
-        """Whether unsaved changes exist."""
+        """True if unsaved changes exist."""
         return bool(self._changes) or self._moved or self.lengths.changed
 
     @property
     def endless(self) -> bool:
-        """Whether every row is repeated without end."""
+        """True if every row is repeated without end."""
         return self._fresh.endless
 
     @property

@@ -77,7 +77,7 @@ class Fresh:
 
     @property
     def endless(self) -> bool:
-        """Whether the source is repeated without end."""
+        """True if the source is repeated without end."""
         return not self._epochs
 
     def left(self) -> int:

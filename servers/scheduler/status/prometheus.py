@@ -1,6 +1,7 @@
-"""The scheduler's numbers in the text format of Prometheus: its state now, its counts, the newest of every metric.
+"""Prometheus text exposition: current state, counters, and the newest value of every step metric.
 
-Built at most once a second whoever asks, a piece at a time: between two pieces the ledger goes on.
+The text is built at most once a second, regardless of the number of scrapers. The build yields to the event loop
+between chunks of instances, so that requests are not delayed.
 """
 
 import asyncio
@@ -21,16 +22,16 @@ from staleflow.servers.scheduler.status.step_metrics import Metrics
 from staleflow.servers.scheduler.workers.registry import Registry
 
 FRESH_MS: Final = 1_000
-"""A text so old is given again."""
+"""Time for which a built text is reused."""
 PIECE: Final = 64
-"""Instances described without a pause."""
+"""Number of instances to format before yielding to the event loop."""
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]
 
 
 class Family(NamedTuple):
-    """One name, and what it says."""
+    """A metric family: kind, help text and label names."""
 
     kind: str
     meaning: str
@@ -45,7 +46,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "trainer_term": Family("gauge", "joins of a trainer; 0 before the first"),
     "model_version": Family("gauge", "newest published version; -1 before the first"),
     "next_step": Family("gauge", "next step to seal"),
-    "steps_configured": Family("gauge", "train steps of the whole run"),
+    "steps_configured": Family("gauge", "configured train steps of the run"),
     "batch_size": Family("gauge", "groups a step"),
     "max_staleness": Family("gauge", "the bound, in versions"),
     "finished": Family("gauge", "1 once the trainer is done"),
@@ -81,17 +82,17 @@ FAMILIES: Final[dict[str, Family]] = {
     "samples_trained_total": Family("counter", "trajectories trained"),
     "violations_total": Family("counter", "groups delivered beyond the bound; anything but 0 is a bug"),
 }
-"""Without the prefix. Beside them every key of ``metrics.jsonl`` is a gauge of its own name."""
+"""Families by name without the prefix. In addition, every key of ``metrics.jsonl`` is a gauge of its own."""
 
 
 def names() -> dict[str, str]:
-    """Every name that may be given out, with its kind; numbers of users' own code come on top."""
+    """Return every built-in metric name with its kind; metrics of user code are not included."""
     own = {PREFIX + name: family.kind for name, family in FAMILIES.items()}
     return own | {prometheus(name): "gauge" for name in METRICS}
 
 
 class Exposition:
-    """Reads everything, changes nothing."""
+    """Read-only view of the scheduler that formats the exposition."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Exposition:
         self._trainer_waits = trainer_waits
 
     async def text(self) -> bytes:
-        """The whole, UTF-8; as of the last second."""
+        """Return the exposition as UTF-8, at most ``FRESH_MS`` old."""
         async with self._making:
             made_ms, text = self._made
             if self._interpreter.clock.now_ms() - made_ms < FRESH_MS:
@@ -202,7 +203,7 @@ class Exposition:
         yield "violations_total", (), counts.violations
 
     async def _of_instances(self) -> list[str]:
-        """Many lines: the one part that grows with the fleet."""
+        """Format the samples of all instances: the only part that grows with the number of workers."""
         found: dict[str, list[str]] = {name: [] for name in FAMILIES if name.startswith("instance_")}
         for number, instance in enumerate(list(self._instances)):
             if number % PIECE == PIECE - 1:
@@ -222,7 +223,7 @@ def _by(name: str, label: str, counts: Mapping[str, int]) -> Iterator[Sample]:
 
 
 def _lines(samples: Iterator[Sample]) -> Iterator[str]:
-    """Samples of one family come together."""
+    """Format samples; those of one family must be adjacent."""
     last = ""
     for name, labels, value in samples:
         if name != last:
@@ -238,7 +239,7 @@ def _head(name: str) -> tuple[str, str]:
 
 
 def _numbers(newest: Mapping[str, float | int | None]) -> list[str]:
-    """The newest value of every key of ``metrics.jsonl``; of two that have one name here the first counts."""
+    """Format the newest value of every key of ``metrics.jsonl``. If two keys map to one name, the first is used."""
     taken = {PREFIX + name for name in FAMILIES}
     lines = list[str]()
     for key, value in newest.items():

@@ -1,4 +1,4 @@
-"""What ``GetStatus`` answers: one plain dictionary, the same keys always."""
+"""Reply to ``GetStatus``: one plain dictionary that always has the same keys."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,15 +27,15 @@ from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.registry import Process, Registry
 
 MANY_PEERS = 64
-"""Beyond so many processes most of an answer is used again for a while: building it takes time the ledger needs."""
+"""With more processes than this, most of a reply is cached for ``FRESH_MS``: building it takes time from the ledger."""
 FRESH_MS = 1_000
-"""So long."""
+"""Lifetime of a cached reply."""
 MAX_GONE_ROWS = 64
-"""Silent processes in an answer."""
+"""Maximum number of silent processes in a reply."""
 
 
 class StatusView:
-    """Reads everything, changes nothing."""
+    """Read-only view of the scheduler that builds status replies."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class StatusView:
         asked: Callable[[], bool],
         run_dir: str,
     ) -> None:
-        """``asked``: the trainer waits for the batch that it would train now."""
+        """``asked``: returns whether the trainer waits for its current batch."""
         self._config = config
         self._identity = identity
         self._interpreter = interpreter
@@ -69,12 +69,15 @@ class StatusView:
         self._newest: tuple[int, dict[str, Any]] = (-FRESH_MS, {})
 
     def why(self) -> str:
-        """What anything waits for, in one sentence."""
+        """Explain in one sentence what the run waits for."""
         return self._why.sentence()
 
     def values(self, present: set[str]) -> dict[str, Any]:
-        """``present``: peers that the transport hears at the moment. With many peers, as of the last second, but for
-        where the run is: a trainer that has just joined publishes by its term."""
+        """Build the reply. ``present``: peers that the transport is connected to.
+
+        With many peers, the reply may be up to ``FRESH_MS`` old, except for the fields of ``_run``: a trainer that has
+        just joined publishes under the term that it reads there.
+        """
         now = self._interpreter.clock.now_ms()
         made_ms, newest = self._newest
         if len(present) > MANY_PEERS and now - made_ms < FRESH_MS:
@@ -150,7 +153,7 @@ class StatusView:
         return {"ledger": machine.state_counts(), "window": rows, "pinned": pinned}
 
     def _staleness(self) -> dict[str, list[tuple[int, int]]]:
-        """(versions behind, groups), ascending. Under the token bound no deadline tells the version of a live group."""
+        """Return (version lag, groups), ascending. Under the token bound, the version of a live group is unknown."""
         machine, bound = self._interpreter.machine, self._interpreter.limits
         live: list[tuple[int, int, int]] = []
         if bound.bound is Bound.TRAJECTORY:
@@ -190,7 +193,7 @@ class StatusView:
         return rows
 
     def _stage_rows(self) -> list[dict[str, Any]]:
-        """Every stage of the run, with the workers that are there and the groups that it has."""
+        """Return a row for every stage of the run, with its workers and groups."""
         loads, workers = self._loads.by_stage(), self._registry.stage_workers()
         failing, config, rows = self._loads.failing(), self._config, list[dict[str, Any]]()
         for node in self._stages:
@@ -211,7 +214,7 @@ class StatusView:
         return rows
 
     def _workers(self, now: int, present: set[str]) -> dict[str, Any]:
-        """Every live process, then those that fell silent last."""
+        """Return rows for every live process, then for those that became silent last."""
         every = self._registry.processes()
         gone = [process for process in every if not process.alive]
         newest = nlargest(MAX_GONE_ROWS, gone, key=lambda process: process.gone_ms)
@@ -233,12 +236,12 @@ class StatusView:
 
 
 def _failed(hold: Hold | None) -> dict[str, Any] | None:
-    """Why an instance is held back, and for how long; None where it is not."""
+    """Return why an instance is restricted, and for how long; None if it is not."""
     return None if hold is None else {"groups": hold.failed, "held_s": hold.left_s, "detail": hold.detail}
 
 
 def _command(instance: Instance, command: Command | None) -> str:
-    """In a few words: what, and about which group or version."""
+    """Describe a command in a few words: its type, and its group or version."""
     match command:
         case None:
             return ""
@@ -253,6 +256,6 @@ def _command(instance: Instance, command: Command | None) -> str:
 
 
 def _seen_s(process: Process, now: int, present: set[str]) -> float:
-    """Seconds since its last message; heartbeats, which the transport keeps to itself, count as the last second."""
+    """Return the seconds since the last message. A connected peer counts as at most 1 s: heartbeats update no time."""
     silent_s = (now - process.seen_ms) / 1000
     return min(silent_s, 1.0) if process.alive and process.worker in present else silent_s

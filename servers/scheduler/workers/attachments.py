@@ -1,7 +1,7 @@
-"""Who joins and leaves: attach, detach, silence, and the way back.
+"""Attach, detach, loss and return of processes.
 
-The ledger hears of two things only: a worker that said goodbye or was replaced loses its leases at once; one that is
-silent keeps them until they expire.
+A worker that detaches or is replaced loses its leases in the ledger immediately; a silent worker keeps its leases until
+they expire.
 """
 
 from collections.abc import Iterable
@@ -29,16 +29,16 @@ from staleflow.servers.scheduler.workers.reserved_names import name_objection
 from staleflow.trace import events as trace_events
 
 MAX_TEXT_BYTES = 1_024
-"""Of what a process says when it attaches, names aside: it is stored."""
+"""Maximum size of the text fields of ``Attach`` without the names: they are stored."""
 NAME_TIMEOUT_MS = 15_000
-"""A process waits this long for the name of a live one: a dead one is silent after three heartbeats, or a little later
-where the scheduler itself is late."""
+"""Time for which a process retries while a live process has its name: a dead one counts as silent after three
+heartbeats, or a little later if the scheduler itself is late."""
 MAX_WHY_CHARS = 200
-"""Of what it says when it leaves: it is traced."""
+"""Maximum length of the reason of a ``Detach``: it is traced."""
 
 
 class Attachments:
-    """Keeps registry, instances, ledger and trace in step about who is there."""
+    """Keeps registry, instances, ledger and trace consistent about the attached processes."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Attachments:
         self._instances.changed = True
 
     def _objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """Why this process may not join; None if it may."""
+        """Return why this process may not attach, or None."""
         if call.peer != body.worker:
             return Code.DENIED, f"{call.peer} attaches as {body.worker}; a process attaches over its own connection"
         if body.role not in ROLES:
@@ -101,7 +101,8 @@ class Attachments:
         if not (body.name + body.worker).isprintable():  # it is shown on the terminals of others
             return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has characters that do not print"
         if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MAX_TEXT_BYTES:
-            return Code.MALFORMED, f"what {body.name} says of itself is longer than {MAX_TEXT_BYTES} bytes"
+            detail = f"endpoint, prompts_sha, stage and slot of {body.name} exceed {MAX_TEXT_BYTES} bytes together"
+            return Code.MALFORMED, detail
         if (no := self._name_objection(call, body)) is not None:
             return no
         if body.config_sha and body.config_sha != self._identity.config_sha:
@@ -113,7 +114,7 @@ class Attachments:
         return self._busy(call, body)
 
     def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """Names belong to a role, and those of a supervisor's processes to the supervisor."""
+        """Return why the process may not use its name, or None: names belong to roles, some to the supervisor."""
         if (over := self._registry.over(body.worker)) is not None:
             return Code.FENCED, over
         known = self._registry.get(body.worker)
@@ -130,13 +131,16 @@ class Attachments:
         if owner.heard and owner.attach.slot and not body.slot:
             return (
                 Code.CONFLICT,
-                f"{body.name} belongs to the supervisor of this run, which looks after it: another name",
+                f"{body.name} belongs to the supervisor of this run, which restarts it; use another name",
             )
         return None
 
     def _busy(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """A live process keeps its name from all but its successor in the same slot, and a key has a limited number of
-        them. Either may have died just now: a process that comes back waits until the other is silent."""
+        """Return ``BUSY`` while a live process has the name, or while the key has its maximum of live processes.
+
+        A successor in the same supervisor slot takes the name over. The other process may just have died, so the caller
+        retries until it counts as silent.
+        """
         owner = self._registry.named(body.name)
         if owner is None or not owner.alive:
             limit = self._config.scheduler.max_workers_per_key
@@ -170,7 +174,7 @@ class Attachments:
         deck = self._interpreter.deck
         if not deck.set_source(body.rows, body.prompts_sha):
             known = f"{deck.rows} rows, sha256 {deck.prompts_sha[:12]}"
-            return Code.CONFLICT, f"the prompts of shard {body.shard} are others than this run began with ({known})"
+            return Code.CONFLICT, f"the prompts of shard {body.shard} differ from those this run started with ({known})"
         return None
 
     def _attached(self) -> AttachReply:
@@ -194,12 +198,12 @@ class Attachments:
         if process is not None:
             self._interpreter.with_commit(lambda txn: registry.forget(txn, process.name))
             self._leave(process, body.why[:MAX_WHY_CHARS] or "goodbye")
-        else:  # perhaps once more, after a commit that failed: its leases are there
+        else:  # perhaps a retry after a failed commit, which restored the leases of the process
             self._interpreter.apply(events.Detach(worker=body.worker, why=ReleaseWhy.ABORTED))
         self._answers.hold(call, Done())
 
     def _leave(self, process: Process, why: str) -> None:
-        """Gone for good: its leases are free at once."""
+        """Release the leases of a process that has left or was replaced."""
         event = trace_events.Detach(worker=process.worker, role=process.role, why=why)
         self._interpreter.trace.add(event)
         if process.role == "rollout":
@@ -207,7 +211,7 @@ class Attachments:
             self._interpreter.apply(events.Detach(worker=process.worker, why=ReleaseWhy.ABORTED))
 
     def heard(self, worker: str, now: int, key: str = "") -> Process | None:
-        """A message of that process came, with that key; one that was silent is back."""
+        """Note a message from a process under ``key``; a silent process returns. Return the process, if known."""
         process = self._registry.get(worker)
         if process is not None:
             process.seen_ms = now
@@ -219,14 +223,14 @@ class Attachments:
         return process
 
     def present(self, peers: Iterable[str], now: int) -> None:
-        """The transport hears these, if only their heartbeats: a stage worker says nothing else here."""
+        """Note that the transport receives heartbeats of these peers: stage workers send the scheduler nothing else."""
         for peer in peers:
             process = self._registry.get(peer)
             if process is not None and not process.alive:
                 self.heard(peer, now)
 
     def silent(self, worker: str) -> None:
-        """Nothing was heard of a process for three heartbeats: no new work; its leases run on until they expire."""
+        """Handle three missed heartbeats: the process gets no new work, and keeps its leases until they expire."""
         process = self._registry.get(worker)
         if process is not None and process.alive:
             self._registry.lost(process)
@@ -238,7 +242,7 @@ class Attachments:
             self.forget_gone()
 
     def forget_gone(self) -> None:
-        """Discard silent processes beyond the limits, in memory and in the store: their names cost room."""
+        """Discard silent processes beyond the limits, in memory and in the store, so that neither grows unbounded."""
         machine = self._interpreter.machine
 
         def needed(process: Process) -> bool:

@@ -1,7 +1,7 @@
-"""Which processes are attached. A name belongs to one live process: a newer one replaces the older.
+"""Registry of attached processes. A name belongs to one process: a newer process replaces the older one.
 
-What a process said when it attached is stored, so that after a restart of the scheduler it is known again at its first
-word and needs not attach anew. Who is silent is gone until it is heard again.
+The ``Attach`` of each process is stored, so that after a restart of the scheduler its first message identifies it and
+it need not attach again. A silent process counts as lost until its next message.
 """
 
 from collections import Counter, deque
@@ -19,26 +19,26 @@ from staleflow.protocols.wire.stages import REWARD
 from staleflow.store.base import Read, Write
 
 SERVERS = ("trajectories", "parameters")
-"""Roles of which a run has a fixed number of processes."""
+"""Roles with a fixed number of processes in a run."""
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
 MAX_GONE = 1_024
-"""Silent processes that are known at once; the one that fell silent first is forgotten first."""
+"""Maximum number of silent processes; those that became silent first are discarded first."""
 MAX_GONE_PER_KEY = 256
-"""The same of one key."""
+"""Maximum number of silent processes of one key."""
 FORGET_AFTER_MS = 24 * 3_600_000
-"""A process that is silent for this long is forgotten."""
+"""Time after which a silent process is discarded."""
 UNHEARD_MS = 600_000
-"""Processes that a scheduler knows from its store count as silent when it has not heard them for this long."""
+"""After a restart of the scheduler, time after which a stored process without a message counts as lost."""
 SILENT_MS = 3_000
-"""After a restart of the scheduler a process has this long to be heard before it counts as silent."""
+"""After a restart of the scheduler, time that a process has to send a message before status shows it as silent."""
 RESTARTS_MS = 300_000
-"""Restarts of a process within this are a crash loop. A trainer that loads a large model restarts once a minute."""
+"""Window in which restarts count as a crash loop. A trainer that loads a large model restarts once a minute."""
 MAX_STARTS = 64
-"""Starts of one process that are remembered."""
+"""Maximum number of stored start times of one trainer, and of trainer names."""
 RETURN_MS = 300_000
-"""A lost process may be back within this: started again, with its model loaded."""
+"""Time in which a lost process may return: restarted, with its model loaded."""
 MAX_OVER = 4_096
-"""So many processes that are over are known; an echo comes sooner than so many are replaced."""
+"""Maximum number of stored ids of ended processes: a duplicate ``Attach`` arrives before this many are replaced."""
 
 
 class Process:
@@ -50,14 +50,15 @@ class Process:
         self.attach = attach
         self.alive = alive
         self.heard = alive
-        """By this process of the scheduler; silent since, or not."""
+        """A message has arrived since this scheduler process started."""
         self.seen_ms = now_ms
+        """Time of its last message."""
         self.gone_ms = now_ms
-        """When it fell silent, if it is."""
+        """Time at which it became silent, if it is silent."""
         self.key = ""
-        """That it came with; empty without keys, and after a restart until it is heard."""
+        """Key of its connection; empty without keys, and after a scheduler restart until its first message."""
         self.generated: int | None = 0 if alive else None
-        """Tokens that it has generated, by its last report; None after a restart until it reports."""
+        """Generated tokens as of its last report; None after a scheduler restart until its first report."""
 
     @property
     def worker(self) -> WorkerId:
@@ -82,26 +83,26 @@ class Registry:
         self._names: dict[str, Process] = {}
         self._workers: dict[WorkerId, Process] = {}
         self._gone: dict[str, dict[WorkerId, Process]] = {}
-        """Silent processes by key, in order of their silence."""
+        """Silent processes by key, in the order in which they became silent."""
         self._unheard_until_ms: float = 0
-        """Until then a process from the store may be alive and just not heard yet."""
+        """Until this time, a stored process may be alive although no message has arrived."""
         self._starts: dict[str, deque[int]] = {}
-        """When each trainer attached, by name, as a new process."""
+        """Start times of trainer processes, by name."""
         self._over: dict[WorkerId, str] = {}
-        """Why those may not come again who were replaced or said goodbye, the newest of them."""
+        """Reasons why replaced or detached processes may not attach again, for the newest ``MAX_OVER`` of them."""
 
     def load(self, txn: Read) -> None:
-        """Know again who was attached; nobody counts as alive before it is heard."""
+        """Restore the attached processes; none counts as alive before its first message."""
         self._unheard_until_ms = self._clock.now_ms() + UNHEARD_MS
         for _, raw in txn.items("workers"):
             try:
                 attach = msgspec.msgpack.decode(raw, type=Attach)
-            except msgspec.ValidationError:  # of another protocol, in which that process cannot be heard again
+            except msgspec.ValidationError:  # stored by another protocol version; that process cannot connect any more
                 continue
             self._know(Process(attach, self._clock.now_ms(), alive=False))
 
     def attach(self, attach: Attach, key: str = "") -> Process | None:
-        """Take a process in, with the key of its connection; the one that it replaces, if there is one."""
+        """Add a process with the key of its connection; return the process that it replaces, or None."""
         older = self._names.get(attach.name)
         if older is not None:
             self._workers.pop(older.worker, None)
@@ -127,7 +128,7 @@ class Registry:
             self._parameters = attach.endpoint
 
     def remove(self, worker: WorkerId) -> Process | None:
-        """A process that said goodbye."""
+        """Remove and return a process that has detached."""
         process = self._workers.pop(worker, None)
         if process is not None:
             del self._names[process.name]
@@ -136,13 +137,13 @@ class Registry:
         return process
 
     def lost(self, process: Process) -> None:
-        """Note that a process is silent."""
+        """Mark a process as silent."""
         process.alive = False
         process.gone_ms = self._clock.now_ms()
         self._gone.setdefault(process.key, {})[process.worker] = process
 
     def found(self, process: Process, key: str) -> None:
-        """Note that a silent process is heard again, with that key."""
+        """Mark a silent process as alive after a message under ``key``."""
         self._is_back(process)
         process.key = key or process.key
         process.alive = process.heard = True
@@ -154,15 +155,15 @@ class Registry:
             self._gone.pop(process.key, None)
 
     def num_alive(self, key: str, limit: int) -> int:
-        """Return how many live processes came with ``key``; 0 where they cannot be as many as ``limit``."""
-        if len(self._names) < limit:
+        """Return the number of live processes with ``key``; 0 if they cannot reach ``limit``."""
+        if len(self._names) < limit:  # spares the scan at every attach of a small run
             return 0
         return sum(process.alive and process.key == key for process in self._names.values())
 
     def forget_gone(self, needed: Callable[[Process], bool]) -> list[Process]:
-        """Forget the processes that are silent for too long, and those that fell silent first where there are too many.
+        """Discard processes that are silent for too long, and the longest silent ones beyond the maximum number.
 
-        A server is kept: a restart of the scheduler must know where it is. So is a process that is ``needed``.
+        Servers are kept, because a restarted scheduler must know their endpoints. So are processes that are ``needed``.
         """
         now = self._clock.now_ms()
         if self._unheard_until_ms and now >= self._unheard_until_ms:
@@ -193,7 +194,10 @@ class Registry:
             del self._workers[process.worker], self._names[process.name]
 
     def _end(self, process: Process, why: str) -> None:
-        """An echo of its ``Attach`` would throw its successor out. Who only looked may come again."""
+        """Refuse later messages of an ended process: a duplicate of its ``Attach`` would replace its successor.
+
+        Processes with a read-only role may attach again.
+        """
         if process.role in LOOKING:
             return
         self._over[process.worker] = why
@@ -201,53 +205,56 @@ class Registry:
             del self._over[next(iter(self._over))]
 
     def get(self, worker: str) -> Process | None:
-        """The process of that id, alive or silent."""
+        """Return the process with that id, alive or silent."""
         return self._workers.get(WorkerId(worker))
 
     def name_of(self, worker: WorkerId) -> str:
-        """The name of a process; its id where the process is unknown."""
+        """Return the name of a process; its id if the process is unknown."""
         process = self._workers.get(worker)
         return worker if process is None else process.name
 
     def named(self, name: str) -> Process | None:
-        """The process of that name, alive or silent."""
+        """Return the process with that name, alive or silent."""
         return self._names.get(name)
 
     def over(self, worker: str) -> str | None:
-        """Why a process may not come again; None if it may. Its id is not used again, so that this is for good."""
+        """Return why a process may not attach again, or None. Final, because ids are never reused."""
         return self._over.get(WorkerId(worker))
 
     def not_its_name(self, worker: str, role: Role, key: str) -> str | None:
-        """Why the holder of a key of that role may not speak as that worker; None if it may. After a restart a key is
-        not known before it is heard, a role is."""
+        """Return why a connection with ``key`` of ``role`` may not send messages as ``worker``, or None.
+
+        After a restart of the scheduler, the role of a worker is known from the store, but its key only after its first
+        message.
+        """
         process = self._workers.get(WorkerId(worker))
         if process is None:
             return None
         if process.role not in ATTACHES_AS[role]:
-            return f"{worker} is a process of role {process.role}, for which a key of role {role} may not speak"
+            return f"{worker} is a process of role {process.role}; a key of role {role} may not act for it"
         return None if process.key in ("", key) else f"{worker} has another key"
 
     def processes(self) -> list[Process]:
-        """All, in order of attachment."""
+        """Return all processes, in the order in which their names first attached."""
         return list(self._names.values())
 
     def server(self, role: str, shard: int = 0) -> Process | None:
-        """The server of that role and shard, alive or silent; None where it never attached or has left."""
+        """Return the server of that role and shard, alive or silent; None if it never attached or has left."""
         return next((p for p in self._names.values() if (p.role, p.attach.shard) == (role, shard)), None)
 
     def silent_s(self, process: Process) -> float:
-        """For how long a process has been silent; 0 while it is alive."""
+        """Return how many seconds a process has been silent; 0 while it is alive."""
         silent_ms = self._clock.now_ms() - process.seen_ms
         return 0.0 if process.alive or (silent_ms < SILENT_MS and not process.heard) else max(silent_ms, 1) / 1000
 
     def restarts(self, name: str) -> int:
-        """How often a trainer of that name was started again in the last ``RESTARTS_MS``."""
+        """Return how often a trainer of that name was restarted in the last ``RESTARTS_MS``."""
         starts = self._starts.get(name, ())
         since_ms = self._clock.now_ms() - RESTARTS_MS
         return sum(start_ms >= since_ms for number, start_ms in enumerate(starts) if number)
 
     def awaits(self, role: str) -> bool:
-        """Whether a process of that role fell silent so shortly ago that it, or its successor, may still come back."""
+        """Return whether a process of that role was lost within ``RETURN_MS``: it or a successor may still return."""
         now_ms = self._clock.now_ms()
         return any(
             process.role == role and not process.alive and now_ms - process.seen_ms < RETURN_MS
@@ -255,24 +262,24 @@ class Registry:
         )
 
     def stage_workers(self) -> Counter[str]:
-        """By stage: its workers that are alive."""
+        """Return the number of live workers of each stage."""
         alive = (process for process in self._names.values() if process.alive and process.role == "stage")
         return Counter(process.attach.stage or REWARD for process in alive)
 
     def endpoints(self) -> list[str]:
-        """Where the trajectory servers are, in order of shard; empty for one that has never attached."""
+        """Return the endpoints of the trajectory servers, in shard order; "" for a shard that has never attached."""
         return self._endpoints
 
     def parameters(self) -> str:
-        """Where the parameter server is; empty before it has attached."""
+        """Return the endpoint of the parameter server; "" before it has attached."""
         return self._parameters
 
 
 def save(txn: Write, attach: Attach) -> None:
-    """Store what a process said when it attached, under its name."""
+    """Store the ``Attach`` of a process under its name."""
     txn.put("workers", attach.name.encode(), msgspec.msgpack.encode(attach))
 
 
 def forget(txn: Write, name: str) -> None:
-    """Forget the process of that name."""
+    """Delete the stored process of that name."""
     txn.delete("workers", name.encode())

@@ -63,8 +63,8 @@ def test_prompts_that_are_used_up_end_the_run_and_say_what_to_change(tmp_path: P
     seat.report()
     seat.finish(seat.holds()[0])
     why = (
-        "step 2 can never be trained: 1 of 2 groups are ready and the prompts are used up: 1 x 5. What helps: raise "
-        "prompts.epochs (0 goes round for ever), or lower trainer.steps from 100 to 2, or set "
+        "step 2 can never be trained: 1 of 2 groups are ready and the prompts are used up: 1 x 5. Possible fixes: "
+        "raise prompts.epochs (0 repeats the prompts without end), or lower trainer.steps from 100 to 2, or set "
         'rollout.filter to "none"'
     )
     assert told(table) == why
@@ -82,7 +82,9 @@ def test_a_filter_that_the_advantage_does_without_is_no_way_out(tmp_path: Path) 
     train(seat, 1)
     seat.report()
     seat.finish(seat.holds()[0])
-    assert told(table).endswith("raise prompts.epochs (0 goes round for ever), or lower trainer.steps from 100 to 1")
+    assert told(table).endswith(
+        "raise prompts.epochs (0 repeats the prompts without end), or lower trainer.steps from 100 to 1"
+    )
     table.close()
 
 
@@ -95,7 +97,7 @@ def test_it_is_said_where_the_prompts_went(tmp_path: Path) -> None:
         table.release(assign, ReleaseWhy.FILTERED, "trajectories-0")
         del seat.held[assign.lease]
     seat.finish(seat.holds()[0])
-    assert "1 of 2 groups are ready and the prompts are used up: 1 x 4, 3 filtered. What helps:" in told(table)
+    assert "1 of 2 groups are ready and the prompts are used up: 1 x 4, 3 filtered. Possible fixes:" in told(table)
 
 
 def test_while_a_group_is_under_way_nothing_is_certain(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_when_the_only_prompt_left_fails_again_and_again_it_is_given_up_and_the_
     table.after(TICK_MS)
     assert table.refused[0].detail.startswith(
         "step 2 can never be trained: 0 of 2 groups are ready and the prompts are used up: 1 x 5, 1 given up after they"
-        f" failed (the newest: {LONG.format(bad)}). What helps: "
+        f" failed (the newest: {LONG.format(bad)}). Possible fixes: "
     )
 
 

@@ -101,7 +101,7 @@ FULL = InstanceStats(running=3, slots=64, episodes=8, episodes_waiting=24)
         ({"running": 64}, ""),
         ({"waiting": 1}, ""),
         ({"slots": 0, "running": 64}, ""),
-        ({"episodes": 2}, "; fewer share a process while episodes end it, see the log of rollout-0"),
+        ({"episodes": 2}, "; fewer episodes share a process because episodes crash it, see the log of rollout-0"),
     ],
     ids=["full", "nothing queued", "no free slot", "the engine is full", "slots unknown", "episodes end processes"],
 )

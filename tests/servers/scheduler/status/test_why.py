@@ -94,13 +94,13 @@ def test_a_worker_that_fails_everything_is_named_with_its_reason(tmp_path: Path)
         table.after(TICK_MS)
         bad.report()
     failed = table.interpreter.totals.counts.releases["aborted"]
-    assert table.why.endswith(f"; bad is held for 1 s: its last {failed} groups failed: no module named judge")
+    assert table.why.endswith(f"; bad is on hold for 1 s: its last {failed} groups failed: no module named judge")
     rows = {row["name"]: row["failed"] for row in table.status()["instances"]}
     assert rows["good"] is None
     assert rows["bad"]["groups"] == failed
     table.after(1_000)
     bad.report()
-    assert f"bad is held to one group at a time: its last {failed} groups failed" in table.why
+    assert f"bad is limited to one group at a time: its last {failed} groups failed" in table.why
     assert len(bad.held) == 1
     bad.finish(bad.holds()[0])
     assert "held" not in table.why

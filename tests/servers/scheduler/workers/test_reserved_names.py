@@ -218,7 +218,7 @@ def test_a_worker_is_its_roles_and_its_keys_if_only_its_role_is_known_after_a_re
         assert says("a", Role.ROLLOUT, its_own) is None
         assert says("a", Role.ROLLOUT, "rollout/evil") == (another if known else None)
         assert [says("a", role, key) for key, role in theirs] == [
-            f"a is a process of role rollout, for which a key of role {role} may not speak" for _, role in theirs
+            f"a is a process of role rollout; a key of role {role} may not act for it" for _, role in theirs
         ]
         assert says("shard.1", Role.SERVER, "server/server") is None
         assert says("nobody", Role.MONITOR, "monitor/m") is None
