@@ -1,7 +1,7 @@
 """Runner shared by the trajectory servers and the parameter server: attach to the scheduler and serve until stopped.
 
 The scheduler stores each attachment, so a server sends ``Attach`` once; server and scheduler may start in either order.
-On shutdown, replies in progress have ``GRACE_S`` to finish, then the remaining tasks are cancelled.
+On shutdown, replies in progress have ``SHUTDOWN_TIMEOUT_S`` to finish, then the remaining tasks are cancelled.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from staleflow.process import readiness
 from staleflow.process.daemon import Stop
 from staleflow.protocols.wire.messages import Attach, AttachReply
 
-GRACE_S = 3.0
+SHUTDOWN_TIMEOUT_S = 3.0
 """Time that running tasks have to finish during shutdown."""
 
 
@@ -39,9 +39,9 @@ class Tasks:
         return task
 
     async def drain(self) -> None:
-        """Wait for the running tasks, at most ``GRACE_S``."""
+        """Wait for the running tasks, at most ``SHUTDOWN_TIMEOUT_S``."""
         if self._running:
-            await asyncio.wait(self._running, timeout=GRACE_S)
+            await asyncio.wait(self._running, timeout=SHUTDOWN_TIMEOUT_S)
 
     def cancel(self) -> None:
         """Cancel the running tasks, including those started during ``drain``."""
@@ -122,9 +122,9 @@ async def _config_errors() -> AsyncGenerator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        found: BaseException | None = group.subgroup((ConfigError, RunOver))
-        while isinstance(found, BaseExceptionGroup):
-            found = found.exceptions[0]
-        if found is None:
+        error: BaseException | None = group.subgroup((ConfigError, RunOver))
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is None:
             raise
-        raise found from None
+        raise error from None

@@ -22,9 +22,9 @@ from staleflow.servers.scheduler.ledger import identity as identities
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import TABLES, Interpreter
 from staleflow.servers.scheduler.lengths.expected import Lengths
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.prompts.stream import BLOCK, Clustering
-from staleflow.servers.scheduler.service import TICK_S, Service
+from staleflow.servers.scheduler.service import TICK_INTERVAL_S, Service
 from staleflow.store import crash_recovery
 from staleflow.store.base import Store, StoreCorrupt, StoreFull, StoreInUse
 from staleflow.store.checksummed import CheckedStore
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 GC_OBJECTS = 50_000
 """Allocations between two garbage collections. Messages are short-lived and contain no reference cycles."""
-LATER_S = 0.002
+CYCLE_DELAY_S = 0.002
 """Delay before the next coordination cycle when one cycle left work undone."""
 
 
@@ -109,7 +109,9 @@ def open_service(
     except TraceError as error:
         raise ConfigError("trace", str(run_dir / "trace.jsonl"), str(error)) from error
     try:
-        interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), running or clock)
+        interpreter = Interpreter(
+            store, identities.limits(config), trace, _prompt_queue(config, lengths), running or clock
+        )
     except RestoreError as error:
         raise ConfigError("run directory", str(run_dir), str(error)) from error
     identities.check_steps(old, config, interpreter.machine.version)
@@ -123,18 +125,18 @@ def open_service(
 
 def _check_rest(run_dir: Path, identity: Identity, lineage: int = 0, version: int = -1) -> None:
     """Raise ``ConfigError`` if another part of the run directory belongs to another run or is newer than the ledger."""
-    for path, known in run_history.of_run(run_dir):
-        run_history.check_ledger(path, known, run=identity.run, lineage=lineage, version=version)
+    for path, history in run_history.of_run(run_dir):
+        run_history.check_ledger(path, history, run=identity.run, lineage=lineage, version=version)
 
 
-def _deck(config: Config, lengths: Lengths | None) -> Deck:
+def _prompt_queue(config: Config, lengths: Lengths | None) -> PromptQueue:
     """Build the prompt queue with the configured ranker and batch composition."""
     chosen = config.coordination
     clustering = None
     if chosen.composition == "length_clustered":
         clustering = Clustering(batch_size=config.trainer.batch_size, lookahead=chosen.lookahead)
     lengths = lengths or Lengths(chosen.ranker, ahead=clustering.block if clustering else BLOCK)
-    return Deck(seed=config.seed, epochs=config.prompts.epochs, lengths=lengths, clustering=clustering)
+    return PromptQueue(seed=config.seed, epochs=config.prompts.epochs, lengths=lengths, clustering=clustering)
 
 
 def _opened(config: Config, identity: Identity, interpreter: Interpreter) -> Open:
@@ -189,7 +191,7 @@ async def serve_until(
     if isinstance(transport, Sockets):
         transport.on_stranger = service.on_stranger
     service.peers = lambda: endpoint.peers
-    service.later = lambda: asyncio.get_running_loop().call_later(LATER_S, service.wake)
+    service.schedule_wake = lambda: asyncio.get_running_loop().call_later(CYCLE_DELAY_S, service.wake)
     log.info("scheduler listening on %s", endpoint.address)
     scraped = _scraped(config, service, token)
     serving = asyncio.create_task(endpoint.serve())
@@ -227,7 +229,7 @@ def _scraped(config: Config, service: Service, token: str) -> ScrapeServer | Non
 async def _tick(service: Service, clock: RunningClock) -> None:
     paused_s = 0.0
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(TICK_INTERVAL_S)
         service.tick()
         if clock.paused_s > paused_s:
             pause_s = clock.paused_s - paused_s

@@ -16,7 +16,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.tensors import Array, arrays
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.workers.registry import Registry
 
 CHUNK = 256
@@ -24,19 +24,19 @@ CHUNK = 256
 MAX_WAIT_MS = 60_000
 
 
-class Describing:
+class PromptFeatureRequests:
     """Waiting shards, and the rows that were requested from each shard."""
 
-    def __init__(self, deck: Deck, registry: Registry) -> None:
-        self._deck = deck
+    def __init__(self, prompts: PromptQueue, registry: Registry) -> None:
+        self._prompts = prompts
         self._registry = registry
         self._waiting: deque[tuple[Call, int]] = deque()
         """Open calls, each with its deadline in milliseconds."""
-        self._asked: dict[str, list[int]] = {}
+        self._requested: dict[str, list[int]] = {}
         """Rows requested from each shard, by peer."""
-        self._again: list[int] = []
+        self._to_request: list[int] = []
         """Rows to request next, including those of shards that became silent."""
-        self._place = 0
+        self._next_place = 0
         """First place of the prompt stream whose row has not been requested."""
 
     def described(self, call: Call, body: PromptFeatures, now_ms: int) -> None:
@@ -50,16 +50,16 @@ class Describing:
         except ProtocolError as error:
             call.refuse(error.code, error.detail)
             return
-        self._asked.pop(call.peer, None)
+        self._requested.pop(call.peer, None)
         if features is not None:
-            self._deck.lengths.describe(body.rows, features)
+            self._prompts.lengths.describe(body.rows, features)
         self._waiting.append((call, now_ms + min(body.wait_ms, MAX_WAIT_MS)))
         self.ask()
 
     def _checked(self, call: Call, body: PromptFeatures) -> Array | None:
         for row in body.rows:
-            if not 0 <= row < self._deck.rows:
-                raise ProtocolError(Code.MALFORMED, f"row is {row}; it must be 0 to {self._deck.rows - 1}")
+            if not 0 <= row < self._prompts.rows:
+                raise ProtocolError(Code.MALFORMED, f"row is {row}; it must be 0 to {self._prompts.rows - 1}")
         features = arrays(body.frames, call.frames).get("features")
         if not body.rows and features is None:
             return None
@@ -75,30 +75,30 @@ class Describing:
         while self._waiting and (rows := self._next()):
             call, _ = self._waiting.popleft()
             if call.done:
-                self._again += rows
+                self._to_request += rows
             else:
-                self._asked[call.peer] = rows
+                self._requested[call.peer] = rows
                 call.reply(PromptFeaturesReply(rows=rows))
 
     def _next(self) -> list[int]:
         """Return up to ``CHUNK`` rows that have no features and are not requested yet; empty if none exist for now."""
-        lengths = self._deck.lengths
-        while not self._again:
-            soon = self._deck.soon()
-            start = max(self._place, soon.start)
-            places = range(start, min(start + CHUNK, soon.stop))
+        lengths = self._prompts.lengths
+        while not self._to_request:
+            upcoming = self._prompts.next_places()
+            start = max(self._next_place, upcoming.start)
+            places = range(start, min(start + CHUNK, upcoming.stop))
             if not lengths.learns or not places:
                 return []
-            self._place = places.stop
-            asked = {row for rows in self._asked.values() for row in rows}
-            rows = dict.fromkeys(self._deck.rows_at(places))
-            self._again = [row for row in rows if row not in asked and not lengths.described(row)]
-        chunk, self._again = self._again[:CHUNK], self._again[CHUNK:]
+            self._next_place = places.stop
+            requested = {row for rows in self._requested.values() for row in rows}
+            rows = dict.fromkeys(self._prompts.rows_at(places))
+            self._to_request = [row for row in rows if row not in requested and not lengths.described(row)]
+        chunk, self._to_request = self._to_request[:CHUNK], self._to_request[CHUNK:]
         return chunk
 
     def lost(self, peer: str) -> None:
         """Request the rows of a silent shard from another one. Other processes are ignored."""
-        self._again += self._asked.pop(peer, [])
+        self._to_request += self._requested.pop(peer, [])
         self.ask()
 
     def answer_due(self, now_ms: int) -> None:

@@ -66,14 +66,14 @@ class Streak:
         if len(self.prompts) < MAX_PROMPTS:
             self.prompts.add(prompt)
 
-    def look(self, rows: int, working: int) -> None:
+    def update(self, rows: int, working: int) -> None:
         """Update ``failing``. ``working``: groups that may still succeed. Only a success ends the failing state."""
         many = len(self.prompts) >= min(HOLD_AFTER, rows) or self.count >= HOLD_AFTER * MAX_TRIES
         self.failing = self.failing or (many and working <= LEASES_PER_FAILURE * self.count)
 
 
 @dataclass(slots=True)
-class Tried:
+class GroupFailures:
     """Failures of one group."""
 
     count: int = 0
@@ -83,7 +83,7 @@ class Tried:
     """Names of the instances with failures that count."""
 
 
-class Failures:
+class Backoff:
     """Tracks failures and successes of groups, and decides which instances are on hold."""
 
     def __init__(self, interpreter: Interpreter, instances: Instances, name_of: Callable[[WorkerId], str]) -> None:
@@ -92,8 +92,8 @@ class Failures:
         self._name_of = name_of
         self._streaks: dict[WorkerId, Streak] = {}
         self._staged = Streak()
-        self._tried: dict[GroupId, Tried] = {}
-        self._seen: dict[WorkerId, tuple[bool, bool]] = {}
+        self._group_failures: dict[GroupId, GroupFailures] = {}
+        self._shown: dict[WorkerId, tuple[bool, bool]] = {}
         """(on trial, on hold) of each failing instance, as of the last snapshot."""
         self.newest_given_up = ""
         """Failure reason of the prompt that was given up last."""
@@ -102,54 +102,56 @@ class Failures:
 
     # --- prompts ---------------------------------------------------------------------------------------------
 
-    def exhausts(self, held: GroupView) -> bool:
+    def exhausts(self, group_view: GroupView) -> bool:
         """Return whether one more failure of this group gives its prompt up.
 
         True after failures on two instances, or after ``MAX_TRIES`` on the only working one (twice as many if others
         work), while other prompts succeed there.
         """
-        staged, totals = held.state is State.PUSHED, self._interpreter.totals.counts
-        streak = self._staged if staged else self._streaks.get(held.worker)
+        staged, totals = group_view.state is State.PUSHED, self._interpreter.totals.counts
+        streak = self._staged if staged else self._streaks.get(group_view.worker)
         if (streak is not None and streak.failing) or not (totals.occupies if staged else totals.pushes):
             return False
-        tried = self._tried.get(held.group) or Tried()
+        failures = self._group_failures.get(group_view.group) or GroupFailures()
         if staged:
-            return tried.tries + 1 >= MAX_TRIES
-        others = any(other.worker != held.worker and not self.fails(other.worker) for other in self._instances)
-        return bool(tried.instances - {self._name_of(held.worker)}) or tried.tries + 1 >= MAX_TRIES * (1 + others)
+            return failures.tries + 1 >= MAX_TRIES
+        others = any(other.worker != group_view.worker and not self.fails(other.worker) for other in self._instances)
+        return bool(failures.instances - {self._name_of(group_view.worker)}) or failures.tries + 1 >= MAX_TRIES * (
+            1 + others
+        )
 
-    def tried(self, group: GroupId) -> int:
+    def num_failures(self, group: GroupId) -> int:
         """Return how often a group has failed since the scheduler started."""
-        tried = self._tried.get(group)
-        return 0 if tried is None else tried.count
+        failures = self._group_failures.get(group)
+        return 0 if failures is None else failures.count
 
     def released(self, op: RegisterRelease, effect: Released, *, retired: bool) -> None:
         """Count a group that a worker or a shard released as aborted. ``retired``: its prompt was given up."""
         if op.why is not ReleaseWhy.ABORTED:
             return
-        now_ms, rows = self._interpreter.clock.now_ms(), max(self._interpreter.deck.rows, 1)
+        now_ms, rows = self._interpreter.clock.now_ms(), max(self._interpreter.prompts.rows, 1)
         streak = self._staged if effect.pushed else self._streak(effect.worker)
         if retired:
-            self._tried.pop(effect.group, None)
+            self._group_failures.pop(effect.group, None)
             self.newest_given_up = op.detail[:MAX_DETAIL]
         else:
-            self._try(effect, counts=not streak.failing)
+            self._count_failure(effect, counts=not streak.failing)
         streak.add(effect.group % rows, op.detail, now_ms, hopeless=op.hopeless)
         if effect.pushed:
-            streak.look(rows, self._interpreter.machine.state_counts()["pushed"])
+            streak.update(rows, self._interpreter.machine.state_counts()["pushed"])
             return
         instance = self._instances.get(effect.worker)
-        streak.look(rows, 0 if instance is None else len(instance.leases))
+        streak.update(rows, 0 if instance is None else len(instance.leases))
         self._hold(effect.worker, streak, now_ms)
 
-    def _try(self, effect: Released, *, counts: bool) -> None:
-        tried = self._tried.setdefault(effect.group, Tried())
-        tried.count += 1
-        tried.tries += counts
+    def _count_failure(self, effect: Released, *, counts: bool) -> None:
+        failures = self._group_failures.setdefault(effect.group, GroupFailures())
+        failures.count += 1
+        failures.tries += counts
         if counts and not effect.pushed:
-            tried.instances.add(self._name_of(effect.worker))
-        if len(self._tried) > MAX_TRIED:
-            del self._tried[next(iter(self._tried))]
+            failures.instances.add(self._name_of(effect.worker))
+        if len(self._group_failures) > MAX_TRIED:
+            del self._group_failures[next(iter(self._group_failures))]
 
     def _streak(self, worker: WorkerId) -> Streak:
         streak = self._streaks.setdefault(worker, Streak())
@@ -159,10 +161,10 @@ class Failures:
 
     def _pushed(self, effect: Pushed) -> None:
         if self._streaks.pop(effect.worker, None) is not None:
-            self.look()
+            self.update()
 
     def _occupied(self, effect: Occupied) -> None:
-        self._tried.pop(effect.group, None)
+        self._group_failures.pop(effect.group, None)
         if self._staged.count:
             self._staged = Streak()
 
@@ -223,13 +225,13 @@ class Failures:
             log.warning(
                 "%s on hold for %g s: its last %d groups failed: %s", name, seconds, streak.count, streak.detail
             )
-        self.look()
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Mark the instances whose hold has started or ended as changed."""
         failing = (worker for worker, streak in self._streaks.items() if streak.failing)
-        seen = {worker: (self.on_trial(worker), self.on_hold(worker)) for worker in failing}
-        for worker in dict.fromkeys((*seen, *self._seen)):
-            if seen.get(worker) != self._seen.get(worker):
+        shown = {worker: (self.on_trial(worker), self.on_hold(worker)) for worker in failing}
+        for worker in dict.fromkeys((*shown, *self._shown)):
+            if shown.get(worker) != self._shown.get(worker):
                 self._instances.touch(worker)
-        self._seen = seen
+        self._shown = shown

@@ -19,15 +19,15 @@ Floats = NDArray[np.float64]
 SIZES, EACH, GROWTH = 16, 8, 1.5
 """Number of size buckets by number of samples, observations in each, and the ratio of two bucket sizes. With buckets,
 observations at one size do not displace those at another."""
-OLDEST = 512
+MAX_AGE = 512
 """Age in observations at which an observation is discarded."""
 MIN_STEPS = 8
 """Minimum number of steps of an observation."""
-ENOUGH = 6
+MIN_OBSERVATIONS = 6
 """Minimum number of observations for a fit."""
-EVERY = 16
+FIT_INTERVAL = 16
 """Number of new observations between two fits."""
-AT_ONCE = 2
+MAX_FITS = 2
 """Maximum number of fits in one cycle: each takes some tenths of a millisecond."""
 OUTLIER = 4.0
 """Observations with an error above this multiple of the median error are ignored: a prefill or a pause."""
@@ -39,20 +39,20 @@ class Costs:
     """Cost models by instance, each with bounded memory."""
 
     def __init__(self) -> None:
-        self._logs: dict[WorkerId, Log] = {}
+        self._logs: dict[WorkerId, ObservationLog] = {}
         self._due: dict[WorkerId, None] = {}
 
     def observe(self, worker: WorkerId, stats: InstanceStats) -> None:
         """Add a report; mark the instance for a fit if one is due."""
         log = self._logs.get(worker)
         if log is None:
-            log = self._logs[worker] = Log(stats)
-        if log.hear(stats):
+            log = self._logs[worker] = ObservationLog(stats)
+        if log.add(stats):
             self._due[worker] = None
 
     def fit(self) -> list[WorkerId]:
-        """Fit at most ``AT_ONCE`` models that are due, and return their instances."""
-        chosen = [worker for worker, _ in zip(self._due, range(AT_ONCE), strict=False)]
+        """Fit at most ``MAX_FITS`` models that are due, and return their instances."""
+        chosen = [worker for worker, _ in zip(self._due, range(MAX_FITS), strict=False)]
         for worker in chosen:
             del self._due[worker]
             log = self._logs[worker]
@@ -69,7 +69,7 @@ class Costs:
         self._due.pop(worker, None)
 
 
-class Log:
+class ObservationLog:
     """The observations of one instance."""
 
     __slots__ = ("_before", "_count", "_fresh", "_kept", "_places", "cost")
@@ -77,12 +77,12 @@ class Log:
     def __init__(self, stats: InstanceStats) -> None:
         self.cost: Cost | None = None
         self._before = stats
-        self._kept = np.full((SIZES, EACH, 4), -OLDEST, np.float64)
+        self._kept = np.full((SIZES, EACH, 4), -MAX_AGE, np.float64)
         self._places = [0] * SIZES
         self._count = 0
         self._fresh = 0
 
-    def hear(self, stats: InstanceStats) -> bool:
+    def add(self, stats: InstanceStats) -> bool:
         """Add a report; return True if a fit is due."""
         before = self._before
         steps = stats.steps - before.steps
@@ -95,7 +95,7 @@ class Log:
         if steps < 0 or tokens <= 0 or seconds <= 0:
             return False
         self._keep(tokens / steps, (stats.kv_tokens + before.kv_tokens) / 2, seconds / steps)
-        return self._count == ENOUGH or self._fresh >= EVERY
+        return self._count == MIN_OBSERVATIONS or self._fresh >= FIT_INTERVAL
 
     def _keep(self, samples: float, kv: float, seconds: float) -> None:
         size = min(SIZES - 1, max(0, int(np.log(max(samples, 1.0)) / np.log(GROWTH))))
@@ -108,34 +108,34 @@ class Log:
         """Return the observations, [n, 3]: samples, tokens in the cache, seconds of a step."""
         self._fresh = 0
         kept = self._kept.reshape(-1, 4)
-        return kept[kept[:, 3] > self._count - OLDEST, :3]
+        return kept[kept[:, 3] > self._count - MAX_AGE, :3]
 
 
-def fitted(seen: Floats) -> Cost | None:
-    """Fit the cost with the smallest relative squared error over ``seen`` [n, 3], without outliers.
+def fitted(observations: Floats) -> Cost | None:
+    """Fit the cost with the smallest relative squared error over ``observations`` [n, 3], without outliers.
 
-    Return None if there are fewer than ``ENOUGH`` observations.
+    Return None if there are fewer than ``MIN_OBSERVATIONS`` observations.
     """
-    if len(seen) < ENOUGH:
+    if len(observations) < MIN_OBSERVATIONS:
         return None
-    cost = _fit(seen)
-    off = np.abs(np.array([cost.step_s(n, kv) for n, kv, _ in seen]) / seen[:, 2] - 1.0)
-    kept = seen[off <= OUTLIER * max(float(np.median(off)), 0.01)]
-    return _fit(kept) if ENOUGH <= len(kept) < len(seen) else cost
+    cost = _fit(observations)
+    off = np.abs(np.array([cost.step_s(n, kv) for n, kv, _ in observations]) / observations[:, 2] - 1.0)
+    kept = observations[off <= OUTLIER * max(float(np.median(off)), 0.01)]
+    return _fit(kept) if MIN_OBSERVATIONS <= len(kept) < len(observations) else cost
 
 
-def _fit(seen: Floats) -> Cost:
+def _fit(observations: Floats) -> Cost:
     """Fit seconds ~ k1 kv + k3 max(n, bend) + k4: search a coarse grid of bends, then a fine grid around the best."""
-    bends = np.unique(np.concatenate(([0.0], np.quantile(seen[:, 0], (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)))))
-    _, best = _best(seen, bends)
+    bends = np.unique(np.concatenate(([0.0], np.quantile(observations[:, 0], (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0)))))
+    _, best = _best(observations, bends)
     near: Floats = np.linspace(float(bends[max(best - 1, 0)]), float(bends[min(best + 1, len(bends) - 1)]), 9)
-    (k1, k3, k4), best = _best(seen, near)
+    (k1, k3, k4), best = _best(observations, near)
     return Cost(k1=k1, k2=k3 * float(near[best]), k3=k3, k4=k4)
 
 
-def _best(seen: Floats, bends: Floats) -> tuple[list[float], int]:
+def _best(observations: Floats, bends: Floats) -> tuple[list[float], int]:
     """Return the weights k1, k3 and k4 at the best bend, and the index of that bend."""
-    samples, kv, seconds = seen.T
+    samples, kv, seconds = observations.T
     columns = np.stack([np.stack([kv, np.maximum(samples, bend), np.ones_like(kv)]) for bend in bends]) / seconds
     scale = np.maximum(columns.max(axis=2, keepdims=True), 1e-30)
     weights, squares = _not_negative(columns / scale)

@@ -11,7 +11,7 @@ from staleflow.protocols.consistency.groups import GroupView
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Command, InstanceStats, Pull
 
-PULL_PATIENCE_MS = 10_000
+PULL_TIMEOUT_MS = 10_000
 """Timeout of a pull: then it is ordered again, and the instance may start groups with its loaded weights."""
 PULL_RETRY_MS = 1_000
 """Delay before a failed pull is ordered again."""
@@ -63,8 +63,8 @@ class Instance:
         "call",
         "capacity",
         "commands",
+        "drain_sent",
         "due_ms",
-        "knows_end",
         "leases",
         "pull",
         "pull_ms",
@@ -97,7 +97,7 @@ class Instance:
         self.call: Call | None = None
         """The open report."""
         self.due_ms = 0
-        self.knows_end = False
+        self.drain_sent = False
         """The drain notice was sent."""
 
     def loaded(self) -> tuple[Lineage, Version]:
@@ -108,7 +108,7 @@ class Instance:
         """Return whether these weights or newer ones are loaded or ordered by the newest pull."""
         return (lineage, version) <= (self.loaded() if self.pull is None else self.pull)
 
-    def hear(self, stats: InstanceStats) -> None:
+    def update_stats(self, stats: InstanceStats) -> None:
         """Store the engine statistics of a report, and complete the pull that they confirm."""
         self.stats = stats
         if self.pull == self.loaded():
@@ -122,8 +122,8 @@ class Instance:
         if any(isinstance(command, Pull) for command in self.commands.unsend()):
             self.pull, self.pull_ms = None, 0
         sent = self.commands.sent
-        known = {lease: number for lease, (_, number) in self.leases.items() if number <= sent}
-        self.leases = {lease: (held.group, known.get(lease, 0)) for lease, held in leases.items()}
+        numbers = {lease: number for lease, (_, number) in self.leases.items() if number <= sent}
+        self.leases = {lease: (view.group, numbers.get(lease, 0)) for lease, view in leases.items()}
 
     def aborts(self, lease: LeaseId) -> bool:
         """Return whether an abort of the lease is pending, not acknowledged."""
@@ -145,4 +145,4 @@ class Instance:
         """Return whether a pull is in progress, or the delay after a failed one is not over."""
         if self.pull is None:
             return now_ms < self.pull_ms
-        return now_ms < self.pull_ms + PULL_PATIENCE_MS
+        return now_ms < self.pull_ms + PULL_TIMEOUT_MS

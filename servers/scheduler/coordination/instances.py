@@ -38,7 +38,7 @@ class Instances:
         self._by_worker: dict[WorkerId, Instance] = {}
         self._to_answer: dict[WorkerId, Instance] = {}
         self._touched: dict[WorkerId, None] = {}
-        self._cut: dict[LeaseId, None] = {}
+        self._truncated: dict[LeaseId, None] = {}
         """Leases to truncate: they end with the tokens generated so far."""
         self.moves = Moves()
         """Groups that are moving between two instances."""
@@ -62,7 +62,7 @@ class Instances:
             instance = self._by_worker[worker] = Instance(worker, capacity)
             instance.reload(self._leases_of(worker))
             for lease in instance.leases:
-                self._cut_again(instance, lease)
+                self._interrupt_truncated(instance, lease)
         self.touch(worker)
 
     def touch(self, worker: WorkerId) -> None:
@@ -88,12 +88,12 @@ class Instances:
         self._by_worker.pop(worker, None)
         self._to_answer.pop(worker, None)
         self.touch(worker)
-        self._touch_ends(self.moves.lose(worker))
+        self._touch_ends(self.moves.remove_instance(worker))
 
     def reload(self) -> None:
         """Undo unsent commands after a failed commit. The ledger emits its truncations again."""
         self.moves.clear()
-        self._cut.clear()
+        self._truncated.clear()
         for instance in self:
             instance.reload(self._leases_of(instance.worker))
             self.touch(instance.worker)
@@ -107,14 +107,14 @@ class Instances:
             self._assign(instance, effect.group, effect.lease, effect.lineage, effect.version)
 
     def on_pushed(self, effect: Pushed) -> None:
-        self._over(effect.group, effect.lease)
+        self._forget_lease(effect.group, effect.lease)
         instance = self._by_worker.get(effect.worker)
         if instance is not None and instance.leases.pop(effect.lease, None) is not None:
             instance.pushed[effect.lease] = None
             self.touch(instance.worker)
 
     def on_released(self, effect: Released) -> None:
-        self._over(effect.group, effect.lease)
+        self._forget_lease(effect.group, effect.lease)
         instance = self._by_worker.get(effect.worker)
         if instance is None or effect.pushed or instance.leases.pop(effect.lease, None) is None:
             return
@@ -124,23 +124,23 @@ class Instances:
             instance.aborting[effect.lease] = self._order(instance, Abort(lease=effect.lease))
 
     def on_truncate(self, effect: Truncate) -> None:
-        self._cut[effect.lease] = None
+        self._truncated[effect.lease] = None
         instance = self._by_worker.get(effect.worker)
         if instance is not None:
-            self._cut_again(instance, effect.lease)
+            self._interrupt_truncated(instance, effect.lease)
 
     def on_rolled_back(self, _: RolledBack) -> None:
         self._touch_ends([moving.order for moving in self.moves.pending.values()])
         self.moves.clear()
 
-    def _over(self, group: GroupId, lease: LeaseId) -> None:
+    def _forget_lease(self, group: GroupId, lease: LeaseId) -> None:
         """Discard the state of a lease that has ended."""
-        self._cut.pop(lease, None)
+        self._truncated.pop(lease, None)
         self.moves.forget(group)
         self.end_move(lease)
 
-    def _cut_again(self, instance: Instance, lease: LeaseId) -> None:
-        if lease in self._cut:
+    def _interrupt_truncated(self, instance: Instance, lease: LeaseId) -> None:
+        if lease in self._truncated:
             self._order(instance, Interrupt(lease=lease))
 
     # --- reports ---------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Instances:
         instance.due_ms = now_ms + min(report.wait_ms, 60_000)
         instance.commands.acknowledge(report.ack)
         if report.stats != instance.stats:
-            instance.hear(report.stats)
+            instance.update_stats(report.stats)
             self.touch(instance.worker)
         if report.held or instance.leases or instance.aborting or instance.pushed:
             self._compare(instance, report)
@@ -161,30 +161,30 @@ class Instances:
 
     def _compare(self, instance: Instance, report: Report) -> None:
         """Reconcile the leases that the instance reports with those that it should have."""
-        held = dict.fromkeys(report.held)
+        reported = dict.fromkeys(report.held)
         acked = instance.commands.acked
-        for lease in held:
+        for lease in reported:
             if len(instance.aborting) >= MAX_ABORTS:
                 break
             if lease not in instance.leases and lease not in instance.pushed and not instance.aborts(lease):
                 instance.aborting[lease] = self._order(instance, Abort(lease=lease))
-        missing = [lease for lease, (_, number) in instance.leases.items() if number <= acked and lease not in held]
+        missing = [lease for lease, (_, number) in instance.leases.items() if number <= acked and lease not in reported]
         if missing:
-            known = self._leases_of(instance.worker)
+            leases = self._leases_of(instance.worker)
             for lease in missing:
-                view = known[lease]
+                view = leases[lease]
                 self._assign(instance, view.group, lease, view.lineage, view.version)
-                self._cut_again(instance, lease)
-        instance.pushed = {lease: None for lease in instance.pushed if lease in held}
-        instance.aborting = {x: number for x, number in instance.aborting.items() if x in held or number > acked}
+                self._interrupt_truncated(instance, lease)
+        instance.pushed = {lease: None for lease in instance.pushed if lease in reported}
+        instance.aborting = {x: number for x, number in instance.aborting.items() if x in reported or number > acked}
 
     # --- moves -----------------------------------------------------------------------------------------------
 
     def order_move(self, order: Move, now_ms: int) -> None:
         """Order an instance to yield a group to another one; no-op if either is gone or the lease is not held."""
         instance = self._by_worker.get(order.worker)
-        known = instance is not None and order.lease in instance.leases and order.to in self._by_worker
-        if instance is None or not known or order.lease in self.moves.pending:
+        movable = instance is not None and order.lease in instance.leases and order.to in self._by_worker
+        if instance is None or not movable or order.lease in self.moves.pending:
             return
         self.moves.order(order, now_ms)
         self._order(instance, Yield(lease=order.lease))
@@ -210,8 +210,8 @@ class Instances:
     def answer(self) -> None:
         """Send pending commands to every instance with an open report. Call after the commit."""
         for instance in self._to_answer.values():
-            to_tell = instance.commands.pending or (self.draining and not instance.knows_end)
-            if to_tell and instance.call is not None:
+            has_news = instance.commands.pending or (self.draining and not instance.drain_sent)
+            if has_news and instance.call is not None:
                 self._reply(instance)
         self._to_answer.clear()
 
@@ -229,7 +229,7 @@ class Instances:
     def _reply(self, instance: Instance) -> None:
         call, instance.call = instance.call, None
         if call is not None and not call.done:
-            commands, instance.knows_end = instance.commands, self.draining
+            commands, instance.drain_sent = instance.commands, self.draining
             call.reply(
                 Commands(first=commands.acked + 1, commands=commands.take(), version=self.newest, drain=self.draining)
             )

@@ -1,7 +1,7 @@
 """Moves of groups from one instance to another.
 
-A move is pending until its lease ends (moved, pushed or released), or until ``PATIENCE_MS`` have passed. Moves are kept
-in memory only: an instance that yields a lease without a pending move is refused and continues the group.
+A move is pending until its lease ends (moved, pushed or released), or until ``MOVE_TIMEOUT_MS`` have passed. Moves are
+kept in memory only: an instance that yields a lease without a pending move is refused and continues the group.
 """
 
 from collections.abc import Generator, Iterable
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.coordination.view import Move
 
-PATIENCE_MS = 10_000
+MOVE_TIMEOUT_MS = 10_000
 """Time that an instance has to yield a group; after that, the group may be ordered to move again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class PendingMove:
     """A pending move."""
 
     order: Move
@@ -27,16 +27,16 @@ class Moves:
     """Pending moves by lease, and the location of the partial output of moved groups."""
 
     def __init__(self) -> None:
-        self.pending: dict[LeaseId, Moving] = {}
-        self._brought: dict[GroupId, Move] = {}
+        self.pending: dict[LeaseId, PendingMove] = {}
+        self._sources: dict[GroupId, Move] = {}
         """The move that started the current lease of a group: the lease continues its partial output."""
-        self._brought_sha: dict[GroupId, str] = {}
+        self._source_shas: dict[GroupId, str] = {}
         """SHA-256 of that partial output."""
-        self._left: tuple[Move, str] | None = None
+        self._leaving: tuple[Move, str] | None = None
 
     def order(self, order: Move, now_ms: int) -> None:
         """Record a move whose yield command was queued."""
-        self.pending[order.lease] = Moving(order, now_ms)
+        self.pending[order.lease] = PendingMove(order, now_ms)
 
     def coming(self, worker: WorkerId) -> int:
         """Return the number of groups that are moving to an instance."""
@@ -49,14 +49,14 @@ class Moves:
 
     def expire(self, now_ms: int) -> list[Move]:
         """Discard and return the moves that have timed out."""
-        return self._give_up(moving for moving in self.pending.values() if moving.since_ms + PATIENCE_MS <= now_ms)
+        return self._give_up(moving for moving in self.pending.values() if moving.since_ms + MOVE_TIMEOUT_MS <= now_ms)
 
-    def lose(self, worker: WorkerId) -> list[Move]:
+    def remove_instance(self, worker: WorkerId) -> list[Move]:
         """Discard and return the moves from and to an instance that is gone."""
         return self._give_up(m for m in self.pending.values() if worker in (m.order.worker, m.order.to))
 
-    def _give_up(self, found: Iterable[Moving]) -> list[Move]:
-        orders = [moving.order for moving in found]
+    def _give_up(self, moves: Iterable[PendingMove]) -> list[Move]:
+        orders = [moving.order for moving in moves]
         for order in orders:
             del self.pending[order.lease]
         return orders
@@ -66,42 +66,42 @@ class Moves:
     @contextmanager
     def leaving(self, order: Move, sha: str) -> Generator[None]:
         """Context in which the moved group is leased again: the new lease continues this one's partial output."""
-        self._left = order, sha
+        self._leaving = order, sha
         try:
             yield
         finally:
-            self._left = None
+            self._leaving = None
 
     def is_leaving(self, lease: LeaseId) -> bool:
         """Return whether this lease ends because its group is moving."""
-        return self._left is not None and self._left[0].lease == lease
+        return self._leaving is not None and self._leaving[0].lease == lease
 
     def arrives(self, group: GroupId) -> None:
         """Record that the group was leased again. Only the first lease within ``leaving`` continues partial output."""
-        if self._left is not None and self._left[0].group == group:
-            (self._brought[group], self._brought_sha[group]), self._left = self._left, None
+        if self._leaving is not None and self._leaving[0].group == group:
+            (self._sources[group], self._source_shas[group]), self._leaving = self._leaving, None
 
     def partial(self, group: GroupId) -> LeaseId:
         """Return the lease under which the shard stores the partial output to continue; 0 if there is none."""
-        brought = self._brought.get(group)
-        return LeaseId(0) if brought is None else brought.lease
+        source = self._sources.get(group)
+        return LeaseId(0) if source is None else source.lease
 
     def partial_sha(self, group: GroupId) -> str:
         """Return the SHA-256 of the output stored under ``partial``; empty if there is none."""
-        return self._brought_sha.get(group, "")
+        return self._source_shas.get(group, "")
 
     def written(self, group: GroupId) -> float:
         """Return the expected tokens of one sample in the partial output; 0.0 if there is none."""
-        brought = self._brought.get(group)
-        return 0.0 if brought is None else brought.written
+        source = self._sources.get(group)
+        return 0.0 if source is None else source.written
 
     def forget(self, group: GroupId) -> None:
         """Discard the partial output of a group whose lease has ended."""
-        self._brought.pop(group, None)
-        self._brought_sha.pop(group, None)
+        self._sources.pop(group, None)
+        self._source_shas.pop(group, None)
 
     def clear(self) -> None:
         """Discard everything after a failed commit or a rollback: partial output may be of abandoned versions."""
         self.pending.clear()
-        self._brought.clear()
-        self._brought_sha.clear()
+        self._sources.clear()
+        self._source_shas.clear()

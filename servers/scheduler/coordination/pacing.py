@@ -11,14 +11,14 @@ from staleflow.protocols.coordination.admission import Pace, Step, paced
 class Pacing:
     """Sampled once a cycle: each sample stands for the time until the next one. Kept in memory only."""
 
-    def __init__(self, limits: Limits, asked: Callable[[], bool]) -> None:
-        """``asked``: returns whether the trainer waits for its current batch."""
+    def __init__(self, limits: Limits, is_trainer_waiting: Callable[[], bool]) -> None:
+        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
         self._most = limits.max_staleness + 1.0
         self._batch_size = limits.batch_size
         self.pace = Pace(lead=self._most)
         self.waits = False
         """The trainer waits for a batch."""
-        self._asked = asked
+        self._is_trainer_waiting = is_trainer_waiting
         self._starved = False
         self._delivered = -1
         self._looked_ms = -1
@@ -37,7 +37,7 @@ class Pacing:
         """Return whether the trainer has a batch whose version is not published yet."""
         return self._delivered >= version >= 0 and not self.waits
 
-    def look(self, machine: Machine, now_ms: int) -> None:
+    def update(self, machine: Machine, now_ms: int) -> None:
         """Add the time since the last sample. After a new version, compute the pace from the completed step."""
         passed_ms = now_ms - self._looked_ms
         self._under_way_ms += self._under_way * passed_ms
@@ -50,7 +50,7 @@ class Pacing:
         counts = machine.state_counts()
         self._under_way = counts["leased"] + counts["pushed"]
         self._looked_ms = now_ms
-        self.waits = machine.version >= 0 and self._asked()
+        self.waits = machine.version >= 0 and self._is_trainer_waiting()
         self._starved = self.waits and machine.starved()
 
     def _next(self, version: int, now_ms: int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-NAMED = 2
+MAX_NAMED = 2
 """Maximum number of groups or workers named in a sentence; the others are counted."""
 
 
@@ -38,7 +38,7 @@ class Hold:
     """Reason of the newest failure."""
 
 
-def held(holds: Sequence[Hold]) -> str:
+def restricted(holds: Sequence[Hold]) -> str:
     """Name the first restricted instance with its reason, and count the others."""
     first = holds[0]
     limit = f"on hold for {seconds(first.left_s)}" if first.left_s else "limited to one group at a time"
@@ -117,6 +117,6 @@ def _time(pins: Sequence[Pin]) -> str:
 def _some(names: Sequence[str], count: int = 0) -> str:
     """Join the first names and count the rest. ``count``: total number, if larger than ``len(names)``."""
     count = max(count, len(names))
-    if count <= NAMED:
+    if count <= MAX_NAMED:
         return " and ".join(names)
-    return f"{', '.join(names[:NAMED])} and {count - NAMED} more"
+    return f"{', '.join(names[:MAX_NAMED])} and {count - MAX_NAMED} more"

@@ -64,10 +64,10 @@ def check_steps(old: Identity | None, config: Config, version: int) -> None:
 
 
 def _differs(run_dir: Path, old: Identity, config: Config) -> ConfigError:
-    found = difference(from_json(old.config), config)
-    if found is None:
+    change = difference(from_json(old.config), config)
+    if change is None:
         return ConfigError("run directory", str(run_dir), "it belongs to another configuration")
-    key, theirs, ours = found
+    key, theirs, ours = change
     return ConfigError(key, ours, f"the run in {run_dir} was started with {theirs}; use another run directory")
 
 

@@ -19,8 +19,8 @@ from staleflow.protocols.consistency.machine import Machine
 from staleflow.servers.scheduler.ledger import rows as ledger_rows
 from staleflow.servers.scheduler.ledger.rows import LedgerRows
 from staleflow.servers.scheduler.ledger.totals import Totals
-from staleflow.servers.scheduler.prompts import queue as deck
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts import queue as prompt_queue
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.store.base import FULL_SHARE, Store, StoreCorrupt, StoreError, StoreFull, Write
 from staleflow.store.disk_errors import Resource
 from staleflow.trace import writer as trace
@@ -29,9 +29,9 @@ from staleflow.trace.writer import Trace
 
 log = logging.getLogger(__name__)
 
-TABLES = ("meta", ledger_rows.TABLE, "workers", "room", *trace.TABLES, *deck.TABLES)
+TABLES = ("meta", ledger_rows.TABLE, "workers", "room", *trace.TABLES, *prompt_queue.TABLES)
 
-_ROOM_AGAIN = 0.85
+_OVERLOAD_END_SHARE = 0.85
 """Overload ends below this used share of the map. Below ``FULL_SHARE``, so that the state does not flap."""
 
 _PROBE_BYTES = 65_536
@@ -41,12 +41,12 @@ _PROBE_BYTES = 65_536
 class Interpreter:
     """The only component that applies events to the ledger and writes to the store."""
 
-    def __init__(self, store: Store, limits: Limits, trace: Trace, deck: Deck, clock: Clock = WALL) -> None:
+    def __init__(self, store: Store, limits: Limits, trace: Trace, prompts: PromptQueue, clock: Clock = WALL) -> None:
         self.store = store
         self.clock = clock
         self.limits = limits
         self.trace = trace
-        self.deck = deck
+        self.prompts = prompts
         self.totals = Totals()
         self.machine = Machine(limits)
         self._rows = LedgerRows()
@@ -54,7 +54,7 @@ class Interpreter:
         """The exhausted or failing resource of the store, or ""."""
         self.failed = False
         """A commit failed, and no probe has succeeded since."""
-        self._told = self._told_durably = False
+        self._overload_traced = self._overload_committed = False
         """The trace reports overload: including uncommitted lines, and as of the last commit."""
         self._opening: Open | None = None
         self._listeners: dict[type, list[Callable[[Any], None]]] = {}
@@ -76,7 +76,7 @@ class Interpreter:
         """Restore ledger, queue and totals as of the last commit."""
         with self.store.read() as txn:
             self.machine = self._rows.load(txn, self.limits, self.clock.now_ms())
-            self.deck.load(txn)
+            self.prompts.load(txn)
             self.totals.load(txn)
         self._touched = False
 
@@ -105,21 +105,21 @@ class Interpreter:
     @property
     def dirty(self) -> bool:
         """True if uncommitted changes exist."""
-        return self._touched or self.trace.waiting or bool(self._extra) or self.deck.changed
+        return self._touched or self.trace.waiting or bool(self._extra) or self.prompts.changed
 
-    def look_at_room(self) -> tuple[bool, float] | None:
+    def check_room(self) -> tuple[bool, float] | None:
         """Update the overload state; return (on, used share of the map) if it changed, else None.
 
         Overload starts at 90 % of the map or after a failed commit. It ends below 85 % once the store accepts writes.
         """
         used = self.store.used_share()
-        if not self._told and (self.full or used >= FULL_SHARE):
+        if not self._overload_traced and (self.full or used >= FULL_SHARE):
             self.full = self.full or "map"
-            self._told = True
+            self._overload_traced = True
             return True, used
-        if self._told and used < _ROOM_AGAIN and not self.failed:
+        if self._overload_traced and used < _OVERLOAD_END_SHARE and not self.failed:
             self.full = ""
-            self._told = False
+            self._overload_traced = False
             return False, used
         return None
 
@@ -139,7 +139,7 @@ class Interpreter:
             raise
         except StoreError as error:
             log.debug("the store still rejects writes: %s", error)
-            self._forget()
+            self._undo()
         else:
             self.failed = False
             log.info("the store accepts writes again")
@@ -156,7 +156,7 @@ class Interpreter:
             raise
         except StoreError as error:
             log.error("commit failed, new work is refused until the store accepts writes again: %s", error)
-            self._forget()
+            self._undo()
             self.load()
             self.full = error.resource if isinstance(error, StoreFull) else "failing"
             self.failed = True
@@ -164,20 +164,20 @@ class Interpreter:
         self._written()
         return True
 
-    def _forget(self) -> None:
+    def _undo(self) -> None:
         """Discard the trace lines since the last commit, except the ``open`` line of this incarnation."""
         self.trace.forget()
-        self._told = self._told_durably
+        self._overload_traced = self._overload_committed
         if self._opening is not None:
             self.trace.add(self._opening)
 
     def _written(self) -> None:
         """Update the state after a durable transaction, and write its trace lines to the file."""
         self._opening = None
-        self._told_durably = self._told
+        self._overload_committed = self._overload_traced
         self._touched = False
         self._extra.clear()
-        self.deck.saved()
+        self.prompts.saved()
         try:
             self.trace.committed()
         except OSError as error:  # the lines stay in the store, and the next commit writes them
@@ -188,7 +188,7 @@ class Interpreter:
             self._rows.save(txn, self.machine)
             self.totals.counts.served_s = self.served_s
             self.totals.save(txn)
-        self.deck.save(txn)
+        self.prompts.save(txn)
         for write in self._extra:
             write(txn)
         self.trace.commit(txn)

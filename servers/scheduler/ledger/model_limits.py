@@ -9,39 +9,39 @@ from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import GetModelLimits, ModelLimits
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 
 MAX_WAIT_MS = 60_000
 _MODEL = b"model"
 
 
-class KnownLimits:
+class CurrentModelLimits:
     """Model limits of the trainer that joined last, and the shards that wait for a change."""
 
-    def __init__(self, interpreter: Interpreter, answers: Answers) -> None:
+    def __init__(self, interpreter: Interpreter, replies: PendingReplies) -> None:
         self._interpreter = interpreter
-        self._answers = answers
+        self._replies = replies
         self._waiting: list[tuple[Call, GetModelLimits, int]] = []
         """Open calls with the limits that the shard has, and the deadline in milliseconds."""
         with interpreter.store.read() as txn:
             raw = txn.get("meta", _MODEL)
         self._model = None if raw is None else msgspec.msgpack.decode(raw, type=ModelLimits)
 
-    def joined(self, model: ModelLimits) -> None:
+    def update(self, model: ModelLimits) -> None:
         """Store the limits of a trainer that has joined, and send them to the waiting shards."""
         self._model = model
         self._interpreter.with_commit(lambda txn: txn.put("meta", _MODEL, msgspec.msgpack.encode(model)))
         waiting, self._waiting = self._waiting, []
         for call, body, due_ms in waiting:
-            self._answer(call, body, due_ms)
+            self._reply_or_wait(call, body, due_ms)
 
     def get(self, call: Call, body: GetModelLimits) -> None:
         """Reply with limits that differ from those of the shard, or keep the call until such limits exist."""
-        self._answer(call, body, self._interpreter.clock.now_ms() + min(body.wait_ms, MAX_WAIT_MS))
+        self._reply_or_wait(call, body, self._interpreter.clock.now_ms() + min(body.wait_ms, MAX_WAIT_MS))
 
-    def _answer(self, call: Call, body: GetModelLimits, due_ms: int) -> None:
+    def _reply_or_wait(self, call: Call, body: GetModelLimits, due_ms: int) -> None:
         if self._model is not None and self._model != body.known:
-            self._answers.hold(call, self._model)
+            self._replies.add(call, self._model)
         else:
             self._waiting.append((call, body, due_ms))
 

@@ -8,33 +8,33 @@ RETRY_MS = 500
 """Delay after which a client retries a ``BUSY`` refusal."""
 
 
-class Answers:
+class PendingReplies:
     """Replies that are not sent yet, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Call, Reply]] = []
+        self._pending: list[tuple[Call, Reply]] = []
 
-    def hold(self, call: Call, reply: Reply) -> None:
+    def add(self, call: Call, reply: Reply) -> None:
         """Reply to ``call`` once all changes up to now are durable."""
-        self._held.append((call, reply))
+        self._pending.append((call, reply))
 
     def refuse(self, call: Call, code: Code, detail: str, retry_for_ms: int = 0) -> None:
         """Refuse ``call`` after the next commit, in order with the other replies."""
         refusal = Refusal(code=code, detail=detail)
         if code is Code.BUSY:
             refusal = Refusal(code=code, detail=detail, retry_after_ms=RETRY_MS, retry_for_ms=retry_for_ms)
-        self._held.append((call, refusal))
+        self._pending.append((call, refusal))
 
     def release(self) -> None:
         """Send the replies after a successful commit."""
-        held, self._held = self._held, []
-        for call, reply in held:
+        pending, self._pending = self._pending, []
+        for call, reply in pending:
             if not call.done:
                 call.reply(reply)
 
-    def take_back(self, why: str) -> None:
+    def refuse_all(self, why: str) -> None:
         """Refuse all calls with ``BUSY`` after a failed commit: their effects are undone, and the clients retry."""
-        held, self._held = self._held, []
-        for call, _ in held:
+        pending, self._pending = self._pending, []
+        for call, _ in pending:
             if not call.done:
                 call.refuse(Code.BUSY, why, RETRY_MS)

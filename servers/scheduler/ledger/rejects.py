@@ -10,7 +10,7 @@ from staleflow.protocols.wire.messages import RegisterPush, RegisterReject
 from staleflow.trace.events import Auth, Reject, TraceEvent
 from staleflow.trace.writer import Trace
 
-PERIOD_MS = 1_000
+LINE_INTERVAL_MS = 1_000
 MAX_PEERS = 4_096
 """Maximum number of (peer, code) pairs with their own line; further peers share one line for each code."""
 
@@ -60,7 +60,7 @@ class Rejects:
         key = self._key(peer, kind)
         if now_ms < self._next_ms.get(key, 0):
             return False
-        self._next_ms[key] = now_ms + PERIOD_MS
+        self._next_ms[key] = now_ms + LINE_INTERVAL_MS
         return True
 
     def _key(self, peer: str, kind: str) -> tuple[str, str]:
@@ -81,9 +81,9 @@ class Rejects:
         """Write the lines whose second has passed, and forget peers without refusals for ten seconds."""
         for key in [key for key in self._waiting if self._next_ms[key] <= now_ms]:
             self._write(key, self._waiting.pop(key), now_ms)
-        for key in [key for key, due_ms in self._next_ms.items() if due_ms + 10 * PERIOD_MS < now_ms]:
+        for key in [key for key, due_ms in self._next_ms.items() if due_ms + 10 * LINE_INTERVAL_MS < now_ms]:
             del self._next_ms[key]
 
     def _write(self, key: tuple[str, str], line: TraceEvent, now_ms: int) -> None:
         self._trace.add(line)
-        self._next_ms[key] = now_ms + PERIOD_MS
+        self._next_ms[key] = now_ms + LINE_INTERVAL_MS

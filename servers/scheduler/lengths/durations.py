@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from staleflow.protocols.consistency.ids import GroupId
 
-KEPT = 256
+MAX_RECENT = 256
 """Number of recent groups that estimates are based on."""
-FEWEST = 3
+MIN_LONGER = 3
 """Minimum number of longer groups for an estimate."""
 
 
@@ -20,8 +20,8 @@ class Durations:
 
     def __init__(self) -> None:
         self._since_ms: dict[GroupId, int] = {}
-        self._took_ms: deque[int] = deque(maxlen=KEPT)
-        self._ended_ms: deque[int] = deque(maxlen=KEPT)
+        self._took_ms: deque[int] = deque(maxlen=MAX_RECENT)
+        self._ended_ms: deque[int] = deque(maxlen=MAX_RECENT)
 
     def begin(self, group: GroupId, now_ms: int) -> None:
         self._since_ms[group] = now_ms
@@ -49,11 +49,11 @@ class Durations:
         if so_far_s is None:
             return None
         more = sorted(took_ms - so_far_s * 1000 for took_ms in self._took_ms if took_ms > so_far_s * 1000)
-        return None if len(more) < FEWEST else more[len(more) // 2] / 1000
+        return None if len(more) < MIN_LONGER else more[len(more) // 2] / 1000
 
     def until_s(self, count: int) -> float | None:
         """Return the seconds until ``count`` more groups are done at the recent pace; None if the pace is unknown."""
         ended = self._ended_ms
-        if len(ended) < FEWEST or ended[-1] <= ended[0]:
+        if len(ended) < MIN_LONGER or ended[-1] <= ended[0]:
             return None
         return max(count, 0) * (ended[-1] - ended[0]) / (len(ended) - 1) / 1000

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Ranker = Literal["none", "history", "learned"]
 
-JUDGED = 512
+MAX_JUDGED = 512
 """Groups that the ranking quality is computed from, spread over a longer time: with clustered lengths, all recent
 groups are alike."""
 
@@ -92,12 +92,12 @@ class Lengths:
 
     def _expected(self, rows: Sequence[int]) -> Array:
         means, weights = self._history.of(rows)
-        known = np.where(weights > 0, means, np.nan)
+        history = np.where(weights > 0, means, np.nan)
         if self._model is None:
-            return known
+            return history
         modelled = self._model.of(rows)
         both = (weights * means + modelled) / (weights + 1.0)
-        return np.where(weights == 0, modelled, np.where(np.isnan(modelled), known, both))
+        return np.where(weights == 0, modelled, np.where(np.isnan(modelled), history, both))
 
     def observe(self, group: GroupId, samples: Sequence[int], *, truncated: bool) -> None:
         """Record the sample lengths of a pushed group. A truncated group is ignored unless it exceeds the expectation:
@@ -152,7 +152,7 @@ class Lengths:
     def quality(self) -> dict[str, float]:
         """Return Kendall's tau of expected and observed lengths (1: perfect, 0: chance), and the number of groups."""
         if self._judged[0] != self._observed:
-            step = len(self._pairs) // JUDGED + 1
+            step = len(self._pairs) // MAX_JUDGED + 1
             self._judged = (self._observed, kendall_tau(list(islice(self._pairs, 0, None, step))))
         return {"length/ranker_tau": self._judged[1], "length/ranker_n": len(self._pairs)}
 

@@ -31,11 +31,11 @@ class LengthHistory:
 
     def of(self, rows: Sequence[int]) -> tuple[Array, Array]:
         """Return the mean log-length of each row's samples, and its weight in observations; weight 0 if unknown."""
-        asked = np.asarray(rows, np.int64)
-        slots = asked % SLOTS
+        requested = np.asarray(rows, np.int64)
+        slots = requested % SLOTS
         slots[slots >= len(self._rows)] = 0
-        known = np.frombuffer(self._rows, np.int64)[slots] == asked
-        weights = np.where(known, np.frombuffer(self._weights, np.float32)[slots], 0.0)
+        stored = np.frombuffer(self._rows, np.int64)[slots] == requested
+        weights = np.where(stored, np.frombuffer(self._weights, np.float32)[slots], 0.0)
         return np.frombuffer(self._means, np.float32)[slots], weights
 
     def mean(self, row: int) -> float:
@@ -48,9 +48,9 @@ class LengthHistory:
         slot = row % SLOTS
         while slot >= len(self._rows):
             self._grow()
-        known = self._rows[slot] == row
-        weight = self._weights[slot] * KEEP + 1.0 if known else 1.0
-        before = self._means[slot] if known else length
+        stored = self._rows[slot] == row
+        weight = self._weights[slot] * KEEP + 1.0 if stored else 1.0
+        before = self._means[slot] if stored else length
         self._rows[slot], self._weights[slot] = row, weight
         self._means[slot] = before + (length - before) / weight
         self.empty = False

@@ -44,9 +44,9 @@ class LengthLog:
             chunk = unpack(blob)
             rows: list[int] = chunk["rows"].tolist()
             lengths: list[float] = chunk["lengths"].tolist()
-            known: list[bool] = (~np.isnan(chunk["features"][:, 0])).tolist()
-            for row, length, features, there in zip(rows, lengths, chunk["features"], known, strict=True):
-                yield Observed(row, length, features if there else None)
+            described: list[bool] = (~np.isnan(chunk["features"][:, 0])).tolist()
+            for row, length, features, has_features in zip(rows, lengths, chunk["features"], described, strict=True):
+                yield Observed(row, length, features if has_features else None)
 
     def add(self, observed: Observed) -> None:
         """Append an observation."""
@@ -75,12 +75,12 @@ class LengthLog:
 
 def _packed(chunk: list[Observed]) -> bytes:
     unknown = np.full(FEATURES, np.nan, np.float16)
-    known = any(observed.features is not None for observed in chunk)
+    described = any(observed.features is not None for observed in chunk)
     features = [unknown if observed.features is None else observed.features for observed in chunk]
     return pack(
         {
             "rows": np.array([observed.row for observed in chunk], np.int64),
             "lengths": np.array([observed.length for observed in chunk], np.float32),
-            "features": np.array(features, np.float16)[:, : FEATURES if known else 1],
+            "features": np.array(features, np.float16)[:, : FEATURES if described else 1],
         }
     )

@@ -4,11 +4,11 @@ from collections import OrderedDict
 
 from staleflow.protocols.consistency.ids import WorkerId
 
-MOST = 65_536
+MAX_PROMPTS = 65_536
 """Maximum number of stored prompts; the least recently leased ones are discarded."""
 
 
-class Homes:
+class Affinity:
     """The last instance of each prompt, by row of the prompt source, so that it holds across epochs."""
 
     def __init__(self) -> None:
@@ -17,9 +17,9 @@ class Homes:
     def of(self, row: int) -> WorkerId | None:
         return self._of.get(row)
 
-    def given(self, row: int, worker: WorkerId) -> None:
+    def record(self, row: int, worker: WorkerId) -> None:
         """Record that the prompt was leased to ``worker``."""
         self._of[row] = worker
         self._of.move_to_end(row)
-        if len(self._of) > MOST:
+        if len(self._of) > MAX_PROMPTS:
             self._of.popitem(last=False)

@@ -10,7 +10,7 @@ MAX_DETAIL = 500
 
 
 @dataclass(slots=True)
-class Row:
+class FailureStreak:
     """Number of failures in a row, and the reason of the newest one."""
 
     count: int = 0
@@ -27,15 +27,15 @@ class Row:
         self.count = 0
 
 
-class Setbacks:
+class PromptFailures:
     """Failure streaks by kind. A group that gets past the point of failure ends the streak."""
 
     def __init__(self) -> None:
-        self.filtered = Row()
+        self.filtered = FailureStreak()
         """Groups that the filter rejected."""
-        self.failed = Row()
+        self.failed = FailureStreak()
         """Groups that a stage gave up."""
-        self.given_up = Row()
+        self.given_up = FailureStreak()
         """Groups that a rollout worker gave up before it pushed them."""
 
     def released(self, op: RegisterRelease, effect: Released, now_ms: int) -> None:

@@ -12,18 +12,18 @@ import msgspec
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.scheduler.lengths import log as length_log
 from staleflow.servers.scheduler.lengths.expected import Lengths
-from staleflow.servers.scheduler.prompts.stream import Clustering, Fresh
+from staleflow.servers.scheduler.prompts.stream import Clustering, PromptStream
 from staleflow.store.base import Read, Write, key_number, number_key
 
 TABLES = ("deck", "again", length_log.TABLE)
 """Store tables of the prompt queue."""
 
 _STATE = b"state"
-_AT_ONCE = 512
+_MIN_ORDERED = 512
 """Minimum number of groups to put in order at once."""
 
 
-class DeckState(msgspec.Struct, frozen=True):
+class QueueState(msgspec.Struct, frozen=True):
     """Stored state of the queue itself."""
 
     rows: int = 0
@@ -34,7 +34,7 @@ class DeckState(msgspec.Struct, frozen=True):
     """Bitmap of the groups among them that were handed out of order: ``PromptStream.ahead``."""
 
 
-class Deck:
+class PromptQueue:
     """Order of the prompts of one run. ``epochs`` 0 repeats the source without end."""
 
     def __init__(
@@ -42,13 +42,13 @@ class Deck:
     ) -> None:
         self.lengths = lengths or Lengths()
         """Expected length of each prompt's samples."""
-        self._fresh = Fresh(seed=seed, epochs=epochs, expected=self.lengths.expected_of, clustering=clustering)
+        self._stream = PromptStream(seed=seed, epochs=epochs, expected=self.lengths.expected_of, clustering=clustering)
         self._batch = clustering.batch_size if clustering else 0
         """Number of fresh groups after which the remaining ones are put in order again; 0: never."""
-        self._state = DeckState()
+        self._state = QueueState()
         self._moved = False
         """The stream has advanced since ``_state`` was written."""
-        self._again: list[tuple[int, int]] = []
+        self._requeued: list[tuple[int, int]] = []
         """Requeued groups: (number of fresh groups handed out at which it is due, group), sorted."""
         self._due: dict[int, int] = {}
         self._changes: dict[tuple[int, int], bool] = {}
@@ -59,25 +59,25 @@ class Deck:
     def load(self, txn: Read) -> None:
         """Restore the last saved state."""
         raw = txn.get("deck", _STATE)
-        self._state = DeckState() if raw is None else msgspec.msgpack.decode(raw, type=DeckState)
+        self._state = QueueState() if raw is None else msgspec.msgpack.decode(raw, type=QueueState)
         self._moved = False
-        self._fresh.restore(self._state.rows, self._state.cursor, self._state.ahead)
+        self._stream.restore(self._state.rows, self._state.cursor, self._state.ahead)
         self.lengths.rows = self.rows
         self.lengths.load(txn)
-        self._again = [(key_number(key[:8]), key_number(key[8:])) for key in txn.keys("again")]
-        self._due = {group: due for due, group in self._again}
+        self._requeued = [(key_number(key[:8]), key_number(key[8:])) for key in txn.keys("again")]
+        self._due = {group: due for due, group in self._requeued}
         self._changes = {}
         self._upcoming = []
 
     def save(self, txn: Write) -> None:
         """Write the changes since the last call of ``saved``."""
         if self._moved:
-            fresh = self._fresh
-            self._state = msgspec.structs.replace(self._state, cursor=fresh.dealt, ahead=fresh.ahead())
+            fresh = self._stream
+            self._state = msgspec.structs.replace(self._state, cursor=fresh.num_popped, ahead=fresh.ahead())
             txn.put("deck", _STATE, msgspec.msgpack.encode(self._state))
-        for (due, group), there in self._changes.items():
+        for (due, group), queued in self._changes.items():
             key = number_key(due) + number_key(group)
-            if there:
+            if queued:
                 txn.put("again", key, b"")
             else:
                 txn.delete("again", key)
@@ -97,12 +97,12 @@ class Deck:
     @property
     def endless(self) -> bool:
         """True if every row is repeated without end."""
-        return self._fresh.endless
+        return self._stream.endless
 
     @property
     def rows(self) -> int:
         """Rows of the prompt source; 0 before a trajectory server has reported them."""
-        return self._fresh.rows
+        return self._stream.rows
 
     @property
     def prompts_sha(self) -> str:
@@ -110,34 +110,34 @@ class Deck:
         return self._state.prompts_sha
 
     @property
-    def waiting(self) -> int:
+    def num_requeued(self) -> int:
         """Number of requeued groups."""
-        return len(self._again)
+        return len(self._requeued)
 
-    def waiting_groups(self) -> Iterator[GroupId]:
+    def requeued_groups(self) -> Iterator[GroupId]:
         """Iterate over the requeued groups, in the order in which they are due."""
-        return (GroupId(group) for _, group in self._again)
+        return (GroupId(group) for _, group in self._requeued)
 
     def set_source(self, rows: int, prompts_sha: str) -> bool:
         """Set the prompt source that a shard reports; return False if the run started with another one."""
         if not self.rows:
             self._state = msgspec.structs.replace(self._state, rows=rows, prompts_sha=prompts_sha)
             self._moved = True
-            self._fresh.restore(rows, 0, b"")
+            self._stream.restore(rows, 0, b"")
             self.lengths.rows = rows
         return (rows, prompts_sha) == (self.rows, self.prompts_sha)
 
-    def left(self) -> int:
+    def num_left(self) -> int:
         """Number of groups that can still be handed out; a large number for an endless source."""
-        return self._fresh.left() + len(self._again) if self.rows else 0
+        return self._stream.num_left() + len(self._requeued) if self.rows else 0
 
-    def soon(self) -> range:
+    def next_places(self) -> range:
         """Places of the prompt stream that come next: the rest of the current block, and the next block."""
-        return self._fresh.soon() if self.rows else range(0)
+        return self._stream.next_places() if self.rows else range(0)
 
     def rows_at(self, places: range) -> list[int]:
         """Return the prompt row at each place."""
-        return [group % self.rows for group in self._fresh.groups(places)]
+        return [group % self.rows for group in self._stream.groups(places)]
 
     def upcoming(self, count: int) -> list[GroupId]:
         """Return at most ``count`` next groups, in order: requeued groups that are due come before fresh ones.
@@ -145,57 +145,59 @@ class Deck:
         The result is cached between calls. ``pop_group`` accepts any of these groups.
         """
         if not self._arranged:
-            self._fresh.arrange()
+            self._stream.arrange()
             self._upcoming = []
             self._arranged = True
-        if len(self._upcoming) < min(count, self.left()):
-            self._upcoming = self._merged(max(count, _AT_ONCE))
+        if len(self._upcoming) < min(count, self.num_left()):
+            self._upcoming = self._merged(max(count, _MIN_ORDERED))
         return self._upcoming[:count]
 
     def _merged(self, count: int) -> list[GroupId]:
         """Merge requeued and fresh groups by due time; at the end of the source, include those that are not due yet."""
-        fresh = self._fresh.first(count)
+        fresh = self._stream.peek(count)
         merged: list[GroupId] = []
-        again = 0
-        for dealt, group in enumerate(fresh, start=self._fresh.dealt):
-            while again < len(self._again) and self._again[again][0] <= dealt:
-                merged.append(GroupId(self._again[again][1]))
-                again += 1
+        position = 0
+        for num_popped, group in enumerate(fresh, start=self._stream.num_popped):
+            while position < len(self._requeued) and self._requeued[position][0] <= num_popped:
+                merged.append(GroupId(self._requeued[position][1]))
+                position += 1
             merged.append(GroupId(group))
-        if len(fresh) == self._fresh.left():  # no fresh groups follow: the count would never reach the other due times
-            merged += [GroupId(group) for _, group in self._again[again : again + count]]
+        if (
+            len(fresh) == self._stream.num_left()
+        ):  # no fresh groups follow: the count would never reach the other due times
+            merged += [GroupId(group) for _, group in self._requeued[position : position + count]]
         return merged[:count]
 
-    def deal(self) -> GroupId | None:
+    def pop(self) -> GroupId | None:
         """Hand out the first of ``upcoming``; None if the source is exhausted."""
         first = self.upcoming(1)
         if not first:
             return None
-        self.deal_group(first[0])
+        self.pop_group(first[0])
         return first[0]
 
-    def deal_group(self, group: GroupId) -> None:
+    def pop_group(self, group: GroupId) -> None:
         """Hand out one group of the last ``upcoming``. Raises ``KeyError`` if it is neither fresh nor requeued."""
         if group in self._upcoming:
             self._upcoming.remove(group)
         if group in self._due:
             self._forget(group)
             return
-        self._fresh.deal(group)
+        self._stream.pop(group)
         self._moved = True
-        if self._batch and self._fresh.dealt % self._batch == 0:
+        if self._batch and self._stream.num_popped % self._batch == 0:
             self._arranged = False
 
-    def again(self, group: GroupId, after: int = 0) -> None:
+    def requeue(self, group: GroupId, after: int = 0) -> None:
         """Hand ``group`` out again, once ``after`` more fresh groups have been handed out; 0 puts it first."""
-        self.take(group)
-        due = self._fresh.dealt + after if after else 0
-        insort(self._again, (due, group))
+        self.discard(group)
+        due = self._stream.num_popped + after if after else 0
+        insort(self._requeued, (due, group))
         self._due[group] = due
         self._changes[due, group] = True
         self._upcoming = []
 
-    def take(self, group: GroupId) -> None:
+    def discard(self, group: GroupId) -> None:
         """Remove a requeued group, for example because the ledger leased it again itself; no-op if it is not queued."""
         if group in self._due:
             self._forget(group)
@@ -203,5 +205,5 @@ class Deck:
 
     def _forget(self, group: GroupId) -> None:
         item = (self._due.pop(group), group)
-        del self._again[bisect_left(self._again, item)]
+        del self._requeued[bisect_left(self._requeued, item)]
         self._changes[item] = False

@@ -15,7 +15,7 @@ from staleflow.servers.scheduler.prompts.permutation import permuted
 
 BLOCK = 512
 """Places to draw at once when their order is that of the permutation."""
-_FOR_EVER = 1 << 40
+_ENDLESS = 1 << 40
 """Number of groups of an endless source."""
 
 
@@ -32,7 +32,7 @@ class Clustering:
         return self.batch_size * self.lookahead
 
 
-class Fresh:
+class PromptStream:
     """The prompt stream from its first group that was not handed out."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Fresh:
         self._clustering = clustering
         self._block = BLOCK if clustering is None else clustering.block
         self.rows = 0
-        self.dealt = 0
+        self.num_popped = 0
         """Number of groups handed out so far."""
         self._ahead: int = 0
         self._base: int = 0
@@ -63,12 +63,12 @@ class Fresh:
         self._waiting: dict[int, int] = {}
         """Place by group: drawn but not handed out, in order."""
 
-    def restore(self, rows: int, dealt: int, ahead: bytes) -> None:
-        """Continue after ``dealt`` groups, including those out of order, which ``ahead`` marks (see ``ahead``)."""
+    def restore(self, rows: int, num_popped: int, ahead: bytes) -> None:
+        """Continue after ``num_popped`` groups, including those out of order, which ``ahead`` marks (see ``ahead``)."""
         self.rows = rows
-        self.dealt = dealt
+        self.num_popped = num_popped
         self._ahead = int.from_bytes(ahead, "little")
-        self._base = self._drawn = dealt - self._ahead.bit_count()
+        self._base = self._drawn = num_popped - self._ahead.bit_count()
         self._waiting = {}
 
     def ahead(self) -> bytes:
@@ -80,23 +80,23 @@ class Fresh:
         """True if the source is repeated without end."""
         return not self._epochs
 
-    def left(self) -> int:
+    def num_left(self) -> int:
         """Number of groups that can still be handed out; a large number for an endless source."""
-        return self._end() - self.dealt
+        return self._end() - self.num_popped
 
     def _end(self) -> int:
-        return 0 if not self.rows else self._epochs * self.rows if self._epochs else _FOR_EVER
+        return 0 if not self.rows else self._epochs * self.rows if self._epochs else _ENDLESS
 
-    def first(self, count: int) -> list[int]:
+    def peek(self, count: int) -> list[int]:
         """Return the next ``count`` groups, fewer at the end of the source."""
         while len(self._waiting) < count and self._drawn < self._end():
             self._draw()
         return list(islice(self._waiting, count))
 
-    def deal(self, group: int) -> None:
-        """Hand out ``group``, one of ``first``; it never returns to the stream."""
+    def pop(self, group: int) -> None:
+        """Hand out ``group``, one of ``peek``; it never returns to the stream."""
         place = self._waiting.pop(group)
-        self.dealt += 1
+        self.num_popped += 1
         self._ahead |= 1 << (place - self._base)
         passed = (~self._ahead & self._ahead + 1).bit_length() - 1  # number of trailing ones
         self._ahead >>= passed
@@ -111,21 +111,21 @@ class Fresh:
         for drawn in blocks.values():
             self._append(sorted(drawn, key=lambda item: item[1]))
 
-    def soon(self) -> range:
+    def next_places(self) -> range:
         """Places of the current block and the next one, from the first that was not handed out."""
         return range(self._base, min((self._base // self._block + 2) * self._block, self._end()))
 
     def groups(self, places: range) -> list[int]:
         """Return the group at each place."""
-        found: list[int] = []
+        groups: list[int] = []
         start = places.start
         while start < places.stop:
             epoch, first = divmod(start, self.rows)
             count = min(places.stop - start, self.rows - first)
             part = permuted(first, count, self.rows, seed=self._seed, epoch=epoch)
-            found += [epoch * self.rows + row for row in part]
+            groups += [epoch * self.rows + row for row in part]
             start += count
-        return found
+        return groups
 
     def _draw(self) -> None:
         """Draw one more block, without the groups of it that were handed out before a restart."""

@@ -17,13 +17,13 @@ from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
-from staleflow.servers.scheduler.status.stage_loads import Loads
-from staleflow.servers.scheduler.status.step_metrics import Metrics
+from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.servers.scheduler.workers.registry import Registry
 
-FRESH_MS: Final = 1_000
+CACHE_MS: Final = 1_000
 """Time for which a built text is reused."""
-PIECE: Final = 64
+INSTANCES_PER_CHUNK: Final = 64
 """Number of instances to format before yielding to the event loop."""
 
 Labels = tuple[tuple[str, str], ...]
@@ -101,8 +101,8 @@ class Exposition:
         interpreter: Interpreter,
         registry: Registry,
         instances: Instances,
-        metrics: Metrics,
-        loads: Loads,
+        metrics: StepMetrics,
+        loads: StageLoadTable,
         phase: Phase,
         trainer_waits: Callable[[], bool],
     ) -> None:
@@ -111,21 +111,21 @@ class Exposition:
         self._loads, self._phase = loads, phase
         self._stages = [node.name for node in graph(config)]
         self._started_ms = interpreter.clock.now_ms()
-        self._made: tuple[int, bytes] = (-FRESH_MS, b"")
-        self._making = asyncio.Lock()
+        self._cached: tuple[int, bytes] = (-CACHE_MS, b"")
+        self._build_lock = asyncio.Lock()
         self._trainer_waits = trainer_waits
 
     async def text(self) -> bytes:
-        """Return the exposition as UTF-8, at most ``FRESH_MS`` old."""
-        async with self._making:
-            made_ms, text = self._made
-            if self._interpreter.clock.now_ms() - made_ms < FRESH_MS:
+        """Return the exposition as UTF-8, at most ``CACHE_MS`` old."""
+        async with self._build_lock:
+            built_ms, text = self._cached
+            if self._interpreter.clock.now_ms() - built_ms < CACHE_MS:
                 return text
             lines = list(_lines(self._samples()))
             lines += _numbers(self._metrics.newest)
             lines += await self._of_instances()
             text = ("\n".join(lines) + "\n").encode()
-            self._made = self._interpreter.clock.now_ms(), text
+            self._cached = self._interpreter.clock.now_ms(), text
             return text
 
     # --- samples, by family ----------------------------------------------------------------------------------
@@ -204,17 +204,17 @@ class Exposition:
 
     async def _of_instances(self) -> list[str]:
         """Format the samples of all instances: the only part that grows with the number of workers."""
-        found: dict[str, list[str]] = {name: [] for name in FAMILIES if name.startswith("instance_")}
+        families: dict[str, list[str]] = {name: [] for name in FAMILIES if name.startswith("instance_")}
         for number, instance in enumerate(list(self._instances)):
-            if number % PIECE == PIECE - 1:
+            if number % INSTANCES_PER_CHUNK == INSTANCES_PER_CHUNK - 1:
                 await asyncio.sleep(0)
             process = self._registry.get(instance.worker)
             label = f'{{worker="{_escaped(process.name if process else instance.worker)}"}}'
             stats = instance.stats
             values = (stats.version, stats.running, stats.waiting, stats.kv_used, stats.tokens_per_s)
-            for (name, lines), value in zip(found.items(), (*values, len(instance.leases)), strict=True):
+            for (name, lines), value in zip(families.items(), (*values, len(instance.leases)), strict=True):
                 lines.append(f"{PREFIX}{name}{label} {_shown(value)}")
-        return [line for name, lines in found.items() if lines for line in (*_head(name), *lines)]
+        return [line for name, lines in families.items() if lines for line in (*_head(name), *lines)]
 
 
 def _by(name: str, label: str, counts: Mapping[str, int]) -> Iterator[Sample]:
@@ -247,9 +247,9 @@ def _numbers(newest: Mapping[str, float | int | None]) -> list[str]:
         if key in PLACES or value is None or name in taken:
             continue
         taken.add(name)
-        known = METRICS.get(key)
-        unit = f", in {known.unit}" if known and known.unit else ""
-        meaning = f"{known.meaning}{unit}" if known else "a number of the trainer's own"
+        metric = METRICS.get(key)
+        unit = f", in {metric.unit}" if metric and metric.unit else ""
+        meaning = f"{metric.meaning}{unit}" if metric else "a number of the trainer's own"
         lines += (f"# HELP {name} {meaning}", f"# TYPE {name} gauge", f"{name} {_shown(value)}")
     return lines
 

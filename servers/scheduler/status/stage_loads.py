@@ -11,7 +11,7 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.stages import MAX_FAILING, NAMED
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ def episodes_limit(config: Config, name: str, stats: InstanceStats) -> str:
     if not stats.episodes_waiting or stats.waiting or stats.running >= slots:
         return ""
     places = environment.processes * environment.concurrency
-    found = f"environment at {name}: {stats.episodes} of {places} episodes under way, {stats.episodes_waiting} queued"
+    result = f"environment at {name}: {stats.episodes} of {places} episodes under way, {stats.episodes_waiting} queued"
     if stats.episodes < places:  # the pool lowers its limit after crashes
-        return f"{found}; fewer episodes share a process because episodes crash it, see the log of {name}"
-    return f"{found}; raise environment.concurrency or environment.processes"
+        return f"{result}; fewer episodes share a process because episodes crash it, see the log of {name}"
+    return f"{result}; raise environment.concurrency or environment.processes"
 
 
-class Loads:
+class StageLoadTable:
     """The newest report of each shard. Kept in memory only."""
 
-    def __init__(self, shards: int, stages: Iterable[str], answers: Answers) -> None:
+    def __init__(self, shards: int, stages: Iterable[str], replies: PendingReplies) -> None:
         self._stages = set(stages)
-        self._answers = answers
+        self._replies = replies
         self._shards: list[list[StageLoad]] = [[] for _ in range(shards)]
         self.used_shares: list[float | None] = [None] * shards
         """Used share of the map of each shard; None before its first report."""
@@ -77,33 +77,33 @@ class Loads:
             len(load.groups) > NAMED or len(load.failing) > MAX_FAILING for load in body.loads
         ):
             most = f"{NAMED} groups or {MAX_FAILING} failing workers"
-            self._answers.refuse(call, Code.MALFORMED, f"shard {body.shard} does not exist, or names more than {most}")
+            self._replies.refuse(call, Code.MALFORMED, f"shard {body.shard} does not exist, or names more than {most}")
             return
         if unknown := {load.stage for load in body.loads} - self._stages:
-            self._answers.refuse(call, Code.MALFORMED, f"stage {min(unknown)!r} does not exist")
+            self._replies.refuse(call, Code.MALFORMED, f"stage {min(unknown)!r} does not exist")
             return
         self._shards[body.shard] = body.loads
         self.used_shares[body.shard], self.full[body.shard] = body.used_share, body.full
-        self._answers.hold(call, Done())
+        self._replies.add(call, Done())
 
     def by_stage(self) -> dict[str, Load]:
         """Return the load of each stage over all shards; stages without groups are omitted."""
-        found: dict[str, Load] = {}
+        result: dict[str, Load] = {}
         for load in (load for loads in self._shards for load in loads):
-            before = found.get(load.stage, Load(0, 0))
+            before = result.get(load.stage, Load(0, 0))
             calls = max(before.calls, load.calls)  # every worker serves all shards
-            found[load.stage] = Load(before.waiting + load.waiting, before.taken + load.taken, calls)
-        return found
+            result[load.stage] = Load(before.waiting + load.waiting, before.taken + load.taken, calls)
+        return result
 
     def failing(self) -> dict[str, list[StageFailing]]:
         """Return by stage the workers that fail every group, each with the report of the longest failure."""
-        found: dict[str, dict[str, StageFailing]] = {}
+        result: dict[str, dict[str, StageFailing]] = {}
         for load in (load for loads in self._shards for load in loads):
-            workers = found.setdefault(load.stage, {})
+            workers = result.setdefault(load.stage, {})
             for one in load.failing:
                 if one.worker not in workers or workers[one.worker].failing_ms < one.failing_ms:
                     workers[one.worker] = one
-        return {stage: list(workers.values()) for stage, workers in found.items() if workers}
+        return {stage: list(workers.values()) for stage, workers in result.items() if workers}
 
     def all_fail(self, served: Mapping[str, int], for_ms: int) -> tuple[str, StageFailing] | None:
         """Return a stage whose workers have all failed every group for ``for_ms``, with one of them; None if none has.

@@ -13,7 +13,7 @@ from staleflow.net.security import security_word
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Command
-from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.coordination.sentences import Hold
@@ -21,14 +21,20 @@ from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.status.deadlock import Deadlock
-from staleflow.servers.scheduler.status.stage_loads import Load, Loads, calls_limit, calls_under_way, episodes_limit
-from staleflow.servers.scheduler.status.step_metrics import Metrics
+from staleflow.servers.scheduler.status.stage_loads import (
+    Load,
+    StageLoadTable,
+    calls_limit,
+    calls_under_way,
+    episodes_limit,
+)
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.registry import Process, Registry
 
-MANY_PEERS = 64
-"""With more processes than this, most of a reply is cached for ``FRESH_MS``: building it takes time from the ledger."""
-FRESH_MS = 1_000
+MIN_CACHED_PEERS = 64
+"""With more processes than this, most of a reply is cached for ``CACHE_MS``: building it takes time from the ledger."""
+CACHE_MS = 1_000
 """Lifetime of a cached reply."""
 MAX_GONE_ROWS = 64
 """Maximum number of silent processes in a reply."""
@@ -44,15 +50,15 @@ class StatusView:
         interpreter: Interpreter,
         registry: Registry,
         instances: Instances,
-        metrics: Metrics,
+        metrics: StepMetrics,
         deadlock: Deadlock,
-        failures: Failures,
+        backoff: Backoff,
         phase: Phase,
-        loads: Loads,
-        asked: Callable[[], bool],
+        loads: StageLoadTable,
+        is_trainer_waiting: Callable[[], bool],
         run_dir: str,
     ) -> None:
-        """``asked``: returns whether the trainer waits for its current batch."""
+        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
         self._config = config
         self._identity = identity
         self._interpreter = interpreter
@@ -60,13 +66,13 @@ class StatusView:
         self._instances = instances
         self._metrics = metrics
         self._phase = phase
-        self._why = Why(config, interpreter, registry, instances, deadlock, failures, phase, loads, asked)
+        self._why = Why(config, interpreter, registry, instances, deadlock, backoff, phase, loads, is_trainer_waiting)
         self._loads = loads
-        self._failures = failures
+        self._backoff = backoff
         self._stages = graph(config)
         self._started_ms = interpreter.clock.now_ms()
         self._run_dir = run_dir
-        self._newest: tuple[int, dict[str, Any]] = (-FRESH_MS, {})
+        self._newest: tuple[int, dict[str, Any]] = (-CACHE_MS, {})
 
     def why(self) -> str:
         """Explain in one sentence what the run waits for."""
@@ -75,12 +81,12 @@ class StatusView:
     def values(self, present: set[str]) -> dict[str, Any]:
         """Build the reply. ``present``: peers that the transport is connected to.
 
-        With many peers, the reply may be up to ``FRESH_MS`` old, except for the fields of ``_run``: a trainer that has
+        With many peers, the reply may be up to ``CACHE_MS`` old, except for the fields of ``_run``: a trainer that has
         just joined publishes under the term that it reads there.
         """
         now = self._interpreter.clock.now_ms()
-        made_ms, newest = self._newest
-        if len(present) > MANY_PEERS and now - made_ms < FRESH_MS:
+        built_ms, newest = self._newest
+        if len(present) > MIN_CACHED_PEERS and now - built_ms < CACHE_MS:
             return newest | self._run(now)
         values = self._values(now, present)
         self._newest = now, values
@@ -139,7 +145,7 @@ class StatusView:
         }
 
     def _lengths(self) -> dict[str, Any]:
-        lengths = self._interpreter.deck.lengths
+        lengths = self._interpreter.prompts.lengths
         ranker = self._config.coordination.ranker
         return {"ranker": ranker, "described": lengths.num_described, **lengths.quality()}
 
@@ -167,7 +173,7 @@ class StatusView:
 
     def _instance_rows(self, now: int, present: set[str]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        holds = {hold.worker: hold for hold in self._failures.holds()}
+        holds = {hold.worker: hold for hold in self._backoff.holds()}
         for instance in self._instances:
             process = self._registry.get(instance.worker)
             stats = instance.stats
@@ -250,8 +256,8 @@ def _command(instance: Instance, command: Command | None) -> str:
         case messages.Pull():
             return f"pull v{command.version}"
         case _:
-            known = instance.leases.get(command.lease)
-            about = f"lease {command.lease}" if known is None else str(known[0])
+            lease = instance.leases.get(command.lease)
+            about = f"lease {command.lease}" if lease is None else str(lease[0])
             return f"{type(command).__name__.lower()} {about}"
 
 

@@ -26,7 +26,7 @@ Line = dict[str, float | int | None]
 _EVAL = "reward/eval"
 
 
-class Metrics:
+class StepMetrics:
     """Collects the scheduler's metrics between two steps and writes the lines."""
 
     def __init__(
@@ -116,11 +116,11 @@ class Metrics:
         """
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         lineage = machine.lineage
-        again = self.last.get("step") == step and self.last.get("lineage") == lineage
-        if again and values.keys() <= self.last.keys():
+        is_repeat = self.last.get("step") == step and self.last.get("lineage") == lineage
+        if is_repeat and values.keys() <= self.last.keys():
             return
         line: Line = {"step": step, "lineage": lineage, "version": machine.version, "t": now_ns / 1e9}
-        if not again and 0 <= step < machine.version:
+        if not is_repeat and 0 <= step < machine.version:
             line.update(self._off_policy(step))
             line.update(in_flight(machine, self._limits))
             line.update(self._rollout(list(instances), now_ns))
@@ -139,11 +139,11 @@ class Metrics:
 
     def _off_policy(self, step: Step) -> Line:
         counts = self._totals.counts
-        known = self._staleness.get(step)  # None if the step was consumed before a restart
+        staleness = self._staleness.get(step)  # None if the step was consumed before a restart
         of_step: Line = {}
-        if known is not None:
+        if staleness is not None:
             of_step = dict(
-                zip(("off_policy/mean", "off_policy/max", "staleness/masked_token_ratio"), known, strict=True)
+                zip(("off_policy/mean", "off_policy/max", "staleness/masked_token_ratio"), staleness, strict=True)
             )
         self._staleness = {k: v for k, v in self._staleness.items() if k > step}
         return {

@@ -11,15 +11,15 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.coordination.sentences import Pin, held, pinned, restarted, silent, starved
+from staleflow.servers.scheduler.coordination.sentences import Pin, pinned, restarted, restricted, silent, starved
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.lengths.durations import Durations
 from staleflow.servers.scheduler.status.deadlock import Deadlock
-from staleflow.servers.scheduler.status.stage_loads import Loads, calls_limit, episodes_limit
-from staleflow.servers.scheduler.workers.registry import RESTARTS_MS, Registry
+from staleflow.servers.scheduler.status.stage_loads import StageLoadTable, calls_limit, episodes_limit
+from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS, Registry
 from staleflow.store.disk_errors import trouble
 
 MAX_PINS = 16
@@ -36,21 +36,21 @@ class Why:
         registry: Registry,
         instances: Instances,
         deadlock: Deadlock,
-        failures: Failures,
+        backoff: Backoff,
         phase: Phase,
-        loads: Loads,
-        asked: Callable[[], bool],
+        loads: StageLoadTable,
+        is_trainer_waiting: Callable[[], bool],
     ) -> None:
-        """``asked``: returns whether the trainer waits for its current batch."""
+        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
         self._config = config
         self._interpreter = interpreter
         self._registry = registry
         self._instances = instances
         self._deadlock = deadlock
-        self._failures = failures
+        self._backoff = backoff
         self._phase = phase
         self._loads = loads
-        self._asked = asked
+        self._is_trainer_waiting = is_trainer_waiting
         self._leased, self._staged = Durations(), Durations()
         for effect, listener in (
             (effects.Reserved, self._on_reserved),
@@ -62,7 +62,7 @@ class Why:
 
     def sentence(self) -> str:
         """Explain what the run waits for now."""
-        return self._over() or f"{self._now()}{self._holds()}"
+        return self._ended() or f"{self._now()}{self._holds()}"
 
     def _now(self) -> str:
         return self._silent() or self._missing() or f"{self._crashes()}{self._step()}" or "nothing waits"
@@ -70,7 +70,7 @@ class Why:
     def trainer_waits(self) -> str:
         """Return what the trainer waits for: servers, workers, older groups, stages or engines; "" if it does not."""
         machine = self._interpreter.machine
-        if self._over() or machine.next_step > machine.version or not self._asked():
+        if self._ended() or machine.next_step > machine.version or not self._is_trainer_waiting():
             return ""
         if self._silent():
             return "servers"
@@ -86,7 +86,7 @@ class Why:
         """Return the first ``MAX_PINS`` groups that pin the next step."""
         return [pin for group in self._interpreter.machine.pins()[:MAX_PINS] if (pin := self._pin(group)) is not None]
 
-    def _over(self) -> str:
+    def _ended(self) -> str:
         phase = self._phase
         if phase.error:
             return f"the trainer stopped: {phase.error}"
@@ -136,12 +136,16 @@ class Why:
         """Name a trainer in a crash loop: at least two recent restarts."""
         trainer = self._registry.get(self._interpreter.machine.trainer)
         restarts = 0 if trainer is None else self._registry.restarts(trainer.name)
-        return "" if trainer is None or restarts < 2 else restarted(trainer.name, restarts, RESTARTS_MS / 1000) + "; "
+        return (
+            ""
+            if trainer is None or restarts < 2
+            else restarted(trainer.name, restarts, CRASH_LOOP_WINDOW_MS / 1000) + "; "
+        )
 
     def _holds(self) -> str:
         """Name the restricted instances, whatever the run waits for: they burn prompts."""
-        holds = list(self._failures.holds())
-        return f"; {held(holds)}" if holds else ""
+        holds = list(self._backoff.holds())
+        return f"; {restricted(holds)}" if holds else ""
 
     def _missing(self) -> str:
         machine = self._interpreter.machine
@@ -192,14 +196,14 @@ class Why:
         share, shard = max(refusing)
         if loads.full[shard] != "map":
             return f"trajectory server {shard}: its {trouble(loads.full[shard])}; pushes wait; "
-        said = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
+        text = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
         if machine.oldest_checkpoint[1] < machine.version:
-            return f"{said} until a checkpoint releases groups; "
+            return f"{text} until a checkpoint releases groups; "
         if machine.next_step > machine.version:
-            return f"{said} until the trainer releases groups; "
+            return f"{text} until the trainer releases groups; "
         batches = self._config.staleness.max_staleness + 1
         return (
-            f"{said}, and no checkpoint can free space: the groups of {batches} batch{'es' if batches > 1 else ''} "
+            f"{text}, and no checkpoint can free space: the groups of {batches} batch{'es' if batches > 1 else ''} "
             "must fit in 90 % of it, so a new run needs a larger one; "
         )
 
@@ -209,7 +213,7 @@ class Why:
         missing = [stage for stage in stages(self._config) if not served[stage]]
         if counts["pushed"] and missing:
             return f"; no {' and no '.join(missing)} worker is attached"
-        if not counts["leased"] and not counts["pushed"] and not self._interpreter.deck.left():
+        if not counts["leased"] and not counts["pushed"] and not self._interpreter.prompts.num_left():
             return "; the prompts are used up"
         if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):
             return "; no instance has loaded weights yet"
@@ -217,11 +221,13 @@ class Why:
 
     def _failing(self) -> str:
         """Name the stage worker with the most failures in a row, if one fails every group."""
-        found = [(one.failures, stage, one) for stage, failing in self._loads.failing().items() for one in failing]
-        if not found:
+        failing_workers = [
+            (one.failures, stage, one) for stage, failing in self._loads.failing().items() for one in failing
+        ]
+        if not failing_workers:
             return ""
-        _, stage, one = max(found, key=lambda it: it[0])
-        name, more = self._registry.name_of(one.worker), len(found) - 1
+        _, stage, one = max(failing_workers, key=lambda it: it[0])
+        name, more = self._registry.name_of(one.worker), len(failing_workers) - 1
         others = f", as do {more} other workers" if more > 1 else ", as does another worker" if more else ""
         return (
             f"; {name} fails every group of the stage {stage}, {one.failures} in a row, and is held{others}: {one.why}"
@@ -248,17 +254,17 @@ class Why:
     # --- pinning groups ----------------------------------------------------------------------------------------
 
     def _pin(self, group: GroupId) -> Pin | None:
-        held = self._interpreter.machine.group(group)
-        if held is None:
+        group_view = self._interpreter.machine.group(group)
+        if group_view is None:
             return None
         now = self._interpreter.clock.now_ms()
-        generated = held.state is State.LEASED
+        generated = group_view.state is State.LEASED
         took = self._leased if generated else self._staged
-        silent = generated and self._instances.get(held.worker) is None
+        silent = generated and self._instances.get(group_view.worker) is None
         return Pin(
             group=group,
-            version=held.version,
-            worker=self._registry.name_of(held.worker) if generated else "",
+            version=group_view.version,
+            worker=self._registry.name_of(group_view.worker) if generated else "",
             stages=() if generated else self._loads.of_group(group),
             so_far_s=took.so_far_s(group, now),
             left_s=took.left_s(group, now),

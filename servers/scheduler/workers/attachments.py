@@ -20,7 +20,7 @@ from staleflow.protocols.wire.stages import CRITIC, REWARD
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 from staleflow.servers.scheduler.workers import registry
@@ -46,7 +46,7 @@ class Attachments:
         identity: Identity,
         run_dir: str,
         interpreter: Interpreter,
-        answers: Answers,
+        replies: PendingReplies,
         rejects: Rejects,
         registry: Registry,
         instances: Instances,
@@ -58,7 +58,7 @@ class Attachments:
         self._identity = identity
         self._run_dir = run_dir
         self._interpreter = interpreter
-        self._answers = answers
+        self._replies = replies
         self._rejects = rejects
         self._registry = registry
         self._instances = instances
@@ -69,14 +69,14 @@ class Attachments:
         now = self._interpreter.clock.now_ms()
         self._rejects.auth(call.peer, body.role, no[1] if no else "", ok=no is None, now_ms=now)
         if no is not None:
-            self._answers.refuse(call, *no, retry_for_ms=NAME_TIMEOUT_MS)
+            self._replies.refuse(call, *no, retry_for_ms=NAME_TIMEOUT_MS)
             return
-        known = self._registry.get(body.worker)
-        if known is None or known.attach != body or not known.alive:
-            self._take_in(body, call.key)
-        self._answers.hold(call, self._attached())
+        current = self._registry.get(body.worker)
+        if current is None or current.attach != body or not current.alive:
+            self._admit(body, call.key)
+        self._replies.add(call, self._attached())
 
-    def _take_in(self, body: Attach, key: str) -> None:
+    def _admit(self, body: Attach, key: str) -> None:
         older = self._registry.attach(body, key)
         if older is not None:
             self._leave(older, f"replaced by {body.worker}")
@@ -115,11 +115,11 @@ class Attachments:
 
     def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
         """Return why the process may not use its name, or None: names belong to roles, some to the supervisor."""
-        if (over := self._registry.over(body.worker)) is not None:
-            return Code.FENCED, over
-        known = self._registry.get(body.worker)
-        if known is not None and known.name != body.name:
-            return Code.CONFLICT, f"{body.worker} is attached as {known.name}; a process has one name"
+        if (end_reason := self._registry.end_reason(body.worker)) is not None:
+            return Code.FENCED, end_reason
+        current = self._registry.get(body.worker)
+        if current is not None and current.name != body.name:
+            return Code.CONFLICT, f"{body.worker} is attached as {current.name}; a process has one name"
         for name in (body.name, body.worker):
             if (no := name_objection(name, body.role, self._stages)) is not None:
                 return Code.DENIED, no
@@ -128,7 +128,7 @@ class Attachments:
             return None
         if owner.role != body.role:
             return Code.DENIED, f"{body.name} is the name of a process of role {owner.role}"
-        if owner.heard and owner.attach.slot and not body.slot:
+        if owner.contacted and owner.attach.slot and not body.slot:
             return (
                 Code.CONFLICT,
                 f"{body.name} belongs to the supervisor of this run, which restarts it; use another name",
@@ -157,8 +157,8 @@ class Attachments:
     def _stage_objection(self, body: Attach) -> tuple[Code, str] | None:
         stage = body.stage or REWARD
         if stage not in self._stages:
-            known = ", ".join(stages(self._config))
-            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {known}'
+            current = ", ".join(stages(self._config))
+            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {current}'
         others = [p for p in self._registry.processes() if p.alive and p.name != body.name]
         critic = next((other for other in others if other.role == "stage" and other.attach.stage == CRITIC), None)
         if stage == CRITIC and critic is not None:
@@ -171,10 +171,13 @@ class Attachments:
             return Code.CONFLICT, f"shard is {body.shard}; it must be 0 to {shards - 1}"
         if body.rows < 1:
             return Code.CONFLICT, f"shard {body.shard} has no prompts"
-        deck = self._interpreter.deck
-        if not deck.set_source(body.rows, body.prompts_sha):
-            known = f"{deck.rows} rows, sha256 {deck.prompts_sha[:12]}"
-            return Code.CONFLICT, f"the prompts of shard {body.shard} differ from those this run started with ({known})"
+        prompts = self._interpreter.prompts
+        if not prompts.set_source(body.rows, body.prompts_sha):
+            current = f"{prompts.rows} rows, sha256 {prompts.prompts_sha[:12]}"
+            return (
+                Code.CONFLICT,
+                f"the prompts of shard {body.shard} differ from those this run started with ({current})",
+            )
         return None
 
     def _attached(self) -> AttachReply:
@@ -200,7 +203,7 @@ class Attachments:
             self._leave(process, body.why[:MAX_WHY_CHARS] or "goodbye")
         else:  # perhaps a retry after a failed commit, which restored the leases of the process
             self._interpreter.apply(events.Detach(worker=body.worker, why=ReleaseWhy.ABORTED))
-        self._answers.hold(call, Done())
+        self._replies.add(call, Done())
 
     def _leave(self, process: Process, why: str) -> None:
         """Release the leases of a process that has left or was replaced."""
@@ -210,7 +213,7 @@ class Attachments:
             self._instances.remove(process.worker)
             self._interpreter.apply(events.Detach(worker=process.worker, why=ReleaseWhy.ABORTED))
 
-    def heard(self, worker: str, now: int, key: str = "") -> Process | None:
+    def note_message(self, worker: str, now: int, key: str = "") -> Process | None:
         """Note a message from a process under ``key``; a silent process returns. Return the process, if known."""
         process = self._registry.get(worker)
         if process is not None:
@@ -218,18 +221,18 @@ class Attachments:
             if process.alive:
                 process.key = key or process.key
             else:
-                self._registry.found(process, key)
+                self._registry.mark_alive(process, key)
                 self._arrive(process.attach, "heard again")
         return process
 
-    def present(self, peers: Iterable[str], now: int) -> None:
+    def note_heartbeats(self, peers: Iterable[str], now: int) -> None:
         """Note that the transport receives heartbeats of these peers: stage workers send the scheduler nothing else."""
         for peer in peers:
             process = self._registry.get(peer)
             if process is not None and not process.alive:
-                self.heard(peer, now)
+                self.note_message(peer, now)
 
-    def silent(self, worker: str) -> None:
+    def mark_silent(self, worker: str) -> None:
         """Handle three missed heartbeats: the process gets no new work, and keeps its leases until they expire."""
         process = self._registry.get(worker)
         if process is not None and process.alive:

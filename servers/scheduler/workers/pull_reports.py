@@ -11,7 +11,7 @@ from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import Done, Pulled
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 from staleflow.servers.scheduler.workers.registry import Registry
 from staleflow.store.base import Write, key_number, number_key
@@ -26,10 +26,15 @@ class PullReports:
     """Checks each ``Pulled`` and writes ``pull`` lines."""
 
     def __init__(
-        self, interpreter: Interpreter, answers: Answers, rejects: Rejects, registry: Registry, instances: Instances
+        self,
+        interpreter: Interpreter,
+        replies: PendingReplies,
+        rejects: Rejects,
+        registry: Registry,
+        instances: Instances,
     ) -> None:
         self._interpreter = interpreter
-        self._answers = answers
+        self._replies = replies
         self._rejects = rejects
         self._registry = registry
         self._instances = instances
@@ -63,9 +68,9 @@ class PullReports:
         now = self._interpreter.clock.now_ms()
         instance = self._instances.get(body.worker)
         if call.peer != body.worker or instance is None:
-            over = self._registry.over(body.worker)
-            detail = over or f"{body.worker} is not attached as a rollout worker"
-            self._refuse(call, Code.FENCED if over else Code.DENIED, detail)
+            end_reason = self._registry.end_reason(body.worker)
+            detail = end_reason or f"{body.worker} is not attached as a rollout worker"
+            self._refuse(call, Code.FENCED if end_reason else Code.DENIED, detail)
             return
         if not body.ok:
             instance.pull_failed(now)
@@ -84,7 +89,7 @@ class PullReports:
                     worker=body.worker, lineage=body.lineage, version=body.version, sha=body.sha, ok=body.ok
                 )
             )
-        self._answers.hold(call, Done())
+        self._replies.add(call, Done())
 
     def _objection(self, body: Pulled) -> tuple[Code, str] | None:
         """Return why the report is invalid, or None. A failed pull may have no digest, because it received no bytes."""
@@ -101,7 +106,7 @@ class PullReports:
 
     def _refuse(self, call: Call, code: Code, detail: str) -> None:
         self._rejects.plain(call.peer, "pull", code.value, self._interpreter.clock.now_ms())
-        self._answers.refuse(call, code, detail)
+        self._replies.refuse(call, code, detail)
 
 
 def _key(version: Version) -> bytes:

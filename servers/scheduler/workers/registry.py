@@ -27,29 +27,29 @@ MAX_GONE_PER_KEY = 256
 """Maximum number of silent processes of one key."""
 FORGET_AFTER_MS = 24 * 3_600_000
 """Time after which a silent process is discarded."""
-UNHEARD_MS = 600_000
+RECONNECT_TIMEOUT_MS = 600_000
 """After a restart of the scheduler, time after which a stored process without a message counts as lost."""
-SILENT_MS = 3_000
+FIRST_MESSAGE_TIMEOUT_MS = 3_000
 """After a restart of the scheduler, time that a process has to send a message before status shows it as silent."""
-RESTARTS_MS = 300_000
+CRASH_LOOP_WINDOW_MS = 300_000
 """Window in which restarts count as a crash loop. A trainer that loads a large model restarts once a minute."""
 MAX_STARTS = 64
 """Maximum number of stored start times of one trainer, and of trainer names."""
-RETURN_MS = 300_000
+RETURN_TIMEOUT_MS = 300_000
 """Time in which a lost process may return: restarted, with its model loaded."""
-MAX_OVER = 4_096
+MAX_ENDED = 4_096
 """Maximum number of stored ids of ended processes: a duplicate ``Attach`` arrives before this many are replaced."""
 
 
 class Process:
     """One attached process."""
 
-    __slots__ = ("alive", "attach", "generated", "gone_ms", "heard", "key", "seen_ms")
+    __slots__ = ("alive", "attach", "contacted", "generated", "gone_ms", "key", "seen_ms")
 
     def __init__(self, attach: Attach, now_ms: int, *, alive: bool) -> None:
         self.attach = attach
         self.alive = alive
-        self.heard = alive
+        self.contacted = alive
         """A message has arrived since this scheduler process started."""
         self.seen_ms = now_ms
         """Time of its last message."""
@@ -84,42 +84,42 @@ class Registry:
         self._workers: dict[WorkerId, Process] = {}
         self._gone: dict[str, dict[WorkerId, Process]] = {}
         """Silent processes by key, in the order in which they became silent."""
-        self._unheard_until_ms: float = 0
+        self._reconnect_until_ms: float = 0
         """Until this time, a stored process may be alive although no message has arrived."""
         self._starts: dict[str, deque[int]] = {}
         """Start times of trainer processes, by name."""
-        self._over: dict[WorkerId, str] = {}
-        """Reasons why replaced or detached processes may not attach again, for the newest ``MAX_OVER`` of them."""
+        self._end_reasons: dict[WorkerId, str] = {}
+        """Reasons why replaced or detached processes may not attach again, for the newest ``MAX_ENDED`` of them."""
 
     def load(self, txn: Read) -> None:
         """Restore the attached processes; none counts as alive before its first message."""
-        self._unheard_until_ms = self._clock.now_ms() + UNHEARD_MS
+        self._reconnect_until_ms = self._clock.now_ms() + RECONNECT_TIMEOUT_MS
         for _, raw in txn.items("workers"):
             try:
                 attach = msgspec.msgpack.decode(raw, type=Attach)
             except msgspec.ValidationError:  # stored by another protocol version; that process cannot connect any more
                 continue
-            self._know(Process(attach, self._clock.now_ms(), alive=False))
+            self._add(Process(attach, self._clock.now_ms(), alive=False))
 
     def attach(self, attach: Attach, key: str = "") -> Process | None:
         """Add a process with the key of its connection; return the process that it replaces, or None."""
         older = self._names.get(attach.name)
         if older is not None:
             self._workers.pop(older.worker, None)
-            self._is_back(older)
+            self._remove_gone(older)
         process = Process(attach, self._clock.now_ms(), alive=True)
         process.key = key
         if older is not None and older.worker == attach.worker:
             process.generated = older.generated
         elif attach.role == "trainer" and (attach.name in self._starts or len(self._starts) < MAX_STARTS):
             self._starts.setdefault(attach.name, deque(maxlen=MAX_STARTS)).append(process.seen_ms)
-        self._know(process)
+        self._add(process)
         if older is None or older.worker == attach.worker:
             return None
         self._end(older, f"a newer process has taken the name of {older.worker}")
         return older
 
-    def _know(self, process: Process) -> None:
+    def _add(self, process: Process) -> None:
         attach = process.attach
         self._names[attach.name] = self._workers[attach.worker] = process
         if attach.role == "trajectories":
@@ -132,7 +132,7 @@ class Registry:
         process = self._workers.pop(worker, None)
         if process is not None:
             del self._names[process.name]
-            self._is_back(process)
+            self._remove_gone(process)
             self._end(process, f"{worker} has said goodbye")
         return process
 
@@ -142,13 +142,13 @@ class Registry:
         process.gone_ms = self._clock.now_ms()
         self._gone.setdefault(process.key, {})[process.worker] = process
 
-    def found(self, process: Process, key: str) -> None:
+    def mark_alive(self, process: Process, key: str) -> None:
         """Mark a silent process as alive after a message under ``key``."""
-        self._is_back(process)
+        self._remove_gone(process)
         process.key = key or process.key
-        process.alive = process.heard = True
+        process.alive = process.contacted = True
 
-    def _is_back(self, process: Process) -> None:
+    def _remove_gone(self, process: Process) -> None:
         gone = self._gone.get(process.key, {})
         gone.pop(process.worker, None)
         if not gone:
@@ -166,10 +166,10 @@ class Registry:
         Servers are kept, because a restarted scheduler must know their endpoints. So are processes that are ``needed``.
         """
         now = self._clock.now_ms()
-        if self._unheard_until_ms and now >= self._unheard_until_ms:
-            self._unheard_until_ms = 0
+        if self._reconnect_until_ms and now >= self._reconnect_until_ms:
+            self._reconnect_until_ms = 0
             for process in self._names.values():
-                if not process.heard:
+                if not process.contacted:
                     self.lost(process)
         forgotten = list[Process]()
         for gone in self._gone.values():
@@ -190,7 +190,7 @@ class Registry:
 
     def _forget(self, processes: list[Process]) -> None:
         for process in processes:
-            self._is_back(process)
+            self._remove_gone(process)
             del self._workers[process.worker], self._names[process.name]
 
     def _end(self, process: Process, why: str) -> None:
@@ -200,9 +200,9 @@ class Registry:
         """
         if process.role in LOOKING:
             return
-        self._over[process.worker] = why
-        if len(self._over) > MAX_OVER:
-            del self._over[next(iter(self._over))]
+        self._end_reasons[process.worker] = why
+        if len(self._end_reasons) > MAX_ENDED:
+            del self._end_reasons[next(iter(self._end_reasons))]
 
     def get(self, worker: str) -> Process | None:
         """Return the process with that id, alive or silent."""
@@ -217,9 +217,9 @@ class Registry:
         """Return the process with that name, alive or silent."""
         return self._names.get(name)
 
-    def over(self, worker: str) -> str | None:
+    def end_reason(self, worker: str) -> str | None:
         """Return why a process may not attach again, or None. Final, because ids are never reused."""
-        return self._over.get(WorkerId(worker))
+        return self._end_reasons.get(WorkerId(worker))
 
     def not_its_name(self, worker: str, role: Role, key: str) -> str | None:
         """Return why a connection with ``key`` of ``role`` may not send messages as ``worker``, or None.
@@ -245,19 +245,23 @@ class Registry:
     def silent_s(self, process: Process) -> float:
         """Return how many seconds a process has been silent; 0 while it is alive."""
         silent_ms = self._clock.now_ms() - process.seen_ms
-        return 0.0 if process.alive or (silent_ms < SILENT_MS and not process.heard) else max(silent_ms, 1) / 1000
+        return (
+            0.0
+            if process.alive or (silent_ms < FIRST_MESSAGE_TIMEOUT_MS and not process.contacted)
+            else max(silent_ms, 1) / 1000
+        )
 
     def restarts(self, name: str) -> int:
-        """Return how often a trainer of that name was restarted in the last ``RESTARTS_MS``."""
+        """Return how often a trainer of that name was restarted in the last ``CRASH_LOOP_WINDOW_MS``."""
         starts = self._starts.get(name, ())
-        since_ms = self._clock.now_ms() - RESTARTS_MS
+        since_ms = self._clock.now_ms() - CRASH_LOOP_WINDOW_MS
         return sum(start_ms >= since_ms for number, start_ms in enumerate(starts) if number)
 
-    def awaits(self, role: str) -> bool:
-        """Return whether a process of that role was lost within ``RETURN_MS``: it or a successor may still return."""
+    def may_return(self, role: str) -> bool:
+        """Return whether a process of that role was lost within ``RETURN_TIMEOUT_MS``: it may still return."""
         now_ms = self._clock.now_ms()
         return any(
-            process.role == role and not process.alive and now_ms - process.seen_ms < RETURN_MS
+            process.role == role and not process.alive and now_ms - process.seen_ms < RETURN_TIMEOUT_MS
             for process in self._names.values()
         )
 

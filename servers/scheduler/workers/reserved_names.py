@@ -26,8 +26,8 @@ _FIRST_WORD = re.compile(r"[^-.]*")
 
 def reserved_for(name: str, stages: Collection[str]) -> tuple[str, ...] | None:
     """Return the roles that may use ``name``; None if every role may. ``stages``: the stages of the run."""
-    found = _FIRST_WORD.match(name)
-    word = found.group() if found else ""
+    match = _FIRST_WORD.match(name)
+    word = match.group() if match else ""
     return ("stage",) if word in stages else _ROLES.get(word)
 
 

@@ -11,8 +11,8 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import FEATURES, Attach, PromptFeatures, PromptFeaturesReply, Refusal, Reply
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.servers.scheduler.lengths.expected import Lengths, Ranker
-from staleflow.servers.scheduler.prompt_features import CHUNK, Describing
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompt_features import CHUNK, PromptFeatureRequests
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.prompts.stream import Clustering
 from staleflow.servers.scheduler.workers.registry import Registry
 
@@ -22,12 +22,12 @@ class World:
 
     def __init__(self, *, rows: int = 1000, ranker: Ranker = "learned") -> None:
         clustering = Clustering(batch_size=50, lookahead=4)
-        self.deck = Deck(seed=0, epochs=0, lengths=Lengths(ranker, ahead=200), clustering=clustering)
-        self.deck.set_source(rows, "sha")
+        self.prompts = PromptQueue(seed=0, epochs=0, lengths=Lengths(ranker, ahead=200), clustering=clustering)
+        self.prompts.set_source(rows, "sha")
         registry = Registry(2, WALL)
         for name, role in (("a", "trajectories"), ("b", "trajectories"), ("r", "rollout")):
             registry.attach(Attach(worker=WorkerId(name), name=name, role=role, shard=name == "b"))
-        self.describing = Describing(self.deck, registry)
+        self.describing = PromptFeatureRequests(self.prompts, registry)
         self.now_ms = 0
         self.endpoint = MemoryEndpoint(self._take, lambda answer: answer())
         self.heard: dict[str, list[Reply]] = {"a": [], "b": [], "r": []}
@@ -57,7 +57,7 @@ class World:
 
     def deal(self, count: int) -> list[int]:
         """Rows of the next groups."""
-        return [group % self.deck.rows for group in (self.deck.deal() for _ in range(count)) if group is not None]
+        return [group % self.prompts.rows for group in (self.prompts.pop() for _ in range(count)) if group is not None]
 
 
 def test_the_rows_of_this_block_and_the_next_are_asked_for_in_chunks_and_no_others() -> None:
@@ -134,7 +134,7 @@ def test_features_that_came_are_kept_with_their_rows_and_rows_that_are_described
     world.deal(1000)
     world.describing.ask()
     assert len(world.heard["a"]) == 1
-    assert world.deck.lengths.num_described == 10
+    assert world.prompts.lengths.num_described == 10
 
 
 def test_a_call_is_answered_with_nothing_when_it_has_waited_long_enough() -> None:
@@ -173,4 +173,4 @@ def test_what_is_no_description_is_refused(
     assert isinstance(refusal, Refusal)
     assert refusal.code is code
     assert detail in refusal.detail
-    assert world.deck.lengths.num_described == 0
+    assert world.prompts.lengths.num_described == 0

@@ -122,7 +122,7 @@ def test_a_worker_that_is_silent_for_long_is_forgotten(tmp_path: Path, monkeypat
 def test_after_a_restart_every_worker_has_time_to_be_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler that has just started hears no worker yet, and knows no key: none may be forgotten for that."""
     monkeypatch.setattr(registry, "MAX_GONE_PER_KEY", 1)
-    monkeypatch.setattr(registry, "UNHEARD_MS", 10_000)
+    monkeypatch.setattr(registry, "RECONNECT_TIMEOUT_MS", 10_000)
     table = Table(tmp_path / "run", config())
     for number in range(4):
         table.attach(f"w{number}", "rollout", capacity=0)

@@ -197,7 +197,7 @@ def test_who_has_said_goodbye_does_not_come_back_but_who_looks_may(tmp_path: Pat
 
 
 def test_those_that_are_over_are_not_known_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_OVER", 2)
+    monkeypatch.setattr(registry, "MAX_ENDED", 2)
     run = Asked(tmp_path)
     for number in range(5):
         run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1, slot="w")
