@@ -153,7 +153,12 @@ class Service:
             *ledger_side, self._metrics, handoffs, self._prompt_failures, self._backoff, shards
         )
         self._cycle = Cycle(
-            interpreter, self._instances, self._backoff, config, self._training.last, self._training.is_trainer_waiting
+            interpreter,
+            self._instances,
+            self._backoff,
+            config,
+            self._training.end_step,
+            self._training.is_trainer_waiting,
         )
         self._handlers = self._table()
         self._since_ns = 0
@@ -413,7 +418,7 @@ class Service:
             return
         self._count_generated(worker, body.stats.generated_tokens)
         self._interpreter.apply(events.Renew(worker=worker))
-        self._cycle.note_message(worker, body.stats)
+        self._cycle.observe(worker, body.stats)
         ordered, since_ms, now = instance.pull, instance.pull_ms, self._clock.now_ms()
         self._instances.report(instance, call, body, now)
         if ordered is not None and instance.pull is None:

@@ -36,8 +36,8 @@ class Cycle:
         end: Callable[[], int],
         is_trainer_waiting: Callable[[], bool],
     ) -> None:
-        """``end``: returns the end of the run, an exclusive step. ``is_trainer_waiting``: returns whether the trainer waits
-        for its current batch."""
+        """``end``: returns the end of the run, an exclusive step. ``is_trainer_waiting``: returns whether the trainer
+        waits for its current batch."""
         self._interpreter = interpreter
         self._instances = instances
         self._strategies = strategies(config.coordination)
