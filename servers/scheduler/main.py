@@ -48,7 +48,7 @@ def serve(config: Config, run_dir: Path, session: str = "") -> int:
     async def main(stop: Stop) -> None:
         store = open_store(config, run_dir)
         try:
-            gc.freeze()
+            gc.freeze()  # modules and constants live until the end: no collection needs to scan them
             gc.set_threshold(GC_OBJECTS, 20, 100)
             await serve_until(stop, config, run_dir, store, transport=server_sockets(config), session=session)
         finally:

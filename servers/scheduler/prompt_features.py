@@ -39,7 +39,7 @@ class PromptFeatureRequests:
         self._next_place = 0
         """First place of the prompt stream whose row has not been requested."""
 
-    def described(self, call: Call, body: PromptFeatures, now_ms: int) -> None:
+    def receive(self, call: Call, body: PromptFeatures, now_ms: int) -> None:
         """Store the features of a shard and keep its call for the next rows. Refuses peers that are not shards."""
         process = self._registry.get(call.peer)
         if process is None or process.role != "trajectories":
@@ -54,7 +54,7 @@ class PromptFeatureRequests:
         if features is not None:
             self._prompts.lengths.describe(body.rows, features)
         self._waiting.append((call, now_ms + min(body.wait_ms, MAX_WAIT_MS)))
-        self.ask()
+        self.reply_waiting()
 
     def _checked(self, call: Call, body: PromptFeatures) -> Array | None:
         for row in body.rows:
@@ -70,7 +70,7 @@ class PromptFeatureRequests:
             raise ProtocolError(Code.MALFORMED, "features holds a value that is not finite")
         return features
 
-    def ask(self) -> None:
+    def reply_waiting(self) -> None:
         """Reply to waiting shards while rows without features remain."""
         while self._waiting and (rows := self._next()):
             call, _ = self._waiting.popleft()
@@ -96,10 +96,10 @@ class PromptFeatureRequests:
         chunk, self._to_request = self._to_request[:CHUNK], self._to_request[CHUNK:]
         return chunk
 
-    def lost(self, peer: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         """Request the rows of a silent shard from another one. Other processes are ignored."""
         self._to_request += self._requested.pop(peer, [])
-        self.ask()
+        self.reply_waiting()
 
     def answer_due(self, now_ms: int) -> None:
         """Reply without rows to the calls whose wait time has passed; their shards call again."""

@@ -284,7 +284,7 @@ class Service:
     def on_gone(self, peer: str) -> None:
         """Handle the loss of a peer by the transport."""
         self._attachments.mark_silent(peer)
-        self._feature_requests.lost(peer)
+        self._feature_requests.remove_peer(peer)
 
     def on_reject(self, peer: str, code: Code, _: str) -> None:
         """Count a message that the transport could not decode."""
@@ -302,11 +302,12 @@ class Service:
         """Finish a drain: deliver batches, run the coordination cycle, commit, then send the replies."""
         self._since_ns = 0
         now = self._clock.now_ms()
-        if self._interpreter.failed:
+        if self._interpreter.failed:  # only refusals are pending: no request is applied before a probe succeeds
             self._replies.release()
             return
         self._training.deliver()
         self._cycle.run(now, may_start=self._may_start())
+        # Replies and commands leave only after the commit: a crash must not undo an acknowledged change.
         if self._interpreter.commit():
             self._replies.release()
             self._instances.answer()
@@ -314,6 +315,7 @@ class Service:
                 self._wake_scheduled = True
                 self.schedule_wake()
             return
+        # The commit failed and the ledger is back at the previous one: undo what instances and replies derived from it.
         self._instances.newest = self._interpreter.machine.version
         self._instances.reload()
         self._replies.refuse_all(f"the scheduler's {trouble(self._interpreter.full)}")
@@ -354,7 +356,7 @@ class Service:
         self._instances.expire_moves(now)
         self._backoff.update()
         self.flush()
-        self._feature_requests.ask()
+        self._feature_requests.reply_waiting()
         self._feature_requests.answer_due(now)
         self._check_deadlock()
         self._training.answer_due(now)
@@ -451,7 +453,7 @@ class Service:
         self._replies.add(call, messages.Expected(groups=groups, shas=shas))
 
     def _described(self, call: Call, body: messages.PromptFeatures) -> None:
-        self._feature_requests.described(call, body, self._clock.now_ms())
+        self._feature_requests.receive(call, body, self._clock.now_ms())
 
     def _versions_in_use(self, call: Call, _: messages.GetRetainedVersions) -> None:
         machine = self._interpreter.machine
@@ -536,10 +538,10 @@ class Service:
         """Write the ``close`` line of this incarnation and end its trace; no state changes after it."""
         if not self.phase.closed:
             counts = self._interpreter.machine.state_counts()
-            self._rejects.flush(self._clock.now_ms() + 10_000)
+            self._rejects.flush(self._clock.now_ms() + 10_000)  # a future time: all waiting lines are due
             self._interpreter.trace.add(
                 trace_events.Close(why=why, reserved=counts["leased"] + counts["pushed"], occupied=counts["occupied"])
             )
-            self.flush()
+            self.flush()  # commits the line before the trace ends
             self._interpreter.trace.end()
             self.phase.closed = True

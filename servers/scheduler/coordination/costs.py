@@ -151,6 +151,7 @@ def _not_negative(columns: Floats) -> tuple[Floats, Floats]:
     """
     products = columns @ columns.transpose(0, 2, 1)
     aims = columns.sum(axis=2)
+    # Inactive columns become unit rows; the small diagonal keeps the systems of collinear columns solvable.
     both = _SUBSETS[:, :, None] & _SUBSETS[:, None, :]
     systems = np.where(both, products[:, None], np.eye(3) * (1.0 - both)) + 1e-9 * np.eye(3)
     solved = np.linalg.solve(systems, np.where(_SUBSETS, aims[:, None], 0.0)[..., None])

@@ -43,7 +43,7 @@ class CommandQueue:
         self.acked = number
         self.sent = max(self.sent, number)
 
-    def unsend(self) -> list[Command]:
+    def discard_unsent(self) -> list[Command]:
         """Remove and return the commands that were never sent."""
         kept = max(self.sent - self.acked, 0)
         never, self.pending = self.pending[kept:], self.pending[:kept]
@@ -119,7 +119,7 @@ class Instance:
     def reload(self, leases: Mapping[LeaseId, GroupView]) -> None:
         """Replace the leases and remove unsent commands. Leases without a sent command count as assigned by an earlier
         incarnation."""
-        if any(isinstance(command, Pull) for command in self.commands.unsend()):
+        if any(isinstance(command, Pull) for command in self.commands.discard_unsent()):
             self.pull, self.pull_ms = None, 0
         sent = self.commands.sent
         numbers = {lease: number for lease, (_, number) in self.leases.items() if number <= sent}

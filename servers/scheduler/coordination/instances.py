@@ -148,7 +148,7 @@ class Instances:
     def report(self, instance: Instance, call: Call, report: Report, now_ms: int) -> None:
         """Process a report and keep its call until ``answer`` or ``answer_due`` replies with commands."""
         older, instance.call = instance.call, call
-        if older is not None and not older.done:
+        if older is not None and not older.done:  # superseded: the newer report gets the commands
             older.reply(Commands(first=report.ack + 1, commands=[], version=self.newest, drain=self.draining))
         instance.due_ms = now_ms + min(report.wait_ms, 60_000)
         instance.commands.acknowledge(report.ack)

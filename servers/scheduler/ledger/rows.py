@@ -29,7 +29,7 @@ class LedgerRows:
             row = machine.row(key)
             before = places.get(key)
             place = -1 if row is None else machine.place(key)
-            if before is not None and before != place:
+            if before is not None and before != place:  # deleted, or leased again at another place
                 del places[key]
                 txn.delete(TABLE, number_key(before))
             if row is not None:

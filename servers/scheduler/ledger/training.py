@@ -196,7 +196,7 @@ class Training:
             elif isinstance(body, GetClaims) and self._handle_claims(call, body):
                 continue
             elif (sealed := machine.sealed_batch(body.step)) is not None:
-                self._hand_out(waiting, sealed)
+                self._deliver_batch(waiting, sealed)
             else:
                 remaining.append(waiting)
         self._waiting = remaining
@@ -215,7 +215,7 @@ class Training:
             return False
         members = machine.claims() if turn else ()
         if [member.lease for member in members[:num_held]] != body.held:
-            self._replies.refuse(call, Code.CONFLICT, f"step {body.step} no longer begins with what was given out")
+            self._replies.refuse(call, Code.CONFLICT, f"step {body.step} no longer starts with the claimed groups")
             return True
         wanted = num_held + body.count
         while turn and machine.num_claimed < wanted and (group := machine.claimable()) is not None:
@@ -231,7 +231,7 @@ class Training:
         )
         return True
 
-    def _hand_out(self, waiting: WaitingCall, sealed: Sealed) -> None:
+    def _deliver_batch(self, waiting: WaitingCall, sealed: Sealed) -> None:
         body = waiting.body
         outcome = self._interpreter.apply(
             events.Deliver(batch=sealed.batch, trainer_term=body.trainer_term, rank=body.rank)
@@ -256,7 +256,7 @@ class Training:
         """Refuse the calls whose wait time has passed, with the reason why their step waits."""
         late = [waiting for waiting in self._waiting if waiting.due_ms <= now]
         if late:
-            why = self._why()
+            why = self._why()  # built once for all ranks; they request the batch again at once
             self._waiting = [waiting for waiting in self._waiting if waiting.due_ms > now]
             for waiting in late:
                 if not waiting.call.done:

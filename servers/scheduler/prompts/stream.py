@@ -138,6 +138,7 @@ class PromptStream:
         """Append one block in its order. ``drawn``: its groups with their places, sorted by place."""
         if self._clustering is not None and drawn:
             lengths = self._expected([GroupId(group) for group, _ in drawn])
+            # Alternating directions put the long groups of two blocks side by side, where they wait for each other.
             longest_first = drawn[0][1] // self._block % 2 == 1
             drawn = [drawn[position] for position in clustered(lengths, longest_first=longest_first)]
         self._waiting.update(drawn)

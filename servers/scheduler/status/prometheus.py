@@ -55,7 +55,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "window_groups": Family("gauge", "live groups by the steps that are left until they are due", ("due_in", "state")),
     "pinning_groups": Family("gauge", "groups that keep the next step from being sealed"),
     "store_used_ratio": Family("gauge", "share of the scheduler's map that is used; new work is refused at 0.9"),
-    "processes": Family("gauge", "attached processes that are heard", ("role",)),
+    "processes": Family("gauge", "attached processes that are alive", ("role",)),
     "instance_version": Family("gauge", "version that an engine has loaded; -1 before the first", ("worker",)),
     "instance_running": Family("gauge", "samples that an engine decodes", ("worker",)),
     "instance_waiting": Family("gauge", "samples that wait at an engine", ("worker",)),

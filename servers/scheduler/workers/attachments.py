@@ -98,15 +98,17 @@ class Attachments:
             return Code.DENIED, f'role is "{body.role}"; it must be one of {", ".join(ROLES)}'
         if not body.name or len(body.name.encode()) > 200:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
-        if not (body.name + body.worker).isprintable():  # it is shown on the terminals of others
-            return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has characters that do not print"
+        if not (
+            body.name + body.worker
+        ).isprintable():  # names are displayed in terminals, where control characters could forge output
+            return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has unprintable characters"
         if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MAX_TEXT_BYTES:
             detail = f"endpoint, prompts_sha, stage and slot of {body.name} exceed {MAX_TEXT_BYTES} bytes together"
             return Code.MALFORMED, detail
         if (no := self._name_objection(call, body)) is not None:
             return no
         if body.config_sha and body.config_sha != self._identity.config_sha:
-            return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
+            return Code.CONFLICT, f"{body.name} has a different configuration than this run"
         if body.role == "trajectories" and (no := self._shard_objection(body)) is not None:
             return no
         if body.role == "stage" and (no := self._stage_objection(body)) is not None:
@@ -146,7 +148,7 @@ class Attachments:
             limit = self._config.scheduler.max_workers_per_key
             if self._registry.num_alive(call.key, limit) < limit:
                 return None
-            return Code.BUSY, f"{limit} live processes have its key already (scheduler.max_workers_per_key)"
+            return Code.BUSY, f"its key has {limit} live processes already (scheduler.max_workers_per_key)"
         if owner.worker == body.worker:
             return None
         succeeds = body.slot != "" and body.slot == owner.attach.slot and owner.key in ("", call.key)
@@ -157,8 +159,8 @@ class Attachments:
     def _stage_objection(self, body: Attach) -> tuple[Code, str] | None:
         stage = body.stage or REWARD
         if stage not in self._stages:
-            current = ", ".join(stages(self._config))
-            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {current}'
+            names = ", ".join(stages(self._config))
+            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {names}'
         others = [p for p in self._registry.processes() if p.alive and p.name != body.name]
         critic = next((other for other in others if other.role == "stage" and other.attach.stage == CRITIC), None)
         if stage == CRITIC and critic is not None:
@@ -173,10 +175,10 @@ class Attachments:
             return Code.CONFLICT, f"shard {body.shard} has no prompts"
         prompts = self._interpreter.prompts
         if not prompts.set_source(body.rows, body.prompts_sha):
-            current = f"{prompts.rows} rows, sha256 {prompts.prompts_sha[:12]}"
+            source = f"{prompts.rows} rows, sha256 {prompts.prompts_sha[:12]}"
             return (
                 Code.CONFLICT,
-                f"the prompts of shard {body.shard} differ from those this run started with ({current})",
+                f"the prompts of shard {body.shard} differ from those this run started with ({source})",
             )
         return None
 

@@ -42,7 +42,7 @@ class PullReports:
         """Digest of the newest publish by version, possibly including versions that a rollback has abandoned."""
         with interpreter.store.read() as txn:
             for key, value in txn.items("meta", _PREFIX):
-                if not key.startswith(_PREFIX):
+                if not key.startswith(_PREFIX):  # ``items`` starts at the prefix but continues to the end of the table
                     break
                 self._digests[Version(key_number(key.removeprefix(_PREFIX)))] = value.decode()
 

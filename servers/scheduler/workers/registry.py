@@ -109,7 +109,7 @@ class Registry:
             self._remove_gone(older)
         process = Process(attach, self._clock.now_ms(), alive=True)
         process.key = key
-        if older is not None and older.worker == attach.worker:
+        if older is not None and older.worker == attach.worker:  # a repeated Attach; the engine keeps its counter
             process.generated = older.generated
         elif attach.role == "trainer" and (attach.name in self._starts or len(self._starts) < MAX_STARTS):
             self._starts.setdefault(attach.name, deque(maxlen=MAX_STARTS)).append(process.seen_ms)
@@ -133,7 +133,7 @@ class Registry:
         if process is not None:
             del self._names[process.name]
             self._remove_gone(process)
-            self._end(process, f"{worker} has said goodbye")
+            self._end(process, f"{worker} has detached")
         return process
 
     def lost(self, process: Process) -> None:

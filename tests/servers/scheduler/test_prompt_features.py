@@ -34,7 +34,7 @@ class World:
 
     def _take(self, call: Call) -> None:
         assert isinstance(call.body, PromptFeatures)
-        self.describing.described(call, call.body, self.now_ms)
+        self.describing.receive(call, call.body, self.now_ms)
 
     def bring(self, name: str, rows: list[int] | None = None, features: Array | None = None) -> None:
         """Features of ``rows``, and wait."""
@@ -53,7 +53,7 @@ class World:
 
     def lose(self, name: str) -> None:
         self.endpoint.leave(name)
-        self.describing.lost(name)
+        self.describing.remove_peer(name)
 
     def deal(self, count: int) -> list[int]:
         """Rows of the next groups."""
@@ -78,10 +78,10 @@ def test_a_shard_that_waits_is_asked_once_the_next_block_begins() -> None:
         world.bring("a", world.asked("a") if world.heard["a"] else None)
     world.bring("a", world.asked("a"))
     world.deal(199)
-    world.describing.ask()
+    world.describing.reply_waiting()
     assert len(world.heard["a"]) == 2
     world.deal(1)
-    world.describing.ask()
+    world.describing.reply_waiting()
     this_block, next_block = world.deal(200), world.deal(200)
     assert sorted(world.asked("a")) == sorted(next_block)
     assert set(this_block) & set(next_block) == set()
@@ -120,7 +120,7 @@ def test_rows_that_a_vanished_caller_would_have_described_go_to_the_next_one() -
     world.bring("a", world.asked("a"))
     world.endpoint.leave("a")
     world.deal(200)
-    world.describing.ask()
+    world.describing.reply_waiting()
     world.bring("b")
     world.deal(200)
     assert sorted(world.asked("b")) == sorted(world.deal(200))
@@ -132,7 +132,7 @@ def test_features_that_came_are_kept_with_their_rows_and_rows_that_are_described
     assert sorted(world.asked("a")) == list(range(10))  # the next epochs have the same rows
     world.bring("a", world.asked("a"))
     world.deal(1000)
-    world.describing.ask()
+    world.describing.reply_waiting()
     assert len(world.heard["a"]) == 1
     assert world.prompts.lengths.num_described == 10
 

@@ -41,7 +41,7 @@ def test_what_was_not_sent_can_be_forgotten() -> None:
     commands = queue(1)
     commands.take()
     commands.add(abort(2))
-    commands.unsend()
+    commands.discard_unsent()
     assert commands.pending == [abort(1)]
     assert commands.add(abort(3)) == 2
 

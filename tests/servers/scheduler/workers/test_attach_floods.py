@@ -156,7 +156,7 @@ def test_a_key_has_a_limited_number_of_live_workers(tmp_path: Path) -> None:
     no = attach("c", "box")
     assert isinstance(no, Refusal)
     assert no.code is Code.BUSY
-    assert no.detail == "2 live processes have its key already (scheduler.max_workers_per_key)"
+    assert no.detail == "its key has 2 live processes already (scheduler.max_workers_per_key)"
     assert isinstance(attach("b", "box"), AttachReply), "the same process again"
     assert isinstance(attach("d", "tub"), AttachReply), "another key"
     run.service.on_gone("a.1")

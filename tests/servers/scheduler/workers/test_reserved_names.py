@@ -189,7 +189,7 @@ def test_who_has_said_goodbye_does_not_come_back_but_who_looks_may(tmp_path: Pat
         run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), AttachReply
     )
     late = run.attach("a", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4)
-    assert late == Refusal(code=Code.FENCED, detail="a has said goodbye")
+    assert late == Refusal(code=Code.FENCED, detail="a has detached")
     for _ in range(2):
         assert isinstance(run.attach("m", "m", "monitor", Role.MONITOR), AttachReply)
         run.ask("m", Role.MONITOR, Detach(worker=WorkerId("m"), why="test"))
