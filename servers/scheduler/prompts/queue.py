@@ -162,9 +162,8 @@ class PromptQueue:
                 merged.append(GroupId(self._requeued[position][1]))
                 position += 1
             merged.append(GroupId(group))
-        if (
-            len(fresh) == self._stream.num_left()
-        ):  # no fresh groups follow: the count would never reach the other due times
+        # At the end of the source no fresh groups follow, so the count would never reach the other due times.
+        if len(fresh) == self._stream.num_left():
             merged += [GroupId(group) for _, group in self._requeued[position : position + count]]
         return merged[:count]
 

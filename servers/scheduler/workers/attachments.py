@@ -98,9 +98,8 @@ class Attachments:
             return Code.DENIED, f'role is "{body.role}"; it must be one of {", ".join(ROLES)}'
         if not body.name or len(body.name.encode()) > 200:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
-        if not (
-            body.name + body.worker
-        ).isprintable():  # names are displayed in terminals, where control characters could forge output
+        # Names are displayed in terminals, where control characters could forge output.
+        if not (body.name + body.worker).isprintable():
             return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has unprintable characters"
         if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MAX_TEXT_BYTES:
             detail = f"endpoint, prompts_sha, stage and slot of {body.name} exceed {MAX_TEXT_BYTES} bytes together"
