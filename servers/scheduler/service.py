@@ -345,7 +345,7 @@ class Service:
             self._interpreter.apply(events.Tick())
             self._attachments.note_heartbeats(self.peers(), now)
             if self._ticks % ROOM_TICKS == 0:
-                self._attachments.forget_gone()
+                self._attachments.discard_silent()
             self._rejects.flush(now)
             if self.phase.drained and not self.phase.finished:
                 self._end_drain(now)

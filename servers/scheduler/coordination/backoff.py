@@ -116,9 +116,8 @@ class Backoff:
         if staged:
             return failures.tries + 1 >= MAX_TRIES
         others = any(other.worker != group_view.worker and not self.fails(other.worker) for other in self._instances)
-        return bool(failures.instances - {self._name_of(group_view.worker)}) or failures.tries + 1 >= MAX_TRIES * (
-            1 + others
-        )
+        limit = MAX_TRIES * (1 + others)
+        return bool(failures.instances - {self._name_of(group_view.worker)}) or failures.tries + 1 >= limit
 
     def num_failures(self, group: GroupId) -> int:
         """Return how often a group has failed since the scheduler started."""

@@ -101,7 +101,7 @@ class Instances:
     # --- effects of the ledger -------------------------------------------------------------------------------
 
     def on_reserved(self, effect: Reserved) -> None:
-        self.moves.arrives(effect.group)
+        self.moves.lease_granted(effect.group)
         instance = self._by_worker.get(effect.worker)
         if instance is not None:
             self._assign(instance, effect.group, effect.lease, effect.lineage, effect.version)

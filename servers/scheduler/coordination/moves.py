@@ -76,7 +76,7 @@ class Moves:
         """Return whether this lease ends because its group is moving."""
         return self._leaving is not None and self._leaving[0].lease == lease
 
-    def arrives(self, group: GroupId) -> None:
+    def lease_granted(self, group: GroupId) -> None:
         """Record that the group was leased again. Only the first lease within ``leaving`` continues partial output."""
         if self._leaving is not None and self._leaving[0].group == group:
             (self._sources[group], self._source_shas[group]), self._leaving = self._leaving, None

@@ -36,7 +36,7 @@ MIN_CACHED_PEERS = 64
 """With more processes than this, most of a reply is cached for ``CACHE_MS``: building it takes time from the ledger."""
 CACHE_MS = 1_000
 """Lifetime of a cached reply."""
-MAX_GONE_ROWS = 64
+MAX_SILENT_ROWS = 64
 """Maximum number of silent processes in a reply."""
 
 
@@ -223,7 +223,7 @@ class StatusView:
         """Return rows for every live process, then for those that became silent last."""
         every = self._registry.processes()
         gone = [process for process in every if not process.alive]
-        newest = nlargest(MAX_GONE_ROWS, gone, key=lambda process: process.gone_ms)
+        newest = nlargest(MAX_SILENT_ROWS, gone, key=lambda process: process.silent_since_ms)
         listed = [*(process for process in every if process.alive), *newest]
         return {
             "workers": [self._worker_row(process, now, present) for process in listed],

@@ -237,20 +237,20 @@ class Attachments:
         """Handle three missed heartbeats: the process gets no new work, and keeps its leases until they expire."""
         process = self._registry.get(worker)
         if process is not None and process.alive:
-            self._registry.lost(process)
+            self._registry.mark_silent(process)
             trace = self._interpreter.trace
             trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
             self._instances.remove(WorkerId(worker))
             if process.role in LOOKING:
                 self._registry.remove(process.worker)
-            self.forget_gone()
+            self.discard_silent()
 
-    def forget_gone(self) -> None:
+    def discard_silent(self) -> None:
         """Discard silent processes beyond the limits, in memory and in the store, so that neither grows unbounded."""
         machine = self._interpreter.machine
 
         def needed(process: Process) -> bool:
             return process.worker == machine.trainer or bool(machine.leases_of(process.worker))
 
-        for process in self._registry.forget_gone(needed):
+        for process in self._registry.discard_silent(needed):
             self._interpreter.with_commit(partial(registry.forget, name=process.name))

@@ -21,11 +21,11 @@ from staleflow.store.base import Read, Write
 SERVERS = ("trajectories", "parameters")
 """Roles with a fixed number of processes in a run."""
 ROLES = ("rollout", "stage", "trainer", "trajectories", "parameters", "relay", "monitor", "admin")
-MAX_GONE = 1_024
+MAX_SILENT = 1_024
 """Maximum number of silent processes; those that became silent first are discarded first."""
-MAX_GONE_PER_KEY = 256
+MAX_SILENT_PER_KEY = 256
 """Maximum number of silent processes of one key."""
-FORGET_AFTER_MS = 24 * 3_600_000
+SILENT_TIMEOUT_MS = 24 * 3_600_000
 """Time after which a silent process is discarded."""
 RECONNECT_TIMEOUT_MS = 600_000
 """After a restart of the scheduler, time after which a stored process without a message counts as lost."""
@@ -44,7 +44,7 @@ MAX_ENDED = 4_096
 class Process:
     """One attached process."""
 
-    __slots__ = ("alive", "attach", "contacted", "generated", "gone_ms", "key", "seen_ms")
+    __slots__ = ("alive", "attach", "contacted", "generated", "key", "seen_ms", "silent_since_ms")
 
     def __init__(self, attach: Attach, now_ms: int, *, alive: bool) -> None:
         self.attach = attach
@@ -53,7 +53,7 @@ class Process:
         """A message has arrived since this scheduler process started."""
         self.seen_ms = now_ms
         """Time of its last message."""
-        self.gone_ms = now_ms
+        self.silent_since_ms = now_ms
         """Time at which it became silent, if it is silent."""
         self.key = ""
         """Key of its connection; empty without keys, and after a scheduler restart until its first message."""
@@ -82,7 +82,7 @@ class Registry:
         self._parameters = ""
         self._names: dict[str, Process] = {}
         self._workers: dict[WorkerId, Process] = {}
-        self._gone: dict[str, dict[WorkerId, Process]] = {}
+        self._silent: dict[str, dict[WorkerId, Process]] = {}
         """Silent processes by key, in the order in which they became silent."""
         self._reconnect_until_ms: float = 0
         """Until this time, a stored process may be alive although no message has arrived."""
@@ -106,7 +106,7 @@ class Registry:
         older = self._names.get(attach.name)
         if older is not None:
             self._workers.pop(older.worker, None)
-            self._remove_gone(older)
+            self._remove_silent(older)
         process = Process(attach, self._clock.now_ms(), alive=True)
         process.key = key
         if older is not None and older.worker == attach.worker:  # a repeated Attach; the engine keeps its counter
@@ -132,27 +132,27 @@ class Registry:
         process = self._workers.pop(worker, None)
         if process is not None:
             del self._names[process.name]
-            self._remove_gone(process)
+            self._remove_silent(process)
             self._end(process, f"{worker} has detached")
         return process
 
-    def lost(self, process: Process) -> None:
+    def mark_silent(self, process: Process) -> None:
         """Mark a process as silent."""
         process.alive = False
-        process.gone_ms = self._clock.now_ms()
-        self._gone.setdefault(process.key, {})[process.worker] = process
+        process.silent_since_ms = self._clock.now_ms()
+        self._silent.setdefault(process.key, {})[process.worker] = process
 
     def mark_alive(self, process: Process, key: str) -> None:
         """Mark a silent process as alive after a message under ``key``."""
-        self._remove_gone(process)
+        self._remove_silent(process)
         process.key = key or process.key
         process.alive = process.contacted = True
 
-    def _remove_gone(self, process: Process) -> None:
-        gone = self._gone.get(process.key, {})
+    def _remove_silent(self, process: Process) -> None:
+        gone = self._silent.get(process.key, {})
         gone.pop(process.worker, None)
         if not gone:
-            self._gone.pop(process.key, None)
+            self._silent.pop(process.key, None)
 
     def num_alive(self, key: str, limit: int) -> int:
         """Return the number of live processes with ``key``; 0 if they cannot reach ``limit``."""
@@ -160,7 +160,7 @@ class Registry:
             return 0
         return sum(process.alive and process.key == key for process in self._names.values())
 
-    def forget_gone(self, needed: Callable[[Process], bool]) -> list[Process]:
+    def discard_silent(self, needed: Callable[[Process], bool]) -> list[Process]:
         """Discard processes that are silent for too long, and the longest silent ones beyond the maximum number.
 
         Servers are kept, because a restarted scheduler must know their endpoints. So are processes that are ``needed``.
@@ -170,27 +170,27 @@ class Registry:
             self._reconnect_until_ms = 0
             for process in self._names.values():
                 if not process.contacted:
-                    self.lost(process)
+                    self.mark_silent(process)
         forgotten = list[Process]()
-        for gone in self._gone.values():
-            excess = len(gone) - MAX_GONE_PER_KEY
+        for gone in self._silent.values():
+            excess = len(gone) - MAX_SILENT_PER_KEY
             for process in gone.values():
-                if excess <= 0 and now - process.gone_ms < FORGET_AFTER_MS:
+                if excess <= 0 and now - process.silent_since_ms < SILENT_TIMEOUT_MS:
                     break
                 if process.role not in SERVERS and not needed(process):
                     forgotten.append(process)
                     excess -= 1
-        self._forget(forgotten)
-        if (excess := sum(map(len, self._gone.values())) - MAX_GONE) > 0:
-            every = [process for gone in self._gone.values() for process in gone.values()]
+        self._discard(forgotten)
+        if (excess := sum(map(len, self._silent.values())) - MAX_SILENT) > 0:
+            every = [process for gone in self._silent.values() for process in gone.values()]
             free = [process for process in every if process.role not in SERVERS and not needed(process)]
-            self._forget(more := nsmallest(excess, free, key=lambda process: process.gone_ms))
+            self._discard(more := nsmallest(excess, free, key=lambda process: process.silent_since_ms))
             forgotten += more
         return forgotten
 
-    def _forget(self, processes: list[Process]) -> None:
+    def _discard(self, processes: list[Process]) -> None:
         for process in processes:
-            self._remove_gone(process)
+            self._remove_silent(process)
             del self._workers[process.worker], self._names[process.name]
 
     def _end(self, process: Process, why: str) -> None:
