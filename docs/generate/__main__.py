@@ -1,4 +1,4 @@
-"""``python -m docs.generate docs``: writes every made page and picture."""
+"""``python -m docs.generate docs`` writes every generated page and picture."""
 
 import sys
 from pathlib import Path

@@ -34,8 +34,8 @@ def test_a_picture_is_well_formed_and_asks_for_nothing_from_elsewhere(fresh: dic
 
 def test_every_key_has_a_sentence() -> None:
     found = list(tables())
-    assert [f"{table.name}.{key.name}" for table in found for key in table.keys if not key.says] == []
-    assert [table.name for table in found if not table.says] == []
+    assert [f"{table.name}.{key.name}" for table in found for key in table.keys if not key.description] == []
+    assert [table.name for table in found if not table.description] == []
 
 
 def test_every_key_is_described_once() -> None:
