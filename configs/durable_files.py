@@ -12,15 +12,17 @@ from pathlib import Path
 
 def write_durably(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Replace a file atomically. With ``sync`` it is durable on return. A failure leaves the old file."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # in containers that share it every process is 1
+    temporary = path.with_name(
+        f".{path.name}.{secrets.token_hex(4)}"
+    )  # a random name, because in containers that share the folder every process has the id 1
     try:
-        beside.write_bytes(data)
+        temporary.write_bytes(data)
         if sync:
-            replace_durably(beside, path)
+            replace_durably(temporary, path)
         else:
-            beside.replace(path)
+            temporary.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

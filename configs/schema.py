@@ -529,7 +529,7 @@ class Security(Section, frozen=True, kw_only=True):
     operations of its role. A process reads its role's file there, or in the folder (or the file) named by the
     environment variable STALEFLOW_KEY. Empty: no keys, and servers bind to loopback only."""
     insecure: bool = False
-    """Let servers bind beyond loopback without keys. Anyone who can reach them can then read, change and end the
+    """Let servers bind beyond loopback without keys. Any host that reaches them can then read, change and end the
     run."""
 
 

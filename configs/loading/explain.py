@@ -85,17 +85,17 @@ def choices(key: str) -> tuple[str, ...]:
 def nearest(path: tuple[str, ...]) -> str:
     """Return the message for a key that does not exist."""
     *above, wrong = (_ITEM.sub("", part) for part in path)
-    known = [key.split(".") for key in keys()]
-    if above in known:
+    all_keys = [key.split(".") for key in keys()]
+    if above in all_keys:
         return f"there is no such key; {'.'.join(above)} is one itself"
-    here = {key[len(above)]: ".".join(key[: len(path)]) for key in known if key[: len(above)] == above}
-    leaves = {key[-1]: ".".join(key) for key in reversed(known)}
+    siblings = {key[len(above)]: ".".join(key[: len(path)]) for key in all_keys if key[: len(above)] == above}
+    leaves = {key[-1]: ".".join(key) for key in reversed(all_keys)}
     for names in (
-        (here, leaves) if above else ({**leaves, **here},)
+        (siblings, leaves) if above else ({**leaves, **siblings},)
     ):  # a key of the same section is the likelier one, however close another section's is
         if close := difflib.get_close_matches(wrong, names, n=1, cutoff=0.65):
             return f"there is no such key, did you mean {names[close[0]]}?"
-    return f"there is no such key; allowed here: {', '.join(here)}" if here else "there is no such key"
+    return f"there is no such key; allowed here: {', '.join(siblings)}" if siblings else "there is no such key"
 
 
 def _kind(path: tuple[str, ...]) -> kinds.Type:

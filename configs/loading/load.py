@@ -50,10 +50,10 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     table = _absolute(_read(path), path.resolve().parent)
     chosen = [dotted.parse(override) for override in overrides]
     if table.get("preset", "") != "" and all(key != ("preset",) for key, _ in chosen):
-        table = presets.beneath(presets.read(table["preset"]), table)
+        table = presets.merge(presets.read(table["preset"]), table)
     for key, value in chosen:
         if key == ("preset",) and value != "":
-            table = presets.beneath(table, presets.read(value))
+            table = presets.merge(table, presets.read(value))
         given = dotted.apply({}, [(key, value)])
         table = _merged(table, _absolute(given, Path.cwd()), key)
     config = decode(table)

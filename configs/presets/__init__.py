@@ -23,13 +23,13 @@ def read(name: object) -> Table:
     return tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def beneath(lower: Table, upper: Table) -> Table:
+def merge(lower: Table, upper: Table) -> Table:
     """Merge two tables; where both have a key, ``upper`` takes precedence."""
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)
         both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = beneath(cast(Table, below), cast(Table, value)) if both else value
+        merged[key] = merge(cast(Table, below), cast(Table, value)) if both else value
     return merged
 
 

@@ -8,7 +8,7 @@ from docs.generate.timeline import timeline
 from docs.generate.window import window
 
 
-def made() -> dict[str, str]:
+def generated_files() -> dict[str, str]:
     """Return the text of each page and picture."""
     pages = {"configuration": configuration(), "commands": commands(), "metrics": metrics()}
     pictures = {"life": life(), "window": window(), "timeline": timeline()}

@@ -97,9 +97,9 @@ def _i6(ledger: Ledger) -> None:
     """No group is lost: every reserve and every occupy is accounted for."""
     counts = ledger.counts
     in_work = counts[State.LEASED] + counts[State.PUSHED]
-    done = counts[State.OCCUPIED] + counts[State.SEALED] + counts[State.CONSUMED]
+    finished = counts[State.OCCUPIED] + counts[State.SEALED] + counts[State.CONSUMED]
     _require(ledger.reserves == ledger.releases + ledger.occupies + in_work, ledger, "I6: reserves do not add up")
-    _require(ledger.occupies == ledger.drops + done, ledger, "I6: occupies do not add up")
+    _require(ledger.occupies == ledger.drops + finished, ledger, "I6: occupies do not add up")
 
 
 def _lineage(ledger: Ledger) -> None:

@@ -91,9 +91,9 @@ def spans(old: Manifest, new: Manifest, *, most_bytes: int) -> list[Span]:
     a span over several tensors includes it.
     """
     runs: list[Span] = []
-    for was, entry in zip(old.tensors, new.tensors, strict=True):
+    for base, entry in zip(old.tensors, new.tensors, strict=True):
         width = NBYTES[entry.dtype]
-        if was.digest == entry.digest or not entry.nbytes:
+        if base.digest == entry.digest or not entry.nbytes:
             runs.append(Span(entry.offset, 0, width))  # ends the run
         elif runs and runs[-1].nbytes and runs[-1].width == width:
             runs[-1] = Span(runs[-1].offset, entry.offset + entry.nbytes - runs[-1].offset, width)
@@ -117,21 +117,21 @@ def encode(old: Data, new: Data, width: int, *, compress: bool = True) -> bytes:
     """
     if width not in WIDTHS or len(old) != len(new) or len(new) % width or len(new) > MAX_BYTES:
         raise ValueError(f"no delta of width {width} between {len(old)} and {len(new)} bytes")
-    was, now = _elements(old, width), _elements(new, width)
-    changed = np.flatnonzero(was != now)
+    before, after = _elements(old, width), _elements(new, width)
+    changed = np.flatnonzero(before != after)
     if not changed.size:
         return _write(Kind.SAME, width, False, len(new), 0, [])
-    if compress and changed.size > DENSE * now.size:
-        kind, count, streams = Kind.STEPS, now.size, [_squeeze(plane) for plane in _planes(was, now)]
+    if compress and changed.size > DENSE * after.size:
+        kind, count, streams = Kind.STEPS, after.size, [_squeeze(plane) for plane in _planes(before, after)]
     elif compress:
-        planes = _planes(was[changed], now[changed])
+        planes = _planes(before[changed], after[changed])
         kind, count, streams = Kind.SPARSE, changed.size, [_squeeze(part) for part in (_gaps(changed), *planes)]
     elif changed.size * (1 + width) < len(new):
-        kind, count, streams = Kind.SPARSE, changed.size, [_gaps(changed).tobytes(), now[changed].tobytes()]
+        kind, count, streams = Kind.SPARSE, changed.size, [_gaps(changed).tobytes(), after[changed].tobytes()]
     else:
-        return _write(Kind.WHOLE, width, False, len(new), now.size, [new])
+        return _write(Kind.WHOLE, width, False, len(new), after.size, [new])
     if sum(len(stream) + _LENGTH.size for stream in streams) > len(new):
-        return _write(Kind.WHOLE, width, False, len(new), now.size, [new])
+        return _write(Kind.WHOLE, width, False, len(new), after.size, [new])
     return _write(kind, width, compress, len(new), count, streams)
 
 
@@ -188,9 +188,9 @@ def _places(gaps: NDArray[np.uint8], count: int) -> NDArray[np.int64]:
 # Elements: steps as planes of bytes ----------------------------------------------------------------------------------
 
 
-def _planes(was: NDArray[Any], now: NDArray[Any]) -> list[NDArray[np.uint8]]:
+def _planes(before: NDArray[Any], after: NDArray[Any]) -> list[NDArray[np.uint8]]:
     """Return the zigzag steps from old to new, modulo the width, by planes: lowest bytes, second lowest bytes, ..."""
-    steps = now - was
+    steps = after - before
     top = 8 * steps.itemsize - 1
     zigzag = (steps << 1) ^ (0 - (steps >> top))
     return [np.ascontiguousarray(plane) for plane in zigzag.view(np.uint8).reshape(-1, steps.itemsize).T]

@@ -44,7 +44,9 @@ STAGES: Final[Mapping[str, Mapping[str, Column]]] = {
 }
 """Columns that each shipped stage must make, by stage."""
 
-COLUMNS: Final = {f"{STAGE}{stage}/{name}": column for stage, made in STAGES.items() for name, column in made.items()}
+COLUMNS: Final = {
+    f"{STAGE}{stage}/{name}": column for stage, columns in STAGES.items() for name, column in columns.items()
+}
 """Columns of the shipped stages, by full name."""
 
 REWARD_COLUMN: Final = f"{STAGE}{REWARD}/reward"
@@ -75,9 +77,9 @@ def is_per_token(name: str) -> bool:
     return column_of(name).kind is Kind.TOKEN
 
 
-def full_name(stage: str, made: str) -> str:
+def full_name(stage: str, declared: str) -> str:
     """Return the wire name of a column declared in ``makes``: ``score``, ``score:sample`` or ``score:token``."""
-    return f"{STAGE}{stage}/{made.removesuffix(SAMPLE_SUFFIX)}"
+    return f"{STAGE}{stage}/{declared.removesuffix(SAMPLE_SUFFIX)}"
 
 
 def short_name(name: str) -> str:

@@ -99,14 +99,14 @@ class GroupPayload:
         payload.check()
         return payload
 
-    def add(self, made: Mapping[str, Array]) -> None:
+    def add(self, columns: Mapping[str, Array]) -> None:
         """Add stage columns whose values are already checked. Raises ``ProtocolError`` for a column of wrong length."""
-        for name, column in made.items():
+        for name, column in columns.items():
             kind = _column(name).kind
             wanted = self.num_tokens if kind is Kind.TOKEN else self.num_samples
             if len(column) != wanted:
                 raise _malformed(f"{name} holds {len(column)} values; it must hold {wanted}, one a {kind}")
-        self.stages |= made
+        self.stages |= columns
 
     def check(self) -> None:
         """Raise ``ProtocolError`` unless types, sizes and ranges are valid and segments add up to the tokens."""
@@ -179,20 +179,21 @@ class GroupPayload:
 def made_columns(
     stage: str, named: Mapping[str, Array], *, makes: Collection[str], samples: int, tokens: int
 ) -> dict[str, Array]:
-    """What ``stage`` made, by full name; ``ProtocolError`` names the first column that is missing, too much or wrong.
+    """Return the columns that ``stage`` made, by full name.
 
-    Columns may come under their own name or their full one; ``makes`` are the full names of those that it must make.
+    Columns may have their short or their full name; ``makes`` are the full names of the required columns.
+    ``ProtocolError`` names the first column that is missing, unexpected or wrong.
     """
     prefix = f"{STAGE}{stage}/"
-    found = {name if name.startswith(prefix) else prefix + name: array for name, array in named.items()}
+    columns = {name if name.startswith(prefix) else prefix + name: array for name, array in named.items()}
     for name in makes:
-        if name not in found:
+        if name not in columns:
             raise _malformed(f"the stage must make {name}")
-    for name, array in found.items():
+    for name, array in columns.items():
         if name not in makes:
             raise _malformed(f"the stage makes {name}, which is not one of {', '.join(makes)}")
         check_column(name, array, samples=samples, tokens=tokens)
-    return found
+    return columns
 
 
 def check_column(name: str, array: Array, *, samples: int, tokens: int) -> None:
@@ -258,10 +259,10 @@ def _check_segments(segments: Array, lengths: Array) -> None:
             )
         if tokens > longest:
             raise _malformed(f"segments holds one of {tokens} tokens; the longest sample has {longest}")
-        if (here := (sample, lineage, version)) < last:
+        if (current := (sample, lineage, version)) < last:
             raise _malformed(f"segments goes back in row {row}: sample, lineage and version must ascend")
         written[sample] += tokens
-        last = here
+        last = current
     if written != wanted:
         sample = next(sample for sample, tokens in enumerate(wanted) if written[sample] != tokens)
         raise _malformed(f"the segments of sample {sample} add up to {written[sample]} tokens, it has {wanted[sample]}")

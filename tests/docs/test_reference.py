@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.generate.pages import made
+from docs.generate.pages import generated_files
 from staleflow.configs.loading.describe import tables
 from staleflow.configs.loading.explain import keys
 from tests.docs.markdown import ROOT
@@ -12,7 +12,7 @@ from tests.docs.markdown import ROOT
 
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, str]:
-    return made()
+    return generated_files()
 
 
 def test_every_made_page_and_picture_is_fresh(fresh: dict[str, str]) -> None:
