@@ -12,9 +12,8 @@ from pathlib import Path
 
 def write_durably(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Replace a file atomically. With ``sync`` it is durable on return. A failure leaves the old file."""
-    temporary = path.with_name(
-        f".{path.name}.{secrets.token_hex(4)}"
-    )  # a random name, because in containers that share the folder every process has the id 1
+    # A random name rather than the process id: in containers that share the folder every process may have the id 1.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(data)
         if sync:

@@ -90,9 +90,8 @@ def nearest(path: tuple[str, ...]) -> str:
         return f"there is no such key; {'.'.join(above)} is one itself"
     siblings = {key[len(above)]: ".".join(key[: len(path)]) for key in all_keys if key[: len(above)] == above}
     leaves = {key[-1]: ".".join(key) for key in reversed(all_keys)}
-    for names in (
-        (siblings, leaves) if above else ({**leaves, **siblings},)
-    ):  # a key of the same section is the likelier one, however close another section's is
+    # A key of the same section is more likely meant than a closer match in another section.
+    for names in (siblings, leaves) if above else ({**leaves, **siblings},):
         if close := difflib.get_close_matches(wrong, names, n=1, cutoff=0.65):
             return f"there is no such key, did you mean {names[close[0]]}?"
     return f"there is no such key; allowed here: {', '.join(siblings)}" if siblings else "there is no such key"

@@ -43,7 +43,7 @@ def load_object(spec: str, key: str = "import path") -> Any:
     place, attribute = split(spec, key)
     try:
         target: Any = _from_file(Path(place)) if is_file(place) else _from_name(place)
-    except Exception as error:  # user code runs here: whatever it raises is the operator's to read
+    except Exception as error:  # user code may raise anything, and the operator must see it
         raise ConfigError(key, spec, f"it cannot be imported ({type(error).__name__}: {error})") from error
     for name in attribute.split("."):
         if not hasattr(target, name):

@@ -145,7 +145,7 @@ def _rows(
         rows = iter(source(**options))
         first: Any = next(rows, None)
         number = (first is not None) + (sum(1 for _ in rows) if count else 0)
-    except Exception as error:  # user code: whatever it raises is the operator's to read
+    except Exception as error:  # user code may raise anything, and the operator must see it
         raise ConfigError(key, spec, f"calling it failed ({type(error).__name__}: {error})") from error
     if first is None:
         raise ConfigError(key, spec, "it gave no rows")
@@ -182,7 +182,7 @@ def _takes(
 
 def main() -> int:
     out = os.dup(1)
-    os.dup2(2, 1)  # what user modules print must not mix with the answer
+    os.dup2(2, 1)  # output of user modules must not mix with the reply
 
     def reply(**answers: Any) -> None:
         os.write(out, b"\n" + json.dumps(answers).encode())
@@ -199,4 +199,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # tearing down what the user's modules imported may take seconds
+    os._exit(main())  # skips teardown: modules that user code imports may need seconds for it

@@ -68,5 +68,5 @@ def _from_source(key: str, source: str, options: dict[str, Any]) -> Iterator[tup
             yield f"row {number}", row
     except ConfigError:
         raise
-    except Exception as error:  # user code: whatever it raises is the operator's to read
+    except Exception as error:  # user code may raise anything, and the operator must see it
         raise ConfigError(key, source, f"calling it failed ({type(error).__name__}: {error})") from error

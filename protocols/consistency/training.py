@@ -49,7 +49,8 @@ def join(ledger: Ledger, event: Join) -> None:
     newest = ledger.window.version
     origin = (event.lineage, event.version)
     now = max(newest, Version(0))
-    # A late copy of the last join must neither roll back nor fence, so it is a duplicate only while nothing is newer.
+    # A repeat of the last join (its reply was lost) must not fence its own trainer. Once a newer version is published,
+    # the same join is a rollback.
     if event.version == now and event.trainer == ledger.trainer and origin == ledger.joined_with:
         return ledger.refuse("join", Code.DUPLICATE, f"trainer term {ledger.trainer_term}", worker=event.trainer)
     if not ledger.floor <= event.version <= now or not ledger.lineages.survives(*origin):
