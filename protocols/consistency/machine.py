@@ -64,8 +64,8 @@ class Machine:
         """
         ledger = self._ledger
         self._handle(event, now_ms)
-        # An event without effects leaves nothing to settle. A tick always settles: truncations are not stored, and after
-        # a restart the first tick must emit them again.
+        # An event without effects leaves nothing to settle. A tick always settles: truncations are not stored, and the
+        # first tick after a restart must emit them again.
         if ledger.out or type(event) is Tick:
             settle.settle(ledger, now_ms)
         effects = tuple(ledger.out)
