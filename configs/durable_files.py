@@ -1,6 +1,6 @@
-"""Files that a power failure leaves whole: the old content or the new one.
+"""Atomic file replacement that survives a power failure: a file has the old content or the new one.
 
-A file is on the disk after three syncs: of its content, of the folder that names it, and, for a new folder, of the
+A file is durable after three syncs: of its content, of the folder that contains it, and, for a new folder, of the
 folder above. A rename without the first sync may leave an empty file after a power failure; without the others the name
 may be lost.
 """
@@ -11,28 +11,29 @@ from pathlib import Path
 
 
 def write_durably(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace a file in one rename; with ``sync`` it is on the disk afterwards. A failure leaves the old one."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # in containers that share it every process is 1
+    """Replace a file atomically. With ``sync`` it is durable on return. A failure leaves the old file."""
+    # A random name rather than the process id: in containers that share the folder every process may have the id 1.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        beside.write_bytes(data)
+        temporary.write_bytes(data)
         if sync:
-            replace_durably(beside, path)
+            replace_durably(temporary, path)
         else:
-            beside.replace(path)
+            temporary.replace(path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def replace_durably(source: Path, target: Path) -> None:
-    """Rename a file, or a folder with all that is in it, which is on the disk before it has its new name."""
+    """Rename a file, or a folder with its contents, after making the contents durable."""
     sync_tree(source)
     source.replace(target)
     sync_path(target.parent)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those above it that are missing; their names are on the disk when this returns."""
+    """Create a folder and its missing parents. Their names are durable on return."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -41,7 +42,7 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """A file's content, or that of a folder and of everything in it, is on the disk when this returns."""
+    """Make the content of a file, or of a folder and everything in it, durable."""
     if path.is_dir():
         for below in path.iterdir():
             if not below.is_symlink():
@@ -50,7 +51,7 @@ def sync_tree(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """A file's content, or a folder's names, are on the disk when this returns."""
+    """Make the content of a file, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

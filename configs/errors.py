@@ -1,11 +1,11 @@
-"""The operator's mistakes: one line each, exit code 2, nothing started."""
+"""Configuration errors of the operator: one line each, exit code 2, nothing started."""
 
 from enum import Enum
 from typing import cast
 
 
 class Absent(Enum):
-    """Stands for a value that is not there, or too long to be read in a line."""
+    """Placeholder for a value that is missing, or too long for one line."""
 
     MISSING = "missing"
     TABLE = "a table"
@@ -15,7 +15,7 @@ MISSING, TABLE = Absent.MISSING, Absent.TABLE
 
 
 class ConfigError(Exception):
-    """``what`` is ``value``; ``allowed`` says what it must be. ``str`` is one line."""
+    """The value of ``what`` is ``value``, but must be as ``allowed`` describes. ``str`` is one line."""
 
     def __init__(self, what: str, value: object, allowed: str) -> None:
         super().__init__(" ".join(f"{what} is {shown(value)}; {allowed}".split()))
@@ -25,7 +25,7 @@ class ConfigError(Exception):
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """A value as a person wrote it in TOML, cut when it is long."""
+    """Return a value as it would be written in TOML, cut if it is longer than ``limit``."""
     match value:
         case Absent():
             return value.value
@@ -41,5 +41,5 @@ def shown(value: object, limit: int = 120) -> str:
 
 
 def _visible(letter: str) -> str:
-    """A letter; what a terminal would obey instead of showing it, as its escape."""
+    """Return a character, or its escape if a terminal would interpret it instead of showing it."""
     return letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")

@@ -1,4 +1,4 @@
-"""The lengths of real trajectories: one column of a JSONL or Parquet file, a trajectory a row."""
+"""Lengths of real trajectories: one column of a JSONL or Parquet file, one trajectory a row."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,10 @@ KEY = "rollout.simulated.trace"
 
 
 def read_lengths(path: Path, column: str) -> list[int]:
-    """Tokens of each row. ``ConfigError`` names the row that lacks the column or has no length of 1 or more there."""
+    """Return the number of tokens of each row.
+
+    ``ConfigError`` names the row that lacks the column or whose length is not a whole number of at least 1.
+    """
     lengths = [_length(path, column, place, row.get(column, MISSING)) for place, row in read_rows(KEY, path, column)]
     if not lengths:
         raise ConfigError(KEY, str(path), "it has no rows")

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go, beside ``metrics.jsonl``, and what those keys must be."""
+"""Destinations of a run's metrics besides ``metrics.jsonl``, and the checks of their keys."""
 
 import re
 import stat
@@ -12,28 +12,29 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.section import Section, Text
 
 MIN_TOKEN = 16
-"""Characters of a token."""
+"""Minimum number of characters of a token."""
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 
 Writer = Literal["tensorboard", "wandb"]
 
 
 class Metrics(Section, frozen=True, kw_only=True):
-    """Where the numbers of a run can be read, beside ``metrics.jsonl``; everywhere by the same names."""
+    """Destinations of a run's metrics besides ``metrics.jsonl``, all with the same names."""
 
     bind: Text = ""
-    """``http://host:port``: the scheduler answers ``GET /metrics`` there, for Prometheus. Plain HTTP: loopback only,
-    unless there is a ``token``. Empty: nowhere."""
+    """``http://host:port``: the scheduler serves ``GET /metrics`` for Prometheus at this address. Plain HTTP: loopback
+    only, unless a ``token`` is set. Empty: disabled."""
     token: Text = ""
-    """File of mode 0600 with a word of at least 16 characters that a reader must bear (``Authorization: Bearer WORD``).
-    Empty: whoever reaches ``bind`` may read."""
+    """File of mode 0600 with a word of at least 16 characters that a reader must send (``Authorization: Bearer WORD``).
+    Empty: any client that reaches ``bind`` may read."""
     writers: list[Writer] = field(default_factory=list[Writer])
-    """``tensorboard`` writes into the run directory's ``tensorboard``, ``wandb`` where that package is told to; both in
-    the process of ``staleflow run``, and each is an extra. One that fails costs its numbers, never the run."""
+    """``tensorboard`` writes to ``tensorboard`` in the run directory, ``wandb`` as that package is configured. Both run
+    in the process of ``staleflow run``, and each is an extra. A writer that fails loses its metrics and never ends the
+    run."""
 
 
 def check_metrics(metrics: Metrics, *, insecure: bool) -> None:
-    """``ConfigError`` for what cannot be served. ``insecure``: ``security.insecure`` allows any bind."""
+    """Raise ``ConfigError`` for keys that cannot be served. ``insecure``: ``security.insecure`` allows any bind."""
     bind, token = metrics.bind, metrics.token
     if len(set(metrics.writers)) < len(metrics.writers):
         raise ConfigError("metrics.writers", metrics.writers, "each only once")
@@ -55,8 +56,10 @@ def check_metrics(metrics: Metrics, *, insecure: bool) -> None:
 
 
 def read_token(path: str) -> str:
-    """The word in a token file; empty without one. ``ConfigError`` for a file that is not there, open to others or too
-    short."""
+    """Return the word in a token file; "" without a path.
+
+    Raises ``ConfigError`` if the file does not exist, other users may read it, or the word is too short.
+    """
     if not path:
         return ""
     file = Path(path)

@@ -1,7 +1,7 @@
-"""What every table of a configuration is, and the bounds that many of their keys share.
+"""Base of every table of a configuration, and the bounds that many keys share.
 
-Whatever sizes something has an upper bound, far beyond what anybody means: a slip of the finger is then refused by
-name, before anything starts, where it would overflow a message, a map or a clock later.
+Every key that sizes something has an upper bound, far above any sensible value. A typing error is then rejected by name
+before anything starts, instead of overflowing a message, a map or a clock later.
 """
 
 from typing import Annotated, Final
@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 MOST: Final = 10**9
-"""No number is larger: the product of any two still fits 64 bits."""
+"""Largest number of any key: the product of any two still fits 64 bits."""
 
 NonNegative = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
@@ -17,21 +17,22 @@ NonNegativeFloat = Annotated[float, Meta(ge=0, le=MOST)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=MOST)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=4096)]
-"""Processes, threads and machines: what a kernel and a scheduler can still hold."""
+"""Number of processes, threads or machines, limited to what a kernel and a scheduler can handle."""
 MAX_GROUPS: Final = 1 << 20
 Groups = Annotated[int, Meta(ge=1, le=MAX_GROUPS)]
-"""Groups or samples that are held at once: some bytes each in memory, and in one message."""
+"""Number of groups or samples held at once; each takes some bytes in memory and in one message."""
 Calls = Annotated[int, Meta(ge=1, le=1 << 20)]
-"""Calls of user code that are under way at once: a task each, and a connection each where they ask over a network."""
+"""Number of concurrent calls of user code; each takes a task, and a connection if it calls a network service."""
 Mebibytes = Annotated[int, Meta(ge=1, le=1 << 22)]
-"""MiB, up to 4 TiB: a map of it must fit the addresses of a process beside others."""
+"""MiB, at most 4 TiB, so that a map of this size fits the address space of a process beside others."""
 Seconds = Annotated[float, Meta(ge=0.001, le=7 * 24 * 3600)]
-"""A time that somebody waits, from a millisecond (the clock's unit) to a week (``epoll`` counts to 24 days)."""
+"""A waiting time, from a millisecond (the clock's unit) to a week (``epoll`` counts to 24 days)."""
 Seed = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-"""What every generator takes, numpy's in the user's own code too."""
+"""A seed that every generator accepts, including NumPy's in user code."""
 Text = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]*\Z")]
-"""Names, paths and addresses: no file has a NUL in its name, and a line break would end a line of logs and scripts."""
+"""A name, path or address without control characters: no file name contains a NUL, and a line break would end a line of
+logs and scripts."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every table of the file."""
+    """Base of every table of the configuration file."""

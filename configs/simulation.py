@@ -1,4 +1,4 @@
-"""Tables of what is simulated: the engine without a model, and the world round it in ``staleflow simulate``."""
+"""Tables of the simulation: the engine without a model, and the environment of ``staleflow simulate``."""
 
 from typing import Annotated, Literal
 
@@ -17,99 +17,103 @@ from staleflow.configs.section import (
 
 
 class Simulated(Section, frozen=True, kw_only=True):
-    """The engine without a model: a step of ``n`` samples takes ``k1 * kv + max(k2, k3 * n) + k4`` seconds, tokens are
-    random."""
+    """The engine without a model: a step of ``n`` samples takes ``k1 * kv + max(k2, k3 * n) + k4`` seconds, and tokens
+    are random.
+    """
 
     lengths: Literal["lognormal", "power_law", "bimodal", "uniform", "trace"] = "lognormal"
-    """Distribution of a trajectory's tokens; whatever it is, at most ``rollout.max_new_tokens``."""
+    """Distribution of the number of tokens of a trajectory; always capped at ``rollout.max_new_tokens``."""
     mean_tokens: PositiveFloat = 64.0
     """``lognormal``, ``bimodal``: mean of the (short) lengths."""
     sigma: Annotated[float, Meta(ge=0, le=3)] = 0.8
     """``lognormal``, ``bimodal``: standard deviation of the logarithm."""
     min_tokens: Positive = 1
-    """``power_law``, ``uniform``: the shortest."""
+    """``power_law``, ``uniform``: minimum length."""
     max_tokens: NonNegative = 0
-    """``uniform``: the longest; 0: ``rollout.max_new_tokens``."""
+    """``uniform``: maximum length; 0: ``rollout.max_new_tokens``."""
     tail: PositiveFloat = 1.5
-    """``power_law``: P(more than x) = (min_tokens / x) ** tail. At 2 and below the variance has no end but the cap."""
+    """``power_law``: P(more than x) = (min_tokens / x) ** tail. At 2 and below only the cap bounds the variance."""
     long_tokens: PositiveFloat = 1024.0
     """``bimodal``: mean of the long lengths."""
     long_share: Share = 0.1
     """``bimodal``: share of trajectories that are long."""
     trace: Text = ""
-    """``trace``: a .jsonl or .parquet file, one trajectory a row."""
+    """``trace``: a .jsonl or .parquet file with one trajectory a row."""
     trace_column: Text = "tokens"
-    """``trace``: the column with its tokens."""
+    """``trace``: the column with the number of tokens."""
     prompt_share: Share = 0.5
-    """Share of a length's spread (the variance of its place in the distribution) that is the prompt's: what a ranker
-    could know. The rest differs between the trajectories of one prompt."""
+    """Share of the spread of lengths (the variance of the position in the distribution) that the prompt determines and
+    a ranker could predict. The rest differs between the trajectories of one prompt."""
     k1: NonNegativeFloat = 1e-9
-    """Seconds a token of KV cache costs each step."""
+    """Seconds a step for each token in the KV cache."""
     k2: NonNegativeFloat = 1e-3
-    """Least seconds of a step."""
+    """Minimum seconds of a step."""
     k3: NonNegativeFloat = 1e-5
-    """Seconds a running sample costs each step."""
+    """Seconds a step for each running sample."""
     k4: NonNegativeFloat = 0.0
     """Seconds of overhead a step."""
 
 
 class Fleet(Section, frozen=True, kw_only=True):
-    """Some engines alike."""
+    """A number of identical engines."""
 
     count: Processes
-    """How many of them."""
+    """Number of engines."""
     speed: PositiveFloat = 1.0
-    """Times as fast as ``[rollout.simulated]`` says."""
+    """Speed as a multiple of ``[rollout.simulated]``."""
     slots: NonNegative = 0
-    """Samples decoded at once; 0: ``rollout.max_inflight``."""
+    """Number of samples decoded at once; 0: ``rollout.max_inflight``."""
     kv_tokens: NonNegative = 0
-    """Tokens that its KV cache holds; 0: ``simulation.kv_tokens``."""
+    """Capacity of the KV cache in tokens; 0: ``simulation.kv_tokens``."""
 
 
 class Occurrence(Section, frozen=True, kw_only=True):
-    """Something that happens to an engine."""
+    """An event of one engine."""
 
     at_s: NonNegativeFloat
     """Seconds of virtual time after the start."""
     engine: NonNegative
-    """Its number, from 0; one beyond the fleet's may only ``join``."""
+    """Number of the engine, from 0; a number beyond the fleet's may only ``join``."""
     what: Literal["join", "leave", "crash", "hang", "return"]
-    """``leave``: with a goodbye. ``crash``: without. ``hang``: it stands still, but is heard. ``return``: it goes on
-    where it hung; one that left or crashed comes back as a new process."""
+    """``leave``: the engine detaches. ``crash``: it ends without detaching. ``hang``: it stops working, but still
+    reports. ``return``: it resumes after a hang; after leaving or crashing it returns as a new process."""
 
 
 class Simulation(Section, frozen=True, kw_only=True):
-    """The world of ``staleflow simulate``. Engines are ``rollout.workers``, the trainer takes ``simulated_step_s``."""
+    """The environment of ``staleflow simulate``. It has ``rollout.workers`` engines, and train steps take
+    ``simulated_step_s``.
+    """
 
     pull_s: NonNegativeFloat = 0.0
-    """From the order to load a version to its bytes at the engine, which goes on meanwhile."""
+    """Seconds from the order to load a version until its bytes are at the engine, which continues meanwhile."""
     load_s: NonNegativeFloat = 0.0
-    """The engine stands still while it takes weights."""
+    """Seconds for which the engine pauses to load weights."""
     reward_s: NonNegativeFloat = 0.0
-    """From a pushed group to one that may train."""
+    """Seconds from the push of a group until it may be trained."""
     filter_share: Share = 0.0
-    """Groups that the filter releases after their reward, at random."""
+    """Share of groups that the filter releases after their reward, at random."""
     prompt_tokens: NonNegative = 0
-    """Tokens of each prompt, in the KV cache as long as its trajectory runs."""
+    """Number of tokens of each prompt, which are in the KV cache while its trajectory runs."""
     kv_tokens: NonNegative = 0
-    """Tokens that an engine's KV cache holds; 0 has no end. When it is full the newest sample gives up its place."""
+    """Capacity of an engine's KV cache in tokens; 0: unlimited. When it is full, the newest sample is preempted."""
     prefill_s: NonNegativeFloat = 0.0
-    """Seconds to read one token of a prompt, or of a trajectory that goes on; the whole engine waits."""
+    """Seconds to prefill one token of a prompt, or of a trajectory that continues here; the whole engine waits."""
     rows: Positive = 1 << 20
-    """Prompts of the source."""
+    """Number of prompts of the source."""
     known_lengths: bool = False
-    """Expected lengths are what the prompts tell, exactly and from the beginning, in place of what
-    ``coordination.ranker`` finds out: the most that ranking can give."""
+    """Take the exact lengths of the prompts as expected lengths from the start, instead of the predictions of
+    ``coordination.ranker``: the upper bound of what ranking can achieve."""
     turns: Positive = 1
-    """Turns of a trajectory; its tokens are shared out over them alike."""
+    """Number of turns of a trajectory; its tokens are divided evenly among them."""
     tool_s: NonNegativeFloat = 0.0
-    """Mean seconds at a tool between two turns, exponentially distributed."""
+    """Mean seconds of a tool call between two turns, exponentially distributed."""
     report_s: PositiveFloat = 1.0
-    """Seconds between two reports of an engine that nothing happens to."""
+    """Seconds between two reports of an engine without events."""
     publish: Literal["end", "start"] = "end"
-    """When a step's version is out. ``end``: when it is trained, as it is. ``start``: when its batch is there, as the
-    StaleFlow authors' own simulator has it; a trajectory then has one step more. For comparisons only."""
+    """Time at which a step's version is published. ``end``: when the step is trained, as in a real run. ``start``: when
+    its batch is sealed, as in the StaleFlow authors' own simulator; a trajectory then has one step more. For
+    comparisons only."""
     fleet: list[Fleet] = field(default_factory=list[Fleet])
-    """Engines of several kinds; empty: ``rollout.workers`` alike."""
+    """Engines of several kinds; empty: ``rollout.workers`` identical ones."""
     events: list[Occurrence] = field(default_factory=list[Occurrence])
-    """What happens to engines while it runs, in any order."""
+    """Events of engines during the run, in any order."""

@@ -1,6 +1,6 @@
-"""The stages of a run as a graph: what each needs and makes, in an order in which everything needed comes first. Pure.
+"""The stages of a run as a graph: the columns that each needs and makes, in topological order. Pure.
 
-``[reward]``, ``[reference]`` and ``[critic]`` are stages of this graph like those of ``[[stage]]``.
+``[reward]``, ``[reference]`` and ``[critic]`` are stages of this graph, like those of ``[[stage]]``.
 """
 
 import difflib
@@ -28,7 +28,7 @@ RESERVED: Final = (
     *(REWARD, REFERENCE, CRITIC, short_name(ENVIRONMENT).strip("/"), "stage"),
     *("rollout", "trainer", "scheduler", "trajectories", "parameters", "model", "relay", "monitor", "admin", "engine"),
 )
-"""Names of other processes, and of columns that do not come from a stage of the user's."""
+"""Names of other processes, and of columns that do not come from a user's stage."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _MADE = re.compile(r"[a-z][a-z0-9_]{0,39}(:sample|:token)?")
@@ -36,53 +36,56 @@ _MADE = re.compile(r"[a-z][a-z0-9_]{0,39}(:sample|:token)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One stage. Columns by their full names, ``stage/<stage>/<column>``."""
+    """One stage. Columns have their full names, ``stage/<stage>/<column>``."""
 
     name: str
     key: str
-    """Of the configuration, where what it needs is written."""
+    """Configuration key that lists the needed columns."""
     needs: tuple[str, ...]
     makes: tuple[str, ...]
 
     @property
     def after(self) -> tuple[str, ...]:
-        """Stages that make what it needs."""
+        """Names of the stages that make the needed columns."""
         return tuple(dict.fromkeys(name.split("/")[1] for name in self.needs))
 
 
 def stages(config: Config) -> tuple[str, ...]:
-    """The names of all stages; each comes after those that it waits for."""
+    """Return the names of all stages, each after the stages that it waits for."""
     return tuple(node.name for node in graph(config))
 
 
 def graph(config: Config) -> tuple[Node, ...]:
-    """All stages; each comes after those that it waits for.
+    """Return all stages, each after the stages that it waits for.
 
-    ``ConfigError`` for a name that cannot be one, a column that nobody makes, and a circle, with its path.
+    Raises ``ConfigError`` for an invalid name, a column that no stage makes, and a cycle, with its path.
     """
     _check_names(config.stage)
-    made = _made(config)
-    nodes = [*_shipped(config, made)]
+    columns = _all_columns(config)
+    nodes = [*_shipped(config, columns)]
     for place, stage in enumerate(config.stage):
         key = f"stage[{place}].needs"
         makes = tuple(full_name(stage.name, column) for column in stage.makes)
-        nodes.append(Node(name=stage.name, key=key, needs=_needed(key, stage.needs, made), makes=makes))
+        nodes.append(Node(name=stage.name, key=key, needs=_needed(key, stage.needs, columns), makes=makes))
     return _in_order(nodes)
 
 
-def _shipped(config: Config, made: Mapping[str, str]) -> list[Node]:
-    """The reward; the others when the algorithm needs what they make, for groups that the filter has seen."""
+def _shipped(config: Config, columns: Mapping[str, str]) -> list[Node]:
+    """Return the reward stage, and the reference and critic stages if the algorithm needs their columns.
+
+    Those two need the reward, so that they get only groups that passed the filter.
+    """
     algorithm = config.trainer.algorithm
-    needs = _needed("reward.needs", config.reward.needs, made)
+    needs = _needed("reward.needs", config.reward.needs, columns)
     _check_arguments(config.reward.needs, needs)
-    found = [_node(REWARD, needs)]
-    rewarded = (made["reward/reward"],)
+    nodes = [_node(REWARD, needs)]
+    rewarded = (columns["reward/reward"],)
     if algorithm.kl_coef > 0:
-        found.append(_node(REFERENCE, rewarded))
+        nodes.append(_node(REFERENCE, rewarded))
     if algorithm.advantage == "gae":
-        costs = (made["reference/logprobs"],) if algorithm.kl_in_reward and algorithm.kl_coef else ()
-        found.append(_node(CRITIC, rewarded + costs))
-    return found
+        costs = (columns["reference/logprobs"],) if algorithm.kl_in_reward and algorithm.kl_coef else ()
+        nodes.append(_node(CRITIC, rewarded + costs))
+    return nodes
 
 
 def _node(stage: str, needs: tuple[str, ...]) -> Node:
@@ -91,11 +94,11 @@ def _node(stage: str, needs: tuple[str, ...]) -> Node:
     )
 
 
-def _made(config: Config) -> dict[str, str]:
-    """Every column of the run: its short name -> its full one."""
+def _all_columns(config: Config) -> dict[str, str]:
+    """Return every column of the run: full names by short name."""
     algorithm = config.trainer.algorithm
-    there = {REWARD: True, REFERENCE: algorithm.kl_coef > 0, CRITIC: algorithm.advantage == "gae"}
-    names = [f"{STAGE}{stage}/{column}" for stage, made in STAGES.items() if there[stage] for column in made]
+    enabled = {REWARD: True, REFERENCE: algorithm.kl_coef > 0, CRITIC: algorithm.advantage == "gae"}
+    names = [f"{STAGE}{stage}/{column}" for stage, columns in STAGES.items() if enabled[stage] for column in columns]
     names += [full_name(stage.name, column) for stage in config.stage for column in stage.makes]
     return {short_name(name): name for name in names}
 
@@ -118,23 +121,23 @@ def _check_names(given: Sequence[Stage]) -> None:
                 raise ConfigError(f"{key}.makes", column, allowed)
         names = [column.partition(":")[0] for column in stage.makes]
         if twice := next((column for column in names if names.count(column) > 1), None):
-            raise ConfigError(f"{key}.makes", twice, "it is there twice")
+            raise ConfigError(f"{key}.makes", twice, "it is listed twice")
 
 
-def _needed(key: str, needs: Sequence[str], made: Mapping[str, str]) -> tuple[str, ...]:
-    """The full names of what is needed; ``ConfigError`` for a column that nobody makes."""
+def _needed(key: str, needs: Sequence[str], columns: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the full names of the needed columns. Raises ``ConfigError`` for a column that no stage makes."""
     for need in needs:
-        if need not in made:
-            close = difflib.get_close_matches(need, made, n=1)
-            meant = f", did you mean {close[0]}?" if close else f"; columns of this run: {', '.join(made)}"
+        if need not in columns:
+            close = difflib.get_close_matches(need, columns, n=1)
+            meant = f", did you mean {close[0]}?" if close else f"; columns of this run: {', '.join(columns)}"
             raise ConfigError(key, need, f"no stage makes it{meant}")
         if needs.count(need) > 1:
-            raise ConfigError(key, need, "it is there twice")
-    return tuple(made[need] for need in needs)
+            raise ConfigError(key, need, "it is listed twice")
+    return tuple(columns[need] for need in needs)
 
 
 def _check_arguments(needs: Sequence[str], full: Sequence[str]) -> None:
-    """The reward is called with one sample: each column gives it one value, under a name of its own."""
+    """Check that each needed column gives the reward one value for its sample, under a name of its own."""
     names = [need.partition("/")[2] for need in needs]
     for need, name, column in zip(needs, names, full, strict=True):
         if is_per_token(column):
@@ -144,7 +147,9 @@ def _check_arguments(needs: Sequence[str], full: Sequence[str]) -> None:
 
 
 def check_row(needs: Sequence[str], columns: Collection[str], key: str) -> None:
-    """The reward is called with the columns of a row of ``key`` too: ``ConfigError`` for a name that is there twice."""
+    """Raise ``ConfigError`` if a needed column has the name of a column of the rows of ``key``, because the reward gets
+    both as keyword arguments.
+    """
     for need in needs:
         if (name := need.partition("/")[2]) in columns:
             twice = f'the rows of {key} have a column "{name}" too, and the reward takes one value of a name'
@@ -152,20 +157,20 @@ def check_row(needs: Sequence[str], columns: Collection[str], key: str) -> None:
 
 
 def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Whatever needs nothing that is to come first, in the order of the configuration."""
-    left, done = list(nodes), list[Node]()
+    """Sort the stages topologically. Among stages that are ready the order is that of the configuration."""
+    left, ordered = list(nodes), list[Node]()
     while left:
-        names = {node.name for node in done}
+        names = {node.name for node in ordered}
         ready = next((node for node in left if names.issuperset(node.after)), None)
         if ready is None:
-            raise _circle({node.name: node for node in left})
+            raise _cycle_error({node.name: node for node in left})
         left.remove(ready)
-        done.append(ready)
-    return tuple(done)
+        ordered.append(ready)
+    return tuple(ordered)
 
 
-def _circle(stuck: Mapping[str, Node]) -> ConfigError:
-    """Each of ``stuck`` waits for another of them; walks until one comes again."""
+def _cycle_error(stuck: Mapping[str, Node]) -> ConfigError:
+    """Return the error for ``stuck``, stages that each wait for another of them: follow the needs until one repeats."""
     path = [next(iter(stuck))]
     while path[-1] not in path[:-1]:
         path.append(next(name for name in stuck[path[-1]].after if name in stuck))
@@ -176,9 +181,9 @@ def _circle(stuck: Mapping[str, Node]) -> ConfigError:
 
 
 def seconds_a_group(config: Config) -> dict[str, float]:
-    """By stage: the most seconds that a worker needs for one group when nothing is wrong with it.
+    """Return, by stage, the maximum seconds that a healthy worker needs for one group.
 
-    A model, or a process of user code, is shared by a worker's calls to all trajectory servers.
+    The calls of a worker to all trajectory servers share one model, or one process of user code.
     """
     reward, shards = config.reward, config.trajectories.shards
     own = {stage.name: stage.timeout_s * (stage.retries + 1) * shards for stage in config.stage}
@@ -190,41 +195,42 @@ def seconds_a_group(config: Config) -> dict[str, float]:
 
 
 def calls_a_group(config: Config, stage: str) -> int:
-    """Calls of user code that one group takes: the reward scores each sample."""
+    """Return the number of user code calls for one group; the reward scores each sample."""
     return config.rollout.group_size if stage == REWARD else 1
 
 
 def section_of(config: Config, stage: str) -> str:
-    """The section of the configuration that a stage has its keys in."""
+    """Return the section of the configuration with the keys of a stage."""
     places = {given.name: f"stage[{place}]" for place, given in enumerate(config.stage)}
     return places.get(stage, stage)
 
 
 def concurrency_of(config: Config, stage: str) -> int:
-    """Calls of an ``async def`` that one worker has under way at once; 0 for a stage whose columns a model makes."""
+    """Return the maximum number of concurrent ``async def`` calls in one worker; 0 if a model makes the columns."""
     own = {given.name: given.concurrency for given in config.stage}
     return (own | {REWARD: config.reward.concurrency}).get(stage, 0)
 
 
 def groups_at_once(config: Config, stage: str, calls: int) -> int:
-    """Groups of one trajectory server that a worker has which may have so many calls of user code under way: as many as
-    these take, and ``batch`` at least."""
+    """Return the number of groups of one trajectory server that a worker has with ``calls`` concurrent calls: as many
+    as these calls need, and at least ``batch``.
+    """
     return max(batch_of(config, stage), math.ceil(calls / calls_a_group(config, stage)))
 
 
 def batch_of(config: Config, stage: str) -> int:
-    """Groups of one trajectory server that a worker of a stage has at once, at least."""
+    """Return the minimum number of groups of one trajectory server that a worker of a stage has at once."""
     own = {given.name: given.batch for given in config.stage}
     shipped = {REWARD: config.reward.batch, REFERENCE: config.reference.batch, CRITIC: config.critic.batch}
     return (own | shipped)[stage]
 
 
 def workers_of(config: Config, stage: str) -> int:
-    """Processes of a stage that the run starts. One critic: two would learn apart."""
+    """Return the number of processes of a stage that the run starts. Only one critic: two would learn separately."""
     own = {given.name: given.workers for given in config.stage}
     return (own | {REWARD: config.reward.workers, REFERENCE: config.reference.workers, CRITIC: 1})[stage]
 
 
 def threads_of(config: Config, stage: str) -> int:
-    """Threads of the numeric libraries in a worker of a stage."""
+    """Return the number of threads of the numeric libraries in a worker of a stage."""
     return {REFERENCE: config.reference.threads, CRITIC: config.critic.threads}.get(stage, 1)

@@ -1,4 +1,4 @@
-"""What may happen: the consistency ledger, the coordination strategies and the wire."""
+"""The pure core: the consistency ledger, the coordination strategies and the wire format."""
 
 if not __name__.startswith("staleflow."):
     raise ImportError("import this package as staleflow.protocols, not as protocols")

@@ -1,6 +1,6 @@
-"""What each key of a configuration is: its table, what is allowed, its default, and what the schema says of it.
+"""Description of each configuration key: its table, allowed values, default and docstring.
 
-Read off the schema itself (types by msgspec, sentences from the source), so that nothing told of a key can be stale.
+Everything is read from the schema itself (types through msgspec, docstrings from the source), so it cannot be stale.
 """
 
 import ast
@@ -24,36 +24,36 @@ class Key:
     """One key."""
 
     name: str
-    """Without its table."""
+    """Name without the table."""
     allowed: str
     default: str
-    """As TOML; empty where there is none."""
-    says: str
-    """One paragraph, in reStructuredText's double backquotes."""
+    """Default as TOML; "" if there is none."""
+    description: str
+    """One paragraph, with reStructuredText's double backquotes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """One table of the file, without those below it."""
+    """One table of the file, without the tables inside it."""
 
     name: str
-    """Dotted; empty for the top of the file."""
+    """Dotted name; "" for the top of the file."""
     many: bool
-    """Written as ``[[name]]``, as often as needed."""
-    says: str
+    """The table is written as ``[[name]]``, any number of times."""
+    description: str
     keys: tuple[Key, ...]
 
 
 def tables() -> Iterator[Table]:
-    """Every table in the order of the schema, each before those inside it."""
+    """Yield every table in the order of the schema, each before those inside it."""
     yield from _tables(cast(kinds.StructType, kinds.type_info(Config)), "", many=False)
 
 
 def _tables(kind: kinds.StructType, name: str, *, many: bool) -> Iterator[Table]:
-    said = _sentences(kind.cls)
+    descriptions = _sentences(kind.cls)
     inner = {field.name: _struct(field.type) for field in kind.fields}
-    keys = tuple(_key(field, said[field.name]) for field in kind.fields if inner[field.name] is None)
-    yield Table(name=name, many=many, says=_flat(inspect.getdoc(kind.cls) or ""), keys=keys)
+    keys = tuple(_key(field, descriptions[field.name]) for field in kind.fields if inner[field.name] is None)
+    yield Table(name=name, many=many, description=_flat(inspect.getdoc(kind.cls) or ""), keys=keys)
     for field in kind.fields:
         below = inner[field.name]
         if below is not None:
@@ -66,8 +66,10 @@ def _struct(kind: kinds.Type) -> kinds.StructType | None:
     return item if isinstance(item, kinds.StructType) else None
 
 
-def _key(field: kinds.Field, says: str) -> Key:
-    return Key(name=field.name, allowed=allowed(field.type, brief=True), default=_default(field), says=says)
+def _key(field: kinds.Field, description: str) -> Key:
+    return Key(
+        name=field.name, allowed=allowed(field.type, brief=True), default=_default(field), description=description
+    )
 
 
 def _default(field: kinds.Field) -> str:
@@ -80,17 +82,17 @@ def _default(field: kinds.Field) -> str:
 
 
 def _sentences(cls: type[Struct]) -> dict[str, str]:
-    """The docstring below each field, by name; empty where there is none."""
+    """Return the docstring below each field, by field name; "" if it has none."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     body = cast(ast.ClassDef, tree).body
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            found[node.target.id] = _flat(str(text))
-    return found
+            sentences[node.target.id] = _flat(str(text))
+    return sentences
 
 
 def _flat(text: str) -> str:
-    """Lines of a paragraph joined; paragraphs stay apart."""
+    """Join the lines of each paragraph; paragraphs stay separate."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))

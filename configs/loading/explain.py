@@ -1,6 +1,6 @@
-"""A decoding error in one line that names the key, the value and what is allowed.
+"""Decoding errors in one line that names the key, its value and the allowed values.
 
-The decoder says where it stopped; what is allowed there comes from the schema itself.
+The decoder reports the place of the error; the allowed values come from the schema itself.
 """
 
 import datetime
@@ -22,11 +22,11 @@ _ITEM = re.compile(r"\[[^\]]*\]")
 _NAMED = re.compile(r"(unknown|missing required) field `([^`]*)`")
 _BIGGEST = 2**63 - 1
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-"""What bytes that are not UTF-8 become on a command line."""
+"""Characters that Python substitutes for command-line bytes that are not UTF-8."""
 
 
 def decode(table: dict[str, Any]) -> Config:
-    """The configuration that ``table`` describes, or a ``ConfigError``."""
+    """Return the configuration that ``table`` describes. Raises ``ConfigError``."""
     _usable(table, ())
     try:
         return msgspec.convert(table, Config)
@@ -59,7 +59,7 @@ def _value(table: Any, path: tuple[str, ...]) -> object:
 
 
 def keys(kind: kinds.Type | None = None, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Every dotted key of the schema that holds a value, in order."""
+    """Yield every dotted key of the schema that has a value, in order."""
     for field in cast(kinds.StructType, kind or kinds.type_info(Config)).fields:
         path = (*above, field.name)
         inner = field.type.item_type if isinstance(field.type, kinds.ListType) else field.type
@@ -70,7 +70,7 @@ def keys(kind: kinds.Type | None = None, above: tuple[str, ...] = ()) -> Iterato
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """The values of a key that has a few only, as an override writes them; none for any other, or no key."""
+    """Return the values of a key that has only a few, as an override writes them; empty for other or unknown keys."""
     match _kind(tuple(key.split("."))) if key in keys() else None:
         case kinds.LiteralType() as kind:
             return tuple(sorted(str(value) for value in kind.values))
@@ -83,19 +83,18 @@ def choices(key: str) -> tuple[str, ...]:
 
 
 def nearest(path: tuple[str, ...]) -> str:
-    """What to say of a key that does not exist."""
+    """Return the message for a key that does not exist."""
     *above, wrong = (_ITEM.sub("", part) for part in path)
-    known = [key.split(".") for key in keys()]
-    if above in known:
+    all_keys = [key.split(".") for key in keys()]
+    if above in all_keys:
         return f"there is no such key; {'.'.join(above)} is one itself"
-    here = {key[len(above)]: ".".join(key[: len(path)]) for key in known if key[: len(above)] == above}
-    leaves = {key[-1]: ".".join(key) for key in reversed(known)}
-    for names in (
-        (here, leaves) if above else ({**leaves, **here},)
-    ):  # a key of the same section is the likelier one, however close another section's is
+    siblings = {key[len(above)]: ".".join(key[: len(path)]) for key in all_keys if key[: len(above)] == above}
+    leaves = {key[-1]: ".".join(key) for key in reversed(all_keys)}
+    # A key of the same section is more likely meant than a closer match in another section.
+    for names in (siblings, leaves) if above else ({**leaves, **siblings},):
         if close := difflib.get_close_matches(wrong, names, n=1, cutoff=0.65):
             return f"there is no such key, did you mean {names[close[0]]}?"
-    return f"there is no such key; allowed here: {', '.join(here)}" if here else "there is no such key"
+    return f"there is no such key; allowed here: {', '.join(siblings)}" if siblings else "there is no such key"
 
 
 def _kind(path: tuple[str, ...]) -> kinds.Type:
@@ -114,7 +113,7 @@ def _kind(path: tuple[str, ...]) -> kinds.Type:
 
 
 def allowed(kind: kinds.Type, *, brief: bool = False) -> str:
-    """What a value of this type may be, in words. ``brief``: but for what holds for every number and string."""
+    """Describe the values of this type in words. ``brief`` omits the limits that hold for every number and string."""
     match kind:
         case kinds.IntType():
             return f"an integer{_range(kind, brief=brief)}"
@@ -153,8 +152,11 @@ def _range(kind: kinds.IntType | kinds.FloatType, *, brief: bool) -> str:
 
 
 def _usable(value: object, path: tuple[str, ...]) -> None:
-    """Refuses what TOML can write and nothing downstream can use: infinities, NaN, integers past 64 bits; dates, which
-    a run's own file would give back as strings; and what no file can hold as text."""
+    """Raise ``ConfigError`` for values that TOML can express but later stages cannot use.
+
+    These are infinities, NaN, integers beyond 64 bits, dates (a run's own file would return them as strings), and text
+    that no file can store.
+    """
     match value:
         case dict():
             for key, inner in cast(dict[str, object], value).items():

@@ -1,16 +1,16 @@
-"""What this package can do without is in extras of it; how an error says to install one."""
+"""Extras: optional dependencies of the package, and the command that installs one."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-"""The checkout, if this is one."""
+"""Root of the checkout, if the package runs from one."""
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra to this installation, quoted for a shell.
+    """Return the command that adds an extra to this installation, quoted for a shell.
 
-    No index has the package yet: a checkout is named by its path. Elsewhere pip takes the extras of the one that is
-    installed.
+    The package is not on PyPI yet, so a checkout is named by its path. Elsewhere pip adds the extra to the installed
+    package.
     """
     if (ROOT / "pyproject.toml").is_file():
         return f"pip install -e '{ROOT}[{extra}]'"

@@ -1,6 +1,6 @@
-"""User code by import path: ``module:function`` or ``file.py:function``.
+"""Import of user code by import path: ``module:function`` or ``file.py:function``.
 
-A module is found on ``sys.path`` and in the working directory; a file may import its neighbours.
+A module is searched on ``sys.path`` and in the working directory; a file may import its neighbours.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 MOVED = {
     f"staleflow.{name}": f"staleflow.examples.{name}" for name in ("environments", "quickstart", "stages", "starter")
 }
-"""Packages of shipped examples that have another name since 0.1; configurations may still use the old one."""
+"""Packages of shipped examples that were renamed after 0.1; configurations may still use the old names."""
 
 FORM = "it must be module:function or file.py:function"
 
 
 def split(spec: str, key: str = "import path") -> tuple[str, str]:
-    """The module (or file) and the attribute of an import path."""
+    """Return the module (or file) and the attribute of an import path."""
     place, colon, attribute = spec.rpartition(":")
     if not colon or not place or not attribute:
         raise ConfigError(key, spec, FORM)
@@ -34,24 +34,24 @@ def split(spec: str, key: str = "import path") -> tuple[str, str]:
 
 
 def is_file(place: str) -> bool:
-    """True when the first half of an import path names a file."""
+    """Return True if the first half of an import path names a file."""
     return place.endswith(".py")
 
 
 def load_object(spec: str, key: str = "import path") -> Any:
-    """The callable that ``spec`` names; ``ConfigError`` names ``key`` and says what went wrong."""
+    """Return the callable that ``spec`` names. ``ConfigError`` names ``key`` and the cause."""
     place, attribute = split(spec, key)
     try:
-        found: Any = _from_file(Path(place)) if is_file(place) else _from_name(place)
-    except Exception as error:  # user code runs here: whatever it raises is the operator's to read
+        target: Any = _from_file(Path(place)) if is_file(place) else _from_name(place)
+    except Exception as error:  # user code may raise anything, and the operator must see it
         raise ConfigError(key, spec, f"it cannot be imported ({type(error).__name__}: {error})") from error
     for name in attribute.split("."):
-        if not hasattr(found, name):
+        if not hasattr(target, name):
             raise ConfigError(key, spec, f"{place} has no {attribute}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise ConfigError(key, spec, f"{attribute} must be callable, it is {type(found).__name__}")
-    return found
+        target = getattr(target, name)
+    if not callable(target):
+        raise ConfigError(key, spec, f"{attribute} must be callable, it is {type(target).__name__}")
+    return target
 
 
 def _from_name(name: str) -> ModuleType:
@@ -85,6 +85,6 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _reachable(folder: str) -> None:
-    """Lets user code import its neighbours; last, so that it hides nothing."""
+    """Let user code import its neighbours. The folder comes last in ``sys.path``, so that it hides no other module."""
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)

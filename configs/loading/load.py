@@ -1,7 +1,7 @@
-"""From a TOML file and overrides to one frozen ``Config``, and from there to a run directory and back.
+"""Loading of a frozen ``Config`` from a TOML file and overrides, and its storage in a run directory.
 
-A relative path in a file belongs to the file's directory, one in an override to the working directory; a loaded
-configuration has absolute paths only. Whatever is wrong is one ``ConfigError``.
+A relative path in a file is relative to the file's directory, one in an override to the working directory. A loaded
+configuration has only absolute paths. Every error is a ``ConfigError``.
 """
 
 import hashlib
@@ -36,23 +36,24 @@ _SPECS = (
     *(("trainer.algorithm", "advantage"), ("trainer.algorithm", "loss")),
 )
 _LONGEST_SOCKET = 100
-"""Bytes of a Unix socket's path; the kernel's limit is 107."""
+"""Maximum bytes of a Unix socket's path; the kernel's limit is 107."""
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a file with ``key=value`` overrides; its keys agree with each other.
+    """Return the configuration of a file with ``key=value`` overrides, after checking that its keys agree.
 
-    A preset lies below the file that names it; named by an override it is one, in its turn, and the file's is none.
-    What only this machine can tell (files, imports) is checked by ``presence.present``.
+    The keys of a preset are below those of the file that names it. A preset named by an override is itself an override,
+    applied in its turn, and replaces the file's preset. Checks that depend on this machine (files, imports) are in
+    ``presence.present``.
     """
     path = Path(path)
     table = _absolute(_read(path), path.resolve().parent)
     chosen = [dotted.parse(override) for override in overrides]
     if table.get("preset", "") != "" and all(key != ("preset",) for key, _ in chosen):
-        table = presets.beneath(presets.read(table["preset"]), table)
+        table = presets.merge(presets.read(table["preset"]), table)
     for key, value in chosen:
         if key == ("preset",) and value != "":
-            table = presets.beneath(table, presets.read(value))
+            table = presets.merge(table, presets.read(value))
         given = dotted.apply({}, [(key, value)])
         table = _merged(table, _absolute(given, Path.cwd()), key)
     config = decode(table)
@@ -97,20 +98,20 @@ def _absolute(table: dict[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _absolute_stages(table: dict[str, Any], base: Path) -> dict[str, Any]:
-    """The import path of each ``[[stage]]``."""
+    """Return ``table`` with absolute import paths in each ``[[stage]]``."""
     given: Any = table.get("stage")
     if not isinstance(given, list):
         return table
-    found = list[Any]()
+    entries = list[Any]()
     for place, one in enumerate(cast(Iterable[Any], given)):
         if isinstance(one, dict) and isinstance(run := cast(dict[str, Any], one).get("run"), str):
             one = {**cast(dict[str, Any], one), "run": _spec_under(base, run, f"stage[{place}].run")}
-        found.append(one)
-    return {**table, "stage": found}
+        entries.append(one)
+    return {**table, "stage": entries}
 
 
 def _spec_under(base: Path, spec: str, key: str) -> str:
-    """An import path; where it names a file, from the file system's root."""
+    """Return an import path; if it names a file, with the absolute path of the file."""
     place, _, attribute = spec.rpartition(":")
     return f"{_under(base, place, key)}:{attribute}" if is_file(place) else spec
 
@@ -119,11 +120,11 @@ def _under(base: Path, text: str, key: str) -> Path:
     try:
         return Path(os.path.normpath(base / Path(text).expanduser()))
     except RuntimeError as error:
-        raise ConfigError(key, text, "nobody of that name has a home directory here") from error
+        raise ConfigError(key, text, "no user of that name has a home directory here") from error
 
 
 def resumed(config: Config, overrides: Sequence[str]) -> Config:
-    """The configuration of a run that is resumed with ``overrides``, which may change ``trainer.steps`` alone."""
+    """Return the configuration of a resumed run with ``overrides``, which may change only ``trainer.steps``."""
     table: dict[str, Any] = msgspec.to_builtins(config)
     for override in overrides:
         key, value = dotted.parse(override)
@@ -136,22 +137,22 @@ def resumed(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def with_steps(config: Config, steps: int) -> Config:
-    """The same configuration but for ``trainer.steps``, the one key that a resumed run may change."""
+    """Return the configuration with another ``trainer.steps``, the only key that a resumed run may change."""
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
 
 
 def config_sha(config: Config) -> str:
-    """Identity of a configuration: hex sha256 of its canonical JSON."""
+    """Return the identity of a configuration: the hex sha256 of its canonical JSON."""
     return hashlib.sha256(to_json(config)).hexdigest()
 
 
 def to_json(config: Config) -> bytes:
-    """Canonical JSON, keys in order; ``from_json`` reads it back."""
+    """Return canonical JSON with sorted keys; ``from_json`` reads it back."""
     return msgspec.json.encode(config, order="deterministic")
 
 
 def from_json(data: bytes) -> Config:
-    """A configuration from ``to_json``, or ``ConfigError``."""
+    """Return the configuration encoded by ``to_json``. Raises ``ConfigError``."""
     try:
         table = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError as error:
@@ -163,37 +164,37 @@ def from_json(data: bytes) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where each server of a run is bound."""
+    """Bind addresses of the servers of a run."""
 
     scheduler: str
     trajectories: tuple[str, ...]
-    """In order of shard."""
+    """Addresses in order of shard."""
     parameters: str
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The scheduler's first."""
+        """All addresses, the scheduler's first."""
         return (self.scheduler, *self.trajectories, self.parameters)
 
 
 def addresses(config: Config, run_dir: Path) -> Addresses:
-    """The configured addresses; for those left empty, sockets in the run directory, whose folder is made."""
-    found = planned(config, run_dir)
-    for address in found.all:
+    """Return the configured addresses; sockets in the run directory, whose folder is created, for empty ones."""
+    result = planned(config, run_dir)
+    for address in result.all:
         folder = Path(address.removeprefix("ipc://")).parent
         if folder == socket_folder(run_dir, config):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            held = folder.lstat()
-            if held.st_uid != os.getuid() or not stat.S_ISDIR(held.st_mode):
+            info = folder.lstat()
+            if info.st_uid != os.getuid() or not stat.S_ISDIR(info.st_mode):
                 allowed = "it belongs to another user; choose a shorter run directory"
                 raise ConfigError("socket folder", str(folder), allowed)
-            if held.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 folder.chmod(0o700)
-    return found
+    return result
 
 
 def planned(config: Config, run_dir: Path) -> Addresses:
-    """As ``addresses``, but nothing is made."""
+    """Return the same as ``addresses`` without creating anything."""
     shards = [f"trajectories-{shard}" for shard in range(config.trajectories.shards)]
     given = [config.scheduler.bind, *(config.trajectories.bind or [""] * len(shards)), config.parameters.bind]
     folder = socket_folder(run_dir, config)
@@ -203,7 +204,7 @@ def planned(config: Config, run_dir: Path) -> Addresses:
 
 
 def socket_folder(run_dir: Path, config: Config) -> Path:
-    """``run_dir/sock``, or a short folder of this user when a socket's path there would be too long."""
+    """Return ``run_dir/sock``, or a short folder of this user if a socket's path there would be too long."""
     folder = run_dir.resolve() / "sock"
     longest = f"trajectories-{config.trajectories.shards}"
     if len(os.fsencode(folder / longest)) <= _LONGEST_SOCKET:
@@ -213,7 +214,7 @@ def socket_folder(run_dir: Path, config: Config) -> Path:
 
 
 def write_resolved(config: Config, run_dir: Path) -> None:
-    """Puts ``config.json`` and ``config.toml`` into the run directory, which is made if need be."""
+    """Write ``config.json`` and ``config.toml`` to the run directory, which is created if necessary."""
     make_folder(run_dir, 0o700)
     sync_path(run_dir.parent)
     write_durably(run_dir / "config.toml", dumps(msgspec.to_builtins(config)).encode())
@@ -221,23 +222,23 @@ def write_resolved(config: Config, run_dir: Path) -> None:
 
 
 def read_run(run_dir: Path) -> Config:
-    """The configuration that a run directory was made with."""
+    """Return the configuration with which a run directory was created."""
     try:
         return from_json((run_dir / RESOLVED).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError("run directory", str(run_dir), f"it has no {RESOLVED}, so no run was started there") from None
     except ConfigError as error:
-        told = f"this version of staleflow cannot read its {RESOLVED}: {error}"
-        raise ConfigError("run directory", str(run_dir), told) from error
+        allowed = f"this version of staleflow cannot read its {RESOLVED}: {error}"
+        raise ConfigError("run directory", str(run_dir), allowed) from error
 
 
 def model_dir(config: Config, run_dir: Path) -> Path:
-    """The model directory that every process of the run loads."""
+    """Return the model directory that every process of the run loads."""
     return Path(config.model.path) if config.model.path else run_dir / "model"
 
 
 def difference(left: Config, right: Config) -> tuple[str, object, object] | None:
-    """The first key in which two configurations differ, with both values."""
+    """Return the first key in which two configurations differ, with both values; None if they are equal."""
     ours, theirs = (dict(_leaves(msgspec.to_builtins(config), ())) for config in (left, right))
     for key in dict.fromkeys((*ours, *theirs)):
         if ours.get(key, MISSING) != theirs.get(key, MISSING):

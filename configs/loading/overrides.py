@@ -1,4 +1,4 @@
-"""``staleness.max_staleness=2`` on the command line: TOML values under dotted keys."""
+"""Command-line overrides such as ``staleness.max_staleness=2``: TOML values under dotted keys."""
 
 import datetime
 import tomllib
@@ -11,7 +11,7 @@ Table = dict[str, Any]
 
 
 def parse(override: str) -> tuple[tuple[str, ...], Any]:
-    """``a.b=value`` -> (("a", "b"), value)."""
+    """Parse ``a.b=value`` to (("a", "b"), value)."""
     key, equals, text = override.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
@@ -20,7 +20,7 @@ def parse(override: str) -> tuple[tuple[str, ...], Any]:
 
 
 def value_of(text: str) -> Any:
-    """A TOML value; whatever is not one (a bare word, a path, a date) is a string."""
+    """Parse a TOML value; text that is none (a bare word, a path, a date) is returned as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -31,7 +31,7 @@ def value_of(text: str) -> Any:
 
 
 def apply(table: Table, overrides: Iterable[tuple[tuple[str, ...], Any]]) -> Table:
-    """``table`` with every override in it, in order; the argument is left alone."""
+    """Return a copy of ``table`` with all overrides applied in order."""
     for path, value in overrides:
         table = _put(table, path, value, ())
     return table

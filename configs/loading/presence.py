@@ -1,4 +1,4 @@
-"""What only this machine can tell: the files of a configuration exist and its import paths work."""
+"""Checks that depend on this machine: files exist, packages are installed and import paths work."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.wire.stages import CRITIC, REFERENCE
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""A directory with none of these has no tokenizer."""
+"""Files of a tokenizer. A directory with none of them has no tokenizer."""
 
 TRAIN = install("train")
 DEEPSPEED = install("deepspeed")
@@ -33,7 +33,7 @@ Probe = Callable[[probe.Question], dict[str, int]]
 
 
 def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int] = probe.count_gpus) -> None:
-    """``ConfigError`` for the first thing that is not there. Starts one short process for the imports."""
+    """Raise ``ConfigError`` for the first thing that is missing. Starts one short process for the imports."""
     check_packages(config)
     check_gpus(config, count_gpus)
     if config.model.path:
@@ -52,9 +52,9 @@ def present(config: Config, ask: Probe = probe.ask, count_gpus: Callable[[], int
 
 
 def check_packages(config: Config, role: str = "", stage: str = "") -> None:
-    """``ConfigError`` for the first package that is not installed, with what to install.
+    """Raise ``ConfigError`` for the first package that is not installed, with the command that installs it.
 
-    ``role`` and ``stage`` as in ``staleflow attach``; without a role, everything that the run starts is looked at.
+    ``role`` and ``stage`` are as in ``staleflow attach``. Without a role, everything that the run starts is checked.
     """
     engine, backend = config.rollout.engine, config.trainer.backend
     if role in ("", "rollout"):
@@ -77,15 +77,17 @@ def check_packages(config: Config, role: str = "", stage: str = "") -> None:
 
 
 def check_gpus(config: Config, count: Callable[[], int]) -> None:
-    """``ConfigError`` for a GPU that this machine does not have; counted only where one is named."""
+    """Raise ``ConfigError`` for a GPU that this machine does not have. GPUs are counted only if the configuration names
+    any.
+    """
     named = [("rollout.gpus", config.rollout.gpus)] if config.rollout.engine != "simulated" else []
     named += [("trainer.gpus", config.trainer.gpus)] if config.trainer.backend != "simulated" else []
     if not any(gpus for _, gpus in named):
         return
-    there = count()
+    available = count()
     for key, gpus in named:
-        if gpus and max(gpus) >= there:
-            numbers = {0: "no GPU", 1: "one GPU, number 0"}.get(there, f"{there} GPUs, 0 to {there - 1}")
+        if gpus and max(gpus) >= available:
+            numbers = {0: "no GPU", 1: "one GPU, number 0"}.get(available, f"{available} GPUs, 0 to {available - 1}")
             raise ConfigError(key, gpus, f"torch sees {numbers} on this machine; [] takes what there is, or the CPU")
 
 
@@ -95,16 +97,16 @@ def _check_torch(key: str, value: str) -> None:
 
 
 def check_package(key: str, value: str, module: str, how: str) -> None:
-    """``ConfigError`` says ``how`` to install a package that an adapter needs. It is looked for, not imported."""
+    """Raise ``ConfigError`` with ``how`` to install a missing package. The package is searched for, not imported."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(key, value, f"the package {module} is not installed: {how}")
 
 
 def check_model_dir(path: Path, key: str = "model.path") -> None:
-    """A directory as ``save_pretrained`` writes it: a config and a tokenizer."""
+    """Raise ``ConfigError`` unless the directory has a config and a tokenizer, as written by ``save_pretrained``."""
     if not path.is_dir():
-        told = "no such directory; nothing is downloaded by itself: hf download ORGANIZATION/MODEL --local-dir DIR"
-        raise ConfigError(key, str(path), told)
+        allowed = "no such directory; nothing is downloaded by itself: hf download ORGANIZATION/MODEL --local-dir DIR"
+        raise ConfigError(key, str(path), allowed)
     if not (path / "config.json").is_file():
         raise ConfigError(key, str(path), "it has no config.json: it must be a model directory of save_pretrained")
     if not any((path / name).is_file() for name in TOKENIZER):
@@ -137,17 +139,17 @@ def _question(config: Config, first: dict[str, tuple[list[str], bytes]]) -> prob
 
 
 def _prompts(config: Config) -> str:
-    """The key of what is trained on."""
+    """Return the key of the training prompts."""
     return "prompts.source" if config.prompts.source else "prompts.path"
 
 
 def _is_tried(config: Config) -> bool:
-    """An environment's numbers are known once it has played."""
+    """Return True if the probe calls the reward. An environment's numbers are known only once it has played."""
     return config.reward.probe and bool(config.reward.run) and not config.environment.run
 
 
 def _first_row(key: str, path: str, columns: dict[str, str]) -> tuple[list[str], bytes]:
-    """Its columns by our names, and the row as it is sent. ``ConfigError`` when it is none that a run can use."""
+    """Return the columns of the first row, under our names, and the row as it is sent. Raises ``ConfigError``."""
     for place, row in read_rows(key, Path(path)):
         return prompt_row(key, path, place, row, columns)
     raise ConfigError(key, path, "it has no rows")

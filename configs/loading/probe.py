@@ -1,8 +1,7 @@
-"""Tries user code in a process of its own: is it importable, does it take its options, how many rows does it give, does
-the reward return a number for one of them.
+"""Trial of user code in a process of its own: imports, options, number of rows, and the reward of one row.
 
 ``python -m staleflow.configs.loading.probe`` reads one JSON object on stdin and writes one on stdout, so that the
-calling process imports none of the user's modules.
+calling process imports no user module.
 """
 
 import asyncio
@@ -25,40 +24,40 @@ from staleflow.configs.rewards import objection
 from staleflow.configs.stages import check_row
 
 Question = dict[str, Any]
-"""``specs``: key -> import path; ``calls``: key -> (positional count, keyword names) that it must take;
-``sources``: key -> (keyword arguments, renames of its columns, whether to count its rows); ``rows``: key -> columns of
-a file's first row, and the row in hex as it is sent; ``scored``: stage columns that ``reward.run`` is given besides
-those of a row, and whether there may be more; ``tried``: the key whose first row the reward is called with, and the
-seconds it may take; None: it is not called."""
+"""``specs``: import paths by key. ``calls``: (positional count, keyword names) that a callable must take, by key.
+``sources``: (keyword arguments, renames of its columns, whether to count its rows), by key. ``rows``: the columns of a
+file's first row, and the row as it is sent, in hex, by key. ``scored``: stage columns that ``reward.run`` gets in
+addition to those of a row, and whether there may be more. ``tried``: the key whose first row the reward is called with,
+and the time limit in seconds; None: the reward is not called."""
 
 REWARD = "reward.run"
 
 COMPLETION = "42"
-"""What the reward is tried with: short, and plausible as an answer to some prompts."""
+"""Completion for the trial of the reward: short, and a plausible answer to some prompts."""
 
 OFFERED = {"trainer.algorithm.advantage": ("stages",), "trainer.algorithm.loss": ("stages",)}
-"""key -> keyword arguments that it is given if it has them."""
+"""Optional keyword arguments that a function gets if it has them, by key."""
 
 
 IMPORT_TIMEOUT_S = 120.0
 
 
 def ask(question: Question) -> dict[str, int]:
-    """Rows of each source (1 where not counted), or the ``ConfigError`` that the other process found."""
+    """Return the number of rows of each source (1 where not counted). Raises the other process's ``ConfigError``."""
     command = [sys.executable, "-m", "staleflow.configs.loading.probe"]
     sent = json.dumps(question)
     timeout_s = IMPORT_TIMEOUT_S + (question["tried"] or ("", 0.0))[1]
     try:
-        done = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=timeout_s, check=False)
+        completed = subprocess.run(command, input=sent, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             "import paths", str(question["specs"]), f"importing and trying them took over {timeout_s:g} s"
         ) from None
-    reply = _reply(done.stdout)
+    reply = _reply(completed.stdout)
     if error := reply.get("error"):
         raise ConfigError(*error)
     if "rows" not in reply:
-        last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        last = completed.stderr.strip().rpartition("\n")[2] or f"exit code {completed.returncode}"
         raise ConfigError("import paths", str(question["specs"]), f"importing them ended Python: {last}")
     rows: dict[str, int] = reply["rows"]
     return rows
@@ -72,31 +71,33 @@ def _reply(text: str) -> dict[str, Any]:
 
 
 def count_gpus(timeout_s: float = 120.0) -> int:
-    """GPUs that torch sees here, asked in a process of its own: none without torch, or when it cannot say."""
+    """Return the number of GPUs that torch sees in a process of its own; 0 without torch or after a failure."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        return int(done.stdout.strip().rpartition("\n")[2])
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return int(completed.stdout.strip().rpartition("\n")[2])
     except (subprocess.TimeoutExpired, ValueError):
         return 0
 
 
 def answer(question: Question, refuse: Callable[[ConfigError], None]) -> dict[str, int]:
-    """Imports and calls what ``question`` names; ``ConfigError`` for what cannot be. ``refuse`` ends the process with
-    one, from another thread."""
+    """Import and call everything that ``question`` names. Raises ``ConfigError``.
+
+    ``refuse`` ends the process with a ``ConfigError``, also from another thread.
+    """
     specs: dict[str, str] = question["specs"]
-    found = {key: load_object(spec, key) for key, spec in specs.items()}
+    functions = {key: load_object(spec, key) for key, spec in specs.items()}
     for key, (positional, names) in question["calls"].items():
-        _takes(found[key], key, specs[key], positional, names)
-    read = {key: _rows(found[key], key, specs[key], *how) for key, how in question["sources"].items()}
-    if REWARD in found:
+        _takes(functions[key], key, specs[key], positional, names)
+    read = {key: _rows(functions[key], key, specs[key], *how) for key, how in question["sources"].items()}
+    if REWARD in functions:
         firsts = {key: (columns, bytes.fromhex(row)) for key, (columns, row) in question["rows"].items()}
         firsts |= {key: first for key, (_, first) in read.items()}
         for key, (columns, _) in firsts.items():
-            _scores(found[REWARD], specs[REWARD], key, columns, *question["scored"])
+            _scores(functions[REWARD], specs[REWARD], key, columns, *question["scored"])
         if question["tried"]:
             key, limit_s = question["tried"]
-            _try(found[REWARD], specs[REWARD], key, firsts[key][1], question["scored"][0], limit_s, refuse)
+            _try(functions[REWARD], specs[REWARD], key, firsts[key][1], question["scored"][0], limit_s, refuse)
     return {key: number for key, (number, _) in read.items()}
 
 
@@ -109,7 +110,7 @@ def _try(
     limit_s: float,
     refuse: Callable[[ConfigError], None],
 ) -> None:
-    """Call the reward once, as a worker would; ``ConfigError`` for one that would fail every group of the run."""
+    """Call the reward once, as a worker would. Raises ``ConfigError`` if it would fail every group of the run."""
     given: dict[str, Any] = msgspec.msgpack.decode(row)
     prompt = given.pop("prompt")
     given.pop("completion", None)
@@ -139,12 +140,12 @@ def _try(
 def _rows(
     source: Any, key: str, spec: str, options: dict[str, Any], columns: dict[str, str], count: bool
 ) -> tuple[int, tuple[list[str], bytes]]:
-    """How many there are (1 where not counted), and the first: its columns, and the row as it is sent."""
+    """Return the number of rows (1 where not counted), and the columns and the encoded form of the first row."""
     try:
         rows = iter(source(**options))
         first: Any = next(rows, None)
         number = (first is not None) + (sum(1 for _ in rows) if count else 0)
-    except Exception as error:  # user code: whatever it raises is the operator's to read
+    except Exception as error:  # user code may raise anything, and the operator must see it
         raise ConfigError(key, spec, f"calling it failed ({type(error).__name__}: {error})") from error
     if first is None:
         raise ConfigError(key, spec, "it gave no rows")
@@ -152,7 +153,7 @@ def _rows(
 
 
 def _scores(reward: Any, spec: str, key: str, columns: list[str], needs: list[str], more: bool) -> None:
-    """The reward takes what it is called with for a row of ``key``."""
+    """Check that the reward accepts its arguments for a row of ``key``."""
     check_row(needs, columns, key)
     arguments = (*columns, *(need.partition("/")[2] for need in needs))
     names = [name for name in arguments if name not in ("prompt", "completion")]
@@ -163,7 +164,9 @@ def _scores(reward: Any, spec: str, key: str, columns: list[str], needs: list[st
 def _takes(
     function: Any, key: str, spec: str, positional: int, names: list[str], given: str = "", more: bool = False
 ) -> None:
-    """``more``: it may be given other keyword arguments too, so none is missing."""
+    """Check that ``function`` accepts these arguments. ``more``: other keyword arguments may follow, so none is
+    missing.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -179,7 +182,7 @@ def _takes(
 
 def main() -> int:
     out = os.dup(1)
-    os.dup2(2, 1)  # what user modules print must not mix with the answer
+    os.dup2(2, 1)  # output of user modules must not mix with the reply
 
     def reply(**answers: Any) -> None:
         os.write(out, b"\n" + json.dumps(answers).encode())
@@ -196,4 +199,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # tearing down what the user's modules imported may take seconds
+    os._exit(main())  # skips teardown: modules that user code imports may need seconds for it

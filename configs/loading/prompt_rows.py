@@ -1,7 +1,7 @@
 """Prompt rows from a JSONL or Parquet file, or from a user's Python iterable.
 
-A row is a dict with a text column ``prompt``; other columns go to the stages as they are. All rows are read once, into
-their encoded form, and named by one sha256: the same rows give the same sha256 from whatever source they came.
+A row is a dict with a text column ``prompt``; other columns go to the stages unchanged. All rows are read once into
+their encoded form and identified by one sha256, which is the same for the same rows from any kind of source.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _decoder = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 class PromptRows:
-    """Rows by number, and ``sha``: hex sha256 over all of them in order."""
+    """Rows by number, and ``sha``: the hex sha256 over all of them in order."""
 
     def __init__(self, encoded: list[bytes]) -> None:
         self._encoded = encoded
@@ -37,12 +37,12 @@ class PromptRows:
 
 
 def open_prompts(prompts: Prompts, *, seed: int) -> PromptRows:
-    """The rows to train on. ``ConfigError`` names what is missing or malformed."""
+    """Return the training rows. ``ConfigError`` names the row that is missing or malformed."""
     return _open("", prompts.path, prompts.source, prompts, seed)
 
 
 def open_eval_prompts(prompts: Prompts, *, seed: int) -> PromptRows | None:
-    """The held-out rows; None when the configuration names none."""
+    """Return the held-out rows; None if the configuration names none."""
     if not prompts.eval_path and not prompts.eval_source:
         return None
     return _open("eval_", prompts.eval_path, prompts.eval_source, prompts, seed)
@@ -68,5 +68,5 @@ def _from_source(key: str, source: str, options: dict[str, Any]) -> Iterator[tup
             yield f"row {number}", row
     except ConfigError:
         raise
-    except Exception as error:  # user code: whatever it raises is the operator's to read
+    except Exception as error:  # user code may raise anything, and the operator must see it
         raise ConfigError(key, source, f"calling it failed ({type(error).__name__}: {error})") from error

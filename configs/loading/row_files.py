@@ -1,4 +1,4 @@
-"""Rows of a JSONL or Parquet file, whatever they are of: prompts, or the lengths of trajectories."""
+"""Rows of JSONL and Parquet files, used for prompts and for lengths of trajectories."""
 
 import importlib
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ _encoder = msgspec.msgpack.Encoder(order="sorted")
 
 
 def read_rows(key: str, path: Path, column: str = "") -> Iterator[tuple[str, Any]]:
-    """(where, row) of each row; of a Parquet file with ``column`` only, where it has such a one.
+    """Yield (place, row) of each row; from a Parquet file only ``column``, if the file has it.
 
-    ``ConfigError`` with the configuration's ``key`` when there is no such file, or a line or the file cannot be read.
+    Raises ``ConfigError`` with the configuration's ``key`` if the file does not exist or cannot be read.
     """
     if not path.is_file():
         raise ConfigError(key, str(path), "no such file")
@@ -63,10 +63,10 @@ def _parquet(key: str, path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 def prompt_row(key: str, given: str, place: str, row: Any, columns: dict[str, str]) -> tuple[list[str], bytes]:
-    """The columns of one row of prompts by our names, and the row as it is sent.
+    """Return the columns of one prompt row under our names, and the row as it is sent.
 
-    ``columns``: ours -> theirs; a column that a rename replaces is left out. ``ConfigError`` for a row that no run can
-    use.
+    ``columns`` maps our names to theirs; columns that a rename replaces are left out. Raises ``ConfigError`` for a row
+    that no run can use.
     """
     if not isinstance(row, dict):
         allowed = f"{place} must be a dict of columns, it is {type(row).__name__}: {row!s:.80}"

@@ -1,4 +1,4 @@
-"""Writes plain values as TOML. (The standard library only reads it.)"""
+"""Writer of plain values as TOML; the standard library has only a reader."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any, cast
 
 
 def dumps(table: Mapping[str, Any]) -> str:
-    """``table`` as a TOML document: its values first, then its tables."""
+    """Return ``table`` as a TOML document, its values before its tables."""
     return "\n".join(_lines(table, ())) + "\n"
 
 
@@ -28,7 +28,7 @@ def _key(key: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """One value as TOML writes it."""
+    """Return one value in TOML syntax."""
     match value:
         case bool():
             return "true" if value else "false"

@@ -1,7 +1,7 @@
-"""The staleness rules of systems that people know, each a .toml beside this file that sets the same keys.
+"""Staleness rules of known systems, each a .toml file in this folder that sets the same keys.
 
-A preset is no configuration of its own: its keys lie below those of the file that names it, and above them when it is
-named on the command line.
+A preset is no complete configuration. Its keys are below those of the file that names it, and above them if the command
+line names it.
 """
 
 import tomllib
@@ -16,25 +16,25 @@ Table = dict[str, Any]
 
 
 def read(name: object) -> Table:
-    """The keys of a preset; ``ConfigError`` when there is none of that name."""
+    """Return the keys of a preset. Raises ``ConfigError`` for an unknown name."""
     if name not in NAMES:
-        known = ", ".join(f'"{known}"' for known in NAMES)
-        raise ConfigError("preset", name, f"it must be one of {known}")
+        allowed = ", ".join(f'"{preset}"' for preset in NAMES)
+        raise ConfigError("preset", name, f"it must be one of {allowed}")
     return tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def beneath(lower: Table, upper: Table) -> Table:
-    """Both tables in one; where they have the same key, ``upper`` counts."""
-    found = dict(lower)
+def merge(lower: Table, upper: Table) -> Table:
+    """Merge two tables; where both have a key, ``upper`` takes precedence."""
+    merged = dict(lower)
     for key, value in upper.items():
-        below = found.get(key)
+        below = merged.get(key)
         both = isinstance(below, dict) and isinstance(value, dict)
-        found[key] = beneath(cast(Table, below), cast(Table, value)) if both else value
-    return found
+        merged[key] = merge(cast(Table, below), cast(Table, value)) if both else value
+    return merged
 
 
 def named(error: ConfigError, name: str) -> ConfigError:
-    """``error``; of a value that comes from the preset ``name`` it says so."""
+    """Return ``error``, extended by the name of the preset if its value comes from the preset ``name``."""
     value: Any = read(name) if name else {}
     for part in error.what.split("."):
         value = cast(Table, value).get(part) if isinstance(value, dict) else None

@@ -1,7 +1,6 @@
-"""Keys of ``trainer.algorithm`` that must agree: a key that means nothing with the rest is left at its default; and
-what the algorithm decides elsewhere.
+"""Consistency of ``trainer.algorithm``, and settings elsewhere that depend on the algorithm.
 
-Shipped names are told from import paths by their lack of a colon.
+Keys that do not apply must be left at their defaults. Import paths contain a colon, shipped names do not.
 """
 
 from collections.abc import Iterator
@@ -15,19 +14,19 @@ from staleflow.configs.schema import Algorithm, Config
 ADVANTAGES: Final = ("dr_grpo", "gae", "grpo", "reinforce_pp", "rloo")
 LOSSES: Final = ("aipo", "cispo", "gspo", "m2po", "opsm", "ppo_clip")
 PER_TOKEN: Final = ("gae", "reinforce_pp")
-"""Advantages that come token by token: divergence can be a part of their reward."""
+"""Advantages with one value for each token, whose rewards may include the divergence."""
 
 
 IN_GROUP: Final = ("dr_grpo", "grpo", "rloo")
-"""Advantages against the group itself: those of equal rewards are 0."""
+"""Advantages relative to the group itself: if all rewards of a group are equal, they are 0."""
 
 FilterName = Literal["none", "zero_spread"]
 
 
 def filter_of(config: Config) -> FilterName:
-    """``rollout.filter``; where it is empty, the one that takes nothing away from the advantage.
+    """Return ``rollout.filter``; if it is empty, the filter that removes only groups without an advantage.
 
-    Against a batch or a critic a group of equal rewards has an advantage; a user's function may give it one.
+    Relative to a batch or a critic, a group of equal rewards has an advantage, and a user's function may give it one.
     """
     if config.rollout.filter:
         return config.rollout.filter
@@ -35,13 +34,13 @@ def filter_of(config: Config) -> FilterName:
 
 
 def import_paths(algorithm: Algorithm) -> dict[str, str]:
-    """The user's own functions, by key."""
-    found = {"advantage": algorithm.advantage, "loss": algorithm.loss}
-    return {f"trainer.algorithm.{key}": spec for key, spec in found.items() if ":" in spec}
+    """Return the user's own functions, by key."""
+    functions = {"advantage": algorithm.advantage, "loss": algorithm.loss}
+    return {f"trainer.algorithm.{key}": spec for key, spec in functions.items() if ":" in spec}
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """``ConfigError`` for the first key of ``trainer.algorithm`` that does not go with the others."""
+    """Raise ``ConfigError`` for the first key of ``trainer.algorithm`` that contradicts the others."""
     for key, value, names in (("advantage", algorithm.advantage, ADVANTAGES), ("loss", algorithm.loss, LOSSES)):
         if value not in names and ":" not in value:
             named = ", ".join(f'"{name}"' for name in names)
@@ -60,7 +59,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
 
 
 def _conditions(algorithm: Algorithm) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    """(do they mean anything, keys, when they do)."""
+    """Yield (whether the keys apply, the keys, when they apply)."""
     loss, to_old = algorithm.loss, algorithm.loss == "ppo_clip" and algorithm.ratio_to == "old"
     clips = ("clip_low", "clip_high", "dual_clip")
     yield loss in ("ppo_clip", "opsm"), clips, 'it is a bound of the losses "ppo_clip" and "opsm"'

@@ -1,4 +1,4 @@
-"""Keys that must agree with each other. Pure: no file is looked at and nothing is imported."""
+"""Consistency of keys with each other. Pure: reads no file and imports no user code."""
 
 import math
 import re
@@ -20,11 +20,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EVERY_INTERFACE = ("0.0.0.0", "0", "::", "::0")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
 _VLLM_TEMPERATURE = 0.01
-"""vLLM raises what is lower to this, and says so to its own log alone."""
+"""vLLM raises lower temperatures to this value, and reports it only in its own log."""
 
 
 def consistent(config: Config) -> None:
-    """``ConfigError`` for the first rule that ``config`` breaks."""
+    """Raise ``ConfigError`` for the first rule that ``config`` breaks."""
     for rule in (_name, _model, _prompts, _specs, _idle, _bound, _groups, check_coordination, _algorithm, _ranks):
         rule(config)
     for rule in (check_streaming, _stages, _evaluated, _shards, _security, _binds, _direct, _metrics, _lengths):
@@ -34,7 +34,7 @@ def consistent(config: Config) -> None:
 
 
 def needs_model(config: Config) -> bool:
-    """True unless engine and trainer are both simulated and no stage starts from the policy's model."""
+    """Return True unless engine and trainer are both simulated and no stage starts from the policy's model."""
     if config.rollout.engine != "simulated" or config.trainer.backend != "simulated":
         return True
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}
@@ -78,8 +78,8 @@ def _prompts(config: Config) -> None:
 
 
 def import_paths(config: Config) -> dict[str, str]:
-    """Every import path that is set, by key."""
-    found = {
+    """Return every import path that is set, by key."""
+    paths = {
         "model.build": config.model.build,
         "prompts.source": config.prompts.source,
         "prompts.eval_source": config.prompts.eval_source,
@@ -90,7 +90,7 @@ def import_paths(config: Config) -> dict[str, str]:
     }
     needed = [f"stage[{place}].run" for place in range(len(config.stage))]
     needed += [] if config.environment.run else ["reward.run"]
-    return {key: spec for key, spec in found.items() if spec or key in needed}
+    return {key: spec for key, spec in paths.items() if spec or key in needed}
 
 
 def _specs(config: Config) -> None:
@@ -99,12 +99,12 @@ def _specs(config: Config) -> None:
 
 
 def _idle(config: Config) -> None:
-    """In a section that the run has no use for every key is left at its default, as in ``trainer.algorithm``."""
-    found = stages(config)
+    """Check that every key of an unused section is left at its default, as in ``trainer.algorithm``."""
+    active = stages(config)
     for name, used, needed in (
         ("environment", bool(config.environment.run), "this is for environment.run, which is missing"),
-        ("reference", REFERENCE in found, "the run has no reference stage: trainer.algorithm.kl_coef is 0, not above"),
-        ("critic", CRITIC in found, 'the run has no critic stage: trainer.algorithm.advantage is not "gae"'),
+        ("reference", REFERENCE in active, "the run has no reference stage: trainer.algorithm.kl_coef is 0, not above"),
+        ("critic", CRITIC in active, 'the run has no critic stage: trainer.algorithm.advantage is not "gae"'),
     ):
         section: Section = getattr(config, name)
         for key in () if used else section.__struct_fields__:
@@ -160,7 +160,7 @@ def _algorithm(config: Config) -> None:
 
 
 def check_ranks(config: Config, nproc: int) -> None:
-    """So many ranks can share every batch."""
+    """Check that ``nproc`` ranks can share every batch."""
     trainer = config.trainer
     if nproc > 1 and trainer.backend in ("torch", "simulated"):
         allowed = f'trainer.backend "{trainer.backend}" is one process: 1, or a backend of ddp, fsdp and deepspeed'
@@ -179,7 +179,7 @@ def _ranks(config: Config) -> None:
 
 
 def _trainer(config: Config) -> None:
-    """A key of ``trainer`` that means nothing with the others is left at its default."""
+    """Check that keys of ``trainer`` that do not apply are left at their defaults."""
     trainer = config.trainer
     for meaningful, key, allowed in (
         (trainer.lr_schedule != "constant", "lr_min_share", 'with trainer.lr_schedule "constant" nothing ends at it'),
@@ -191,7 +191,10 @@ def _trainer(config: Config) -> None:
 
 
 def _gpus(config: Config) -> None:
-    """Where GPUs are named, each process gets as many as it needs, and none twice: CUDA would show it no GPU at all."""
+    """Check that each process has enough of the named GPUs, each named once.
+
+    CUDA shows a process no GPU at all if a GPU is listed twice.
+    """
     trainer, rollout, width = config.trainer, config.rollout, config.rollout.vllm.tensor_parallel
     for key, gpus in (("trainer.gpus", trainer.gpus), ("rollout.gpus", rollout.gpus)):
         if len(set(gpus)) < len(gpus):
@@ -205,7 +208,7 @@ def _gpus(config: Config) -> None:
 
 
 def check_rows(config: Config, rows: int) -> None:
-    """The prompts must last for every step (some may still be filtered away)."""
+    """Check that the prompts last for every step; the filter may still take some of them."""
     prompts, trainer = config.prompts, config.trainer
     source = prompts.path or prompts.source
     if rows < 1:
@@ -236,14 +239,14 @@ def _binds(config: Config) -> None:
     binds += [("parameters.direct_bind", config.parameters.direct_bind)]
     binds += [("trajectories.bind", bind) for bind in config.trajectories.bind]
     wide = bool(config.security.keys) or config.security.insecure
-    seen: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for key, bind in binds:
         if not bind:
             continue
         _address(key, bind, wide=wide)
-        if bind in seen:
-            raise ConfigError(key, bind, f"{seen[bind]} has it already; each server needs its own")
-        seen[bind] = key
+        if bind in keys:
+            raise ConfigError(key, bind, f"{keys[bind]} has it already; each server needs its own")
+        keys[bind] = key
 
 
 def _metrics(config: Config) -> None:
@@ -251,7 +254,7 @@ def _metrics(config: Config) -> None:
 
 
 def _direct(config: Config) -> None:
-    """Weights from the trainer itself: what cannot be is said before anything starts."""
+    """Reject combinations that cannot get weights from the trainer, before anything starts."""
     parameters = config.parameters
     if parameters.transport == "server":
         if parameters.direct_bind:
@@ -290,7 +293,7 @@ def _address(key: str, bind: str, *, wide: bool) -> None:
 
 
 def _lengths(config: Config) -> None:
-    """Of simulated engines."""
+    """Check the lengths of simulated engines."""
     simulated = config.rollout.simulated
     if simulated.lengths == "trace" and not simulated.trace:
         allowed = 'with rollout.simulated.lengths "trace" it must be a .jsonl or .parquet file'

@@ -1,4 +1,4 @@
-"""Keys of ``coordination`` that must agree: a key that means nothing with the rest is left at its default."""
+"""Consistency of ``coordination``. Keys that do not apply must be left at their defaults."""
 
 import math
 from collections.abc import Iterator
@@ -9,13 +9,15 @@ from staleflow.configs.section import MAX_GROUPS
 
 
 def groups_held(slots: int, started: int) -> int:
-    """Groups in flight that keep ``slots`` samples running although the ``started`` of a group end at different
-    times."""
+    """Return the number of groups in flight that keeps ``slots`` samples running.
+
+    It exceeds ``slots`` / ``started`` because the ``started`` samples of a group end at different times.
+    """
     return max(2, -(-3 * slots // (2 * started)))
 
 
 def check_coordination(config: Config) -> None:
-    """``ConfigError`` for the first key of ``coordination`` that does not go with the others."""
+    """Raise ``ConfigError`` for the first key of ``coordination`` that contradicts the others."""
     chosen = config.coordination
     for meaningful, key, allowed in _conditions(chosen):
         default = getattr(Coordination(), key)
@@ -33,7 +35,7 @@ def check_coordination(config: Config) -> None:
 
 
 def _conditions(chosen: Coordination) -> Iterator[tuple[bool, str, str]]:
-    """(does it mean anything, key, what it is for)."""
+    """Yield (whether the key applies, the key, its purpose)."""
     yield chosen.routing == "cost_model", "min_gain", 'it holds back groups of coordination.routing "cost_model"'
     yield chosen.sync == "threshold", "sync_threshold", 'it is the threshold of coordination.sync "threshold"'
     yield chosen.migration == "throughput", "migration_gap", 'it is the gap of coordination.migration "throughput"'
@@ -42,18 +44,21 @@ def _conditions(chosen: Coordination) -> Iterator[tuple[bool, str, str]]:
 
 
 def samples_started(rollout: Rollout) -> int:
-    """Samples begun a group, redundant ones included."""
+    """Return the number of samples started for each group, including redundant ones."""
     return math.ceil(rollout.group_size * rollout.redundancy.samples)
 
 
 def check_spares(config: Config, started: int) -> None:
-    """The engines can hold more groups than the bound admits without spares; ``started``: samples begun a group."""
+    """Check that the engines can hold more groups than the bound admits without spares.
+
+    ``started`` is the number of samples started for each group.
+    """
     rollout = config.rollout
-    held = rollout.workers * groups_held(rollout.max_inflight, started)
+    capacity = rollout.workers * groups_held(rollout.max_inflight, started)
     counted = config.trainer.batch_size * (config.staleness.max_staleness + 1)
-    if rollout.redundancy.groups > 1 and held <= counted:
+    if rollout.redundancy.groups > 1 and capacity <= counted:
         allowed = (
-            f"rollout.workers {rollout.workers} x rollout.max_inflight {rollout.max_inflight} hold {held} groups, the "
-            f"bound alone admits {counted}: no spare would ever start; leave it at 1.0, or add engines"
+            f"rollout.workers {rollout.workers} x rollout.max_inflight {rollout.max_inflight} hold {capacity} groups, "
+            f"the bound alone admits {counted}: no spare would ever start; leave it at 1.0, or add engines"
         )
         raise ConfigError("rollout.redundancy.groups", rollout.redundancy.groups, allowed)

@@ -1,4 +1,4 @@
-"""``trainer.streaming``: what can be trained before the batch is whole. Pure."""
+"""Consistency of ``trainer.streaming``, which trains groups before the batch is complete. Pure."""
 
 from typing import Final
 
@@ -7,11 +7,11 @@ from staleflow.configs.rules.algorithm import ADVANTAGES, LOSSES
 from staleflow.configs.schema import Config
 
 WHOLE_BATCH: Final = {"advantage": ("reinforce_pp",), "loss": ("m2po",)}
-"""Shipped algorithms that look at the whole batch before its first gradient."""
+"""Shipped algorithms that need the whole batch before the first gradient."""
 
 
 def check_streaming(config: Config) -> None:
-    """``ConfigError`` for what does not go with ``trainer.streaming``, or means nothing without it."""
+    """Raise ``ConfigError`` for keys that contradict ``trainer.streaming`` or have no effect without it."""
     trainer = config.trainer
     if not trainer.streaming:
         if trainer.stream_groups != 1:
@@ -30,7 +30,7 @@ def check_streaming(config: Config) -> None:
 
 
 def check_pieces(config: Config, nproc: int) -> None:
-    """So many ranks can share out every piece of a batch."""
+    """Check that ``nproc`` ranks can share every piece of a batch."""
     trainer = config.trainer
     rest = trainer.batch_size % trainer.stream_groups
     if trainer.streaming and (trainer.stream_groups < nproc or 0 < rest < nproc):
@@ -42,7 +42,10 @@ def check_pieces(config: Config, nproc: int) -> None:
 
 
 def _group_alone(key: str, value: str, names: tuple[str, ...]) -> None:
-    """A user's loss sees some whole trajectories anyhow; a user's advantage sees the batch, and may need all of it."""
+    """Check that an algorithm needs no more than one group.
+
+    A user's loss gets some whole trajectories in any case. A user's advantage gets the batch and may need all of it.
+    """
     batch, named = WHOLE_BATCH[key], ", ".join(f'"{name}"' for name in names if name not in WHOLE_BATCH[key])
     if value in batch or (key == "advantage" and ":" in value):
         allowed = f"trainer.streaming has only some groups at a time, and this may need the whole batch: {named}"

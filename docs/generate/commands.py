@@ -1,4 +1,4 @@
-"""The page of every verb."""
+"""The command reference: one section for each verb."""
 
 import inspect
 import re
@@ -15,9 +15,9 @@ def commands() -> Iterator[str]:
     yield ""
     yield MADE
     yield ""
-    yield "Every verb of `staleflow`, as `--help` tells it. Exit codes: 0 done, 1 failed, 2 something in the words was"
-    yield "wrong and nothing was started, 130 interrupted. `NO_COLOR=1` switches colours off; where nobody looks at a"
-    yield "terminal there are none."
+    yield "All commands of `staleflow`, with the text of `--help`. Exit codes: 0 success, 1 failure, 2 invalid"
+    yield "arguments or configuration (nothing was started), 130 interrupted. `NO_COLOR=1` disables colours; they are"
+    yield "also disabled when the output is not a terminal."
     yield ""
     context = click.Context(cli, info_name="staleflow")
     for name in cli.list_commands(context):
@@ -55,11 +55,11 @@ def _usage(command: click.Command, context: click.Context) -> Iterator[str]:
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
     records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
-    told = [record for record in records if record is not None and record[1] and "--help" not in record[0]]
-    if not told:
+    shown = [record for record in records if record is not None and record[1] and "--help" not in record[0]]
+    if not shown:
         return
     yield "| option | |"
     yield "|---|---|"
-    for names, says in told:
-        yield f"| `{names}` | {says} |"
+    for names, text in shown:
+        yield f"| `{names}` | {text} |"
     yield ""

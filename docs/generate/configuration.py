@@ -1,4 +1,4 @@
-"""The page of every key."""
+"""The configuration reference: one row for each key."""
 
 import re
 from collections.abc import Iterator
@@ -13,10 +13,11 @@ def configuration() -> Iterator[str]:
     yield ""
     yield MADE
     yield ""
-    yield "Every key of a configuration, read off the schema. `staleflow explain KEY` prints the same in a terminal. An"
-    yield "unknown key, or a value that is not allowed, is one line that says what is, exit code 2, and nothing is"
-    yield f"started. Where no upper limit is named it is {MOST}; strings are printable, of one line. In tables of"
-    yield "`options`, which go to your own code, everything may be but dates."
+    yield "All configuration keys, generated from the schema. `staleflow explain KEY` prints the same in a terminal."
+    yield "For an unknown key or a value that is not allowed, staleflow prints one line with the allowed values, exits"
+    yield f"with code 2 and starts nothing. The upper limit of numbers is {MOST} unless stated; strings are printable"
+    yield "and of one line. Tables of `options`, which are passed to your own code, may contain any TOML value except"
+    yield "dates."
     yield ""
     for table in tables():
         yield from _table(table)
@@ -26,7 +27,7 @@ def _table(table: Table) -> Iterator[str]:
     name = table.name or "top of the file"
     yield f"## `[[{name}]]`" if table.many else f"## `[{name}]`" if table.name else f"## {name.capitalize()}"
     yield ""
-    yield _said(table.says)
+    yield _markdown(table.description)
     yield ""
     if not table.keys:
         return
@@ -40,10 +41,10 @@ def _table(table: Table) -> Iterator[str]:
 def _row(key: Key) -> str:
     default = f"`{key.default}`" if key.default else "must be set"
     allowed = re.sub(r'"([^"]*)"', r'`"\1"`', key.allowed)
-    cells = (f"`{key.name}`", allowed, default, _said(key.says).replace("\n\n", " "))
+    cells = (f"`{key.name}`", allowed, default, _markdown(key.description).replace("\n\n", " "))
     return f"| {' | '.join(cells)} |"
 
 
-def _said(text: str) -> str:
-    """Docstrings have double backquotes, Markdown single ones."""
+def _markdown(text: str) -> str:
+    """Convert the double backquotes of docstrings to Markdown's single ones."""
     return text.replace("``", "`")

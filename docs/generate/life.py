@@ -1,4 +1,4 @@
-"""The life of a group: the states of the ledger, and what takes a group from one to the next."""
+"""Picture of a group's life: the states of the ledger and the transitions between them."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ WIDTH, HEIGHT, GAP = 140, 44, 58
 
 
 def life() -> str:
-    """The picture."""
+    """Return the picture."""
     return picture(len(STEPS) * (WIDTH + GAP) + 60, 210, _parts(), "leased, pushed, occupied, sealed, consumed")
 
 
@@ -28,19 +28,19 @@ def _parts() -> Iterator[str]:
     at = {state: 60 + place * (WIDTH + GAP) for place, (state, _, _) in enumerate(STEPS)}
     yield words(4, 56, "reserve", "small")
     yield arrow(4, 62, 56, 62)
-    for state, says, verb in STEPS:
+    for state, caption, verb in STEPS:
         x = at[state]
         yield box(x, 40, WIDTH, HEIGHT, "box")
         yield words(x + WIDTH / 2, 67, state.name.lower(), "middle bold")
-        yield words(x + WIDTH / 2, 30, says, "middle small")
+        yield words(x + WIDTH / 2, 30, caption, "middle small")
         if verb:
             yield words(x + WIDTH + GAP / 2, 56, verb, "middle small")
             yield arrow(x + WIDTH + 4, 62, x + WIDTH + GAP - 4, 62)
-    for state, sources, says in LOST:
+    for state, sources, caption in LOST:
         first, last = at[sources[0]], at[sources[-1]] + WIDTH
         yield box(first, 140, last - first, HEIGHT - 8, "box")
         yield words((first + last) / 2, 163, state.name.lower(), "middle bold")
-        yield words((first + last) / 2, 196, says, "middle small")
+        yield words((first + last) / 2, 196, caption, "middle small")
         for source in sources:
             middle = at[source] + WIDTH / 2
             yield arrow(middle, 88, middle, 136)

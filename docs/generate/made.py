@@ -1,3 +1,3 @@
-"""What every made page says of itself."""
+"""The marker at the top of every generated page."""
 
 MADE = "<!-- made by `make reference`: change the code, not the page -->"

@@ -1,4 +1,4 @@
-"""The page of every number that a run writes down."""
+"""The metrics reference: one row for each metric."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -8,14 +8,14 @@ from staleflow.metrics.names import METRICS, PLACES, prometheus
 
 ABOUT = {
     "is_weight": "The importance weights of the step's tokens, trainer over engine.",
-    "length": "In tokens.",
+    "length": "Lengths, in tokens.",
     "off_policy": "Ages in versions: the step, or the newest version, minus the oldest version of a group.",
-    "perf": "What comes through.",
-    "reward": "What the reward function said.",
-    "rollout": "The engines, at the moment of the step's end.",
-    "staleness": "The promise and its price.",
-    "time": "Where the seconds of a step went.",
-    "trainer": "The trainer.",
+    "perf": "Throughput.",
+    "reward": "Results of the reward function.",
+    "rollout": "State of the engines at the end of the step.",
+    "staleness": "The staleness bound and its cost.",
+    "time": "Time spent in each part of a step.",
+    "trainer": "State of the trainer.",
 }
 
 
@@ -24,16 +24,16 @@ def metrics() -> Iterator[str]:
     yield ""
     yield MADE
     yield ""
-    yield "One line of `metrics.jsonl` a train step, in the run directory; the same names with `staleflow_` in front"
-    yield "and `_` for `/` in Prometheus. A number that a step does not have is left out; every line has"
+    yield "`metrics.jsonl` in the run directory has one line for each train step. Prometheus has the same names with"
+    yield "the prefix `staleflow_` and `_` instead of `/`. A step omits metrics that it does not have; every line has"
     yield f"{', '.join(f'`{name}`' for name in PLACES)}."
-    yield "`staleflow explain off_policy/max` says what one is."
+    yield "`staleflow explain NAME` describes a metric, for example `staleflow explain off_policy/max`."
     yield ""
-    for room, names in groupby(sorted(METRICS, key=lambda name: (_room(name), name)), key=_room):
-        yield f"## `{room}/`" if room else "## Of the step"
+    for group, names in groupby(sorted(METRICS, key=lambda name: (_prefix(name), name)), key=_prefix):
+        yield f"## `{group}/`" if group else "## Step"
         yield ""
-        if room in ABOUT:
-            yield ABOUT[room]
+        if group in ABOUT:
+            yield ABOUT[group]
             yield ""
         yield "| metric | unit | | in Prometheus |"
         yield "|---|---|---|---|"
@@ -42,5 +42,5 @@ def metrics() -> Iterator[str]:
         yield ""
 
 
-def _room(name: str) -> str:
+def _prefix(name: str) -> str:
     return name.partition("/")[0] if "/" in name else ""

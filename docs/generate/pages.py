@@ -1,4 +1,4 @@
-"""Everything that is made, by its place below ``docs/``."""
+"""All generated pages and pictures, by path below ``docs/``."""
 
 from docs.generate.commands import commands
 from docs.generate.configuration import configuration
@@ -10,8 +10,8 @@ from docs.generate.trace import trace
 from docs.generate.window import window
 
 
-def made() -> dict[str, str]:
-    """The text of each page and picture."""
+def generated_files() -> dict[str, str]:
+    """Return the text of each page and picture."""
     pages = {"configuration": configuration(), "commands": commands(), "metrics": metrics()}
     pictures = {"life": life(), "window": window(), "timeline": timeline()}
     pictures |= {"architecture": architecture(), "machines": machines(), "stages": stages()}

@@ -1,4 +1,4 @@
-"""Plain pictures: boxes, arrows and words, in the colours of a light and of a dark page."""
+"""Plain pictures of boxes, arrows and words, in colours for light and dark pages."""
 
 import math
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ text { font: 13px system-ui, sans-serif; fill: #222 }
 
 
 def picture(width: int, height: int, parts: Iterable[str], title: str) -> str:
-    """A whole SVG file; ``title`` is what a reader hears who sees no picture."""
+    """Return a whole SVG file; screen readers read ``title`` aloud."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
     return "\n".join((head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *parts, "</svg>")) + "\n"
 
@@ -45,7 +45,7 @@ def line(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """A straight one, across or downwards."""
+    """Return a straight arrow, horizontal or downwards."""
     dx, dy = (6, 4) if y1 == y2 else (4, 6)
     wings = f"M{x2 - dx:g} {y2 - dy:g}L{x2:g} {y2:g}"
     wings += f"L{x2 - dx:g} {y2 + dy:g}" if y1 == y2 else f"L{x2 + dx:g} {y2 - dy:g}"

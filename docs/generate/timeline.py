@@ -1,4 +1,4 @@
-"""A few steps of a simulated run: who wrote which groups with which version, and which step trained them."""
+"""Picture of some steps of a simulated run: the engine and version of each group, and the step that trained it."""
 
 import json
 import tempfile
@@ -56,21 +56,21 @@ class Group:
 
 
 @dataclass(slots=True)
-class Seen:
-    """What the trace says of a run."""
+class Observed:
+    """Times and staleness read from the trace of a run."""
 
     groups: dict[int, Group] = field(default_factory=dict[int, Group])
-    begun: dict[int, float] = field(default_factory=dict[int, float])
-    """Of each step, seconds."""
+    started: dict[int, float] = field(default_factory=dict[int, float])
+    """Start of each step, in seconds."""
     ended: dict[int, float] = field(default_factory=dict[int, float])
     ages: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
 
 def timeline() -> str:
-    """The picture."""
-    seen = _seen(_events())
-    end_s = max(seen.ended.values())
-    parts = list(_parts(seen, (WIDTH - LEFT - 10) / end_s, end_s))
+    """Return the picture."""
+    observed = _observe(_events())
+    end_s = max(observed.ended.values())
+    parts = list(_parts(observed, (WIDTH - LEFT - 10) / end_s, end_s))
     return picture(WIDTH, 216, parts, "two engines write, the trainer trains what is at most one version old")
 
 
@@ -83,8 +83,8 @@ def _events() -> Iterator[dict[str, object]]:
             yield json.loads(text)
 
 
-def _seen(events: Iterator[dict[str, object]]) -> Seen:
-    seen, zero = Seen(), 0.0
+def _observe(events: Iterator[dict[str, object]]) -> Observed:
+    observed, zero = Observed(), 0.0
     for raw in events:
         event: dict[str, Any] = raw
         now_s = event["m"] / 1e9 - zero
@@ -92,38 +92,40 @@ def _seen(events: Iterator[dict[str, object]]) -> Seen:
             case "open":
                 zero = event["m"] / 1e9
             case "reserve":
-                seen.groups[event["group"]] = Group(event["worker"], event["version"], now_s)
+                observed.groups[event["group"]] = Group(event["worker"], event["version"], now_s)
             case "push":
-                seen.groups[event["group"]].end_s = now_s
+                observed.groups[event["group"]].end_s = now_s
             case "seal":
-                seen.ages[event["step"]] = [event["step"] - member["version"] for member in event["members"]]
+                observed.ages[event["step"]] = [event["step"] - member["version"] for member in event["members"]]
             case "deliver":
-                seen.begun[event["step"]] = now_s
+                observed.started[event["step"]] = now_s
             case "consume":
-                seen.ended[event["step"]] = now_s
+                observed.ended[event["step"]] = now_s
             case _:
                 pass
-    return seen
+    return observed
 
 
-def _parts(seen: Seen, scale: float, end_s: float) -> Iterator[str]:
-    done = [group for group in seen.groups.values() if group.end_s]
+def _parts(observed: Observed, scale: float, end_s: float) -> Iterator[str]:
+    finished = [group for group in observed.groups.values() if group.end_s]
     top = 24.0
-    for number, worker in enumerate(sorted({group.worker for group in done})):
-        rows = _rows([group for group in done if group.worker == worker])
+    for number, worker in enumerate(sorted({group.worker for group in finished})):
+        rows = _rows([group for group in finished if group.worker == worker])
         yield words(6, top + ROW, f"engine {number}")
         for row, groups in enumerate(rows):
             for group in groups:
                 yield from _bar(group, LEFT + group.begin_s * scale, top + row * ROW, scale, end_s)
         top += len(rows) * ROW + 10
     yield words(6, top + 24, "trainer")
-    for step, begin_s in seen.begun.items():
-        begin_s = max(begin_s, seen.ended.get(step - 1, 0.0))  # a batch may be fetched while the step before computes
-        x, width = LEFT + begin_s * scale, (seen.ended[step] - begin_s) * scale
+    for step, begin_s in observed.started.items():
+        begin_s = max(
+            begin_s, observed.ended.get(step - 1, 0.0)
+        )  # a batch may be fetched while the step before computes
+        x, width = LEFT + begin_s * scale, (observed.ended[step] - begin_s) * scale
         yield box(x, top, width - 3, 36, "box")
         yield words(x + width / 2, top + 15, f"step {step}", "middle")
-        yield words(x + width / 2, top + 29, f"staleness {max(seen.ages[step])}", "middle small")
-        if step + 1 in seen.begun:
+        yield words(x + width / 2, top + 29, f"staleness {max(observed.ages[step])}", "middle small")
+        if step + 1 in observed.started:
             yield line(x + width - 1, 18, x + width - 1, top + 36)
             yield words(x + width - 1, 12, f"version {step + 1} is out", "middle small")
 
@@ -136,7 +138,7 @@ def _bar(group: Group, x: float, y: float, scale: float, end_s: float) -> Iterat
 
 
 def _rows(groups: list[Group]) -> list[list[Group]]:
-    """Groups that were written at the same time lie in different rows."""
+    """Distribute groups over rows so that groups written at the same time lie in different rows."""
     rows: list[list[Group]] = []
     for group in sorted(groups, key=lambda group: group.begin_s):
         free = next((row for row in rows if row[-1].end_s <= group.begin_s + 1e-9), None)

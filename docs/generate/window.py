@@ -1,4 +1,4 @@
-"""The versioned window, as the ledger itself has it after a few events: who may start, who trains next, who pins."""
+"""Picture of the versioned window, as computed by the ledger after a few events."""
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -18,7 +18,7 @@ LINEAGE = Lineage(0)
 
 
 class Seat(StrEnum):
-    """How a place in a step is drawn."""
+    """Style of a place in a step."""
 
     LEASED = "leased"
     OCCUPIED = "occupied"
@@ -28,7 +28,7 @@ class Seat(StrEnum):
 
 
 Columns = dict[int, list[tuple[Seat, Version]]]
-"""Of each step, the groups that have a place in it."""
+"""Groups that have a place in each step, by step."""
 
 LEGEND = {
     Seat.LEASED: "leased: being written",
@@ -40,7 +40,7 @@ LEGEND = {
 
 
 class Scene:
-    """A ledger, and the groups that were leased in it."""
+    """A ledger and the groups that were leased in it."""
 
     def __init__(self) -> None:
         self.machine = Machine(LIMITS)
@@ -49,14 +49,14 @@ class Scene:
         self._apply(Publish(trainer_term=self.machine.trainer_term, sha=SHA, nbytes=1))
 
     def lease(self, count: int) -> None:
-        """So many more, at the newest version."""
+        """Lease ``count`` more groups at the newest version."""
         for _ in range(count):
             group = GroupId(len(self.groups))
             self._apply(Reserve(group=group, worker=WorkerId("engine"), version=self.machine.version))
             self.groups.append(group)
 
     def finish(self, groups: Iterable[int]) -> None:
-        """These are written and judged."""
+        """Push and occupy these groups."""
         for number in groups:
             view = self.machine.group(GroupId(number))
             assert view is not None
@@ -77,7 +77,7 @@ class Scene:
             self._apply(Occupy(group=GroupId(number), lease=view.lease))
 
     def train(self) -> None:
-        """The step under way ends, and its version is out."""
+        """Consume the step being trained, and publish its version."""
         step = Step(self.machine.version)
         sealed = self.machine.sealed_batch(step)
         assert sealed is not None
@@ -90,8 +90,8 @@ class Scene:
 
 
 def window() -> str:
-    """Four moments of one small run."""
-    parts = [part for place, (scene, says) in enumerate(_frames()) for part in _frame(scene, says, place * FRAME)]
+    """Return four moments of one small run."""
+    parts = [part for place, (scene, caption) in enumerate(_frames()) for part in _frame(scene, caption, place * FRAME)]
     return picture(4 * FRAME, 268, [*parts, *_legend(250)], "four moments of a window of three steps")
 
 
@@ -110,20 +110,20 @@ def _frames() -> Iterator[tuple[Columns, tuple[str, str]]]:
 
 
 def _columns(scene: Scene) -> Columns:
-    """The batch that trains, and the steps to come, with a seat for each live group: earliest deadline first."""
+    """Return the batch being trained and the next steps, with a seat for each live group: earliest deadline first."""
     machine = scene.machine
     version, step = machine.version, machine.next_step
     trained = machine.sealed_batch(Step(version))
-    found: Columns = {}
+    columns: Columns = {}
     if trained is not None:
-        found[version] = [(Seat.SEALED, member.version) for member in trained.members]
+        columns[version] = [(Seat.SEALED, member.version) for member in trained.members]
     live = [view for group in scene.groups if (view := machine.group(group)) and view.state <= State.OCCUPIED]
     live.sort(key=lambda view: (view.version, view.state is not State.OCCUPIED, view.group))
     seats = [(_seat(view, machine.pins()), view.version) for view in live]
     last = max(version + LIMITS.max_staleness, step)
     for place, due in enumerate(range(step, last + 1)):
-        found[due] = seats[place * LIMITS.batch_size : (place + 1) * LIMITS.batch_size]
-    return found
+        columns[due] = seats[place * LIMITS.batch_size : (place + 1) * LIMITS.batch_size]
+    return columns
 
 
 def _seat(view: GroupView, pins: tuple[GroupId, ...]) -> Seat:
@@ -132,8 +132,8 @@ def _seat(view: GroupView, pins: tuple[GroupId, ...]) -> Seat:
     return Seat.OCCUPIED if view.state is State.OCCUPIED else Seat.LEASED
 
 
-def _frame(columns: Columns, says: tuple[str, str], left: float) -> Iterator[str]:
-    for row, text in enumerate(says):
+def _frame(columns: Columns, caption: tuple[str, str], left: float) -> Iterator[str]:
+    for row, text in enumerate(caption):
         yield words(left + 10, 18 + 17 * row, text)
     for place, (step, seats) in enumerate(columns.items()):
         x = left + 10 + place * COLUMN

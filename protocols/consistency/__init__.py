@@ -1,4 +1,4 @@
-"""The ledger: who may produce which group, which groups a step trains, and what happens when somebody fails.
+"""The ledger: leases of groups, the groups of each train step, and recovery after failures.
 
-Standard library only, synchronous, deterministic. Nothing above this floor may be imported here.
+Standard library only, synchronous, deterministic. Modules above this layer must not be imported here.
 """

@@ -1,4 +1,4 @@
-"""A sealed batch: which groups, in which order, and the digest that proves it is the same when it is sealed again."""
+"""A sealed batch: its groups in order, and the digest that proves that a resealed batch is the same."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -17,14 +17,14 @@ class Batch:
         self.groups = groups
         self.consumed = consumed
         self.forgotten = 0
-        """Groups at its beginning that are retired already: no rollback can need the batch any more."""
+        """Number of leading groups that are already retired because no rollback can need the batch any more."""
 
     def left(self) -> tuple[Group, ...]:
-        """Its groups that are not retired."""
+        """Return the groups that are not retired."""
         return self.groups[self.forgotten :]
 
 
 def digest(members: Sequence[Member]) -> str:
-    """Hex sha256 over one line a member, in order."""
+    """Return the hex sha256 over one line a member, in order."""
     lines = [f"{group} {lease} {lineage} {version} {sha}\n" for group, lease, lineage, version, sha, *_ in members]
     return sha256("".join(lines).encode()).hexdigest()

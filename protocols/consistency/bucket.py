@@ -1,7 +1,7 @@
-"""The live groups of one deadline: how many there are in each state, and who is next in which order.
+"""The live groups of one deadline: counts by state, and the next group in each order.
 
-Lines and heaps forget lazily: an entry that is no longer what it was listed as is skipped when it comes up, and swept
-when there are too many, so that every change costs a constant.
+Lists and heaps delete lazily: an entry whose group has changed state or role is skipped when it is reached, and swept
+when stale entries pile up. Every change therefore has constant amortized cost.
 """
 
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ from staleflow.protocols.consistency.ids import GroupId
 
 
 class Bucket:
-    """The live groups of one deadline: how many are counted in each state, and who is next."""
+    """The live groups of one deadline, with the counted ones counted by state."""
 
-    __slots__ = ("idle", "leased", "occupied", "open", "pushed", "queue", "spare_queue", "spares", "told")
+    __slots__ = ("idle", "leased", "occupied", "open", "pushed", "queue", "spare_queue", "spares", "truncating")
 
     def __init__(self) -> None:
         self.leased = 0
         self.pushed = 0
         self.occupied = 0
-        """Not claimed."""
-        self.told = 0
-        """Leased ones that were told to truncate."""
+        """Occupied groups that are not claimed."""
+        self.truncating = 0
+        """Leased groups for which a ``Truncate`` was emitted."""
         self.open: list[Group] = []
-        """Counted, leased or pushed, lease ascending; those that are no longer so are skipped and swept."""
+        """Counted groups that are leased or pushed, lease ascending. Stale entries are skipped and swept."""
         self.idle: list[Group] = []
-        """Counted and leased, likewise: who may swap roles with a spare."""
+        """Counted groups that are leased, likewise: the candidates for swapping roles with a spare."""
         self.queue: list[tuple[int, Group]] = []
-        """Heap of (order of occupation, group): counted and occupied; those that are no longer so are skipped."""
+        """Heap of (order of occupation, group) of the counted occupied groups. Stale entries are skipped."""
         self.spare_queue: list[tuple[int, Group]] = []
         self.spares: dict[GroupId, Group] = {}
 
@@ -37,7 +37,7 @@ class Bucket:
         return self.leased + self.pushed + self.occupied
 
     def unfinished(self) -> Iterator[Group]:
-        """Counted leased and pushed groups, newest lease first."""
+        """Iterate over the counted leased and pushed groups, newest lease first."""
         return (group for group in reversed(self.open) if group.state <= PUSHED and not group.spare)
 
     def newest_leased(self) -> Group | None:
@@ -48,7 +48,7 @@ class Bucket:
         return None
 
     def first(self) -> Group | None:
-        """The longest occupied counted group that is not claimed."""
+        """Return the unclaimed counted group that was occupied first."""
         while self.queue:
             group = self.queue[0][1]
             if group.state is OCCUPIED and group.claim < 0:
@@ -57,7 +57,10 @@ class Bucket:
         return None
 
     def take(self, count: int) -> list[Group]:
-        """Take the first ``count`` out of the queue, longest occupied first. The counters are the caller's."""
+        """Remove and return the first ``count`` groups of the queue, longest occupied first.
+
+        The caller adjusts the counters.
+        """
         line = [entry for entry in sorted(self.queue) if entry[1].state is OCCUPIED and entry[1].claim < 0]
         self.queue = line[count:]
         return [group for _, group in line[:count]]
@@ -71,7 +74,8 @@ class Bucket:
         return None
 
     def list_open(self, group: Group) -> None:
-        """Put a counted leased or pushed group in its place; nearly always that is the end."""
+        """Insert a counted leased or pushed group in lease order, which is nearly always at the end."""
+        # Sweep when more than half of the entries are stale, so that the lists stay proportional to the live groups.
         if len(self.open) > 2 * (self.leased + self.pushed) + 64:
             self.open = [other for other in self.open if other.state <= PUSHED and not other.spare]
         _insert(self.open, group)

@@ -1,7 +1,7 @@
 """Outputs of the machine, in the order in which they must be carried out.
 
-Each effect but ``Rejected`` and ``Truncate`` is a transition of the ledger: the shell stores it and its trace event in
-one transaction before any reply leaves. Field names are those of the trace.
+Every effect except ``Rejected`` and ``Truncate`` is a transition of the ledger: the shell stores it and its trace event
+in one transaction before it sends any reply. Field names are those of the trace.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReleaseWhy(StrEnum):
-    """Why a leased or pushed group was given up."""
+    """Reason why a leased or pushed group was given up."""
 
     EXPIRED = "expired"
     ABORTED = "aborted"
@@ -26,7 +26,7 @@ class ReleaseWhy(StrEnum):
 
 
 class DropWhy(StrEnum):
-    """Why an occupied group was given up."""
+    """Reason why an occupied group was given up."""
 
     SURPLUS = "surplus"
     ROLLBACK = "rollback"
@@ -35,11 +35,11 @@ class DropWhy(StrEnum):
 
 
 class Code(StrEnum):
-    """Why a request was refused. A refusal is a normal answer and changes nothing."""
+    """Reason of a refusal. A refusal is a normal reply and changes nothing."""
 
     STALE_LEASE = "stale_lease"
     DUPLICATE = "duplicate"
-    """The same request had its effect before; the shell answers as it did then."""
+    """The same request took effect before; the shell repeats its first reply."""
     CONFLICT = "conflict"
     FENCED = "fenced"
     BUSY = "busy"
@@ -64,7 +64,7 @@ class Joined:
     trainer: WorkerId
     trainer_term: TrainerTerm
     lineage: Lineage
-    """Lineage and version of the checkpoint that the trainer came with."""
+    """Lineage and version of the checkpoint with which the trainer joined."""
     version: Version
 
 
@@ -116,10 +116,10 @@ class Released:
     lease: LeaseId
     worker: WorkerId
     tokens: int
-    """Tokens known to be thrown away; 0 when nothing was pushed."""
+    """Number of tokens known to be discarded; 0 if nothing was pushed."""
     why: ReleaseWhy
     pushed: bool
-    """True when a payload is to be forgotten (not in the trace)."""
+    """True if a stored payload must be discarded (not in the trace)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Dropped:
 
 
 class Member(NamedTuple):
-    """One group of a sealed batch; ``version`` is its oldest."""
+    """One group of a sealed batch; ``version`` is the oldest of the group."""
 
     group: GroupId
     lease: LeaseId
@@ -138,11 +138,11 @@ class Member(NamedTuple):
     version: Version
     sha: str
     shard: int
-    """Where the payload is (not in the trace)."""
+    """Trajectory server that stores the payload (not in the trace)."""
     nbytes: int
-    """Of the payload (not in the trace)."""
+    """Size of the payload in bytes (not in the trace)."""
     sequence_tokens: int
-    """Prompt and completion of all samples (not in the trace)."""
+    """Prompt and completion tokens of all samples (not in the trace)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointKept:
-    """A checkpoint is registered. Lineage and version: the oldest one that the trainer can come back from now."""
+    """A checkpoint was registered. Lineage and version name the oldest checkpoint that the trainer can resume from."""
 
     lineage: Lineage
     version: Version
@@ -199,7 +199,7 @@ class CheckpointKept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncate:
-    """Tell the worker to finish this lease with the tokens it has (overdue policy ``truncate``). Not traced."""
+    """Order the worker to finish this lease with the tokens it has (overdue policy ``truncate``). Not traced."""
 
     group: GroupId
     lease: LeaseId
@@ -208,7 +208,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A normal no. Nothing changed."""
+    """A normal refusal. Nothing changed."""
 
     op: str
     code: Code

@@ -1,16 +1,16 @@
-"""What can go wrong inside the ledger. A peer's normal no is a ``Refused`` effect, never an exception.
+"""Exceptions of the ledger. A normal refusal of a peer's request is a ``Rejected`` effect, never an exception.
 
 ::
 
     ConsistencyError
-    ├── TransitionError   an event that the state does not allow came past the refusals: a bug of the caller
-    ├── InvariantError    I1-I6 does not hold: a bug of ours
+    ├── TransitionError   the state does not allow the event, and no refusal covers it: a bug of the caller
+    ├── InvariantError    I1-I6 does not hold: a bug of the ledger
     └── RestoreError      a stored ledger cannot be read back
 """
 
 
 class ConsistencyError(Exception):
-    """Base of the ledger's errors; carries the story of the id it is about, if there is one."""
+    """Base of the ledger's errors. Its message includes the history of the id concerned, where one is kept."""
 
     def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
         super().__init__("\n  ".join((message, *story)))
@@ -25,4 +25,4 @@ class InvariantError(ConsistencyError):
 
 
 class RestoreError(ConsistencyError):
-    """A stored row or the stored globals are not a ledger."""
+    """A stored row or the stored globals are not a valid ledger."""

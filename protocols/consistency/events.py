@@ -1,4 +1,4 @@
-"""Inputs of the machine: what the world says happened or asks for. Closed, frozen, keyword-only."""
+"""Inputs of the machine: facts and requests from outside. A closed set of frozen, keyword-only dataclasses."""
 
 from dataclasses import dataclass
 
@@ -27,17 +27,17 @@ class Publish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A trainer takes over: at the newest version, or from an older checkpoint, which is a rollback."""
+    """A trainer takes over, at the newest version or from an older checkpoint; the latter is a rollback."""
 
     trainer: WorkerId
     lineage: Lineage
     version: Version
-    """Lineage and version of the weights that the trainer holds; (0, 0) before anything is published."""
+    """Lineage and version of the weights that the trainer holds; (0, 0) before the first publication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """A worker is to produce ``group`` with the weights of ``version`` of the surviving lineage."""
+    """Lease ``group`` to a worker, which produces it with the weights of ``version`` of the surviving lineage."""
 
     group: GroupId
     worker: WorkerId
@@ -46,14 +46,14 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """A holder is alive: all its leases live for another ``lease_ms``. Not traced, not stored."""
+    """A holder is alive: extend all its leases to ``lease_ms`` from now. Not traced, not stored."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detach:
-    """A worker said goodbye or was replaced: its leases are released at once."""
+    """A worker detached or was replaced: release its leases at once."""
 
     worker: WorkerId
     why: ReleaseWhy
@@ -61,7 +61,10 @@ class Detach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A shard has the payload of a group durably. Segments: ascending (lineage, version), all samples together."""
+    """A shard has stored the payload of a group durably.
+
+    Segments are ascending by (lineage, version) and summed over all samples.
+    """
 
     group: GroupId
     lease: LeaseId
@@ -72,12 +75,12 @@ class Push:
     truncated: bool
     segments: tuple[Segment, ...]
     sequence_tokens: int
-    """Prompt and completion of all samples, those of an environment among them."""
+    """Prompt and completion tokens of all samples, including tokens of an environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupy:
-    """The last stage of a group is done: it may train."""
+    """The last stage of a group is done; the group may be trained."""
 
     group: GroupId
     lease: LeaseId
@@ -85,18 +88,18 @@ class Occupy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A leased or pushed group is given up."""
+    """Give up a leased or pushed group."""
 
     group: GroupId
     lease: LeaseId
     why: ReleaseWhy
     retire: bool = False
-    """The group is never leased again, whatever the reason."""
+    """Retire the id for any reason of the release, so that the group is never leased again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """An occupied group is given up."""
+    """Give up an occupied group."""
 
     group: GroupId
     why: DropWhy
@@ -104,7 +107,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migrate:
-    """A leased group moves to another worker: released (aborted) and reserved at the same version, atomically."""
+    """Move a leased group to another worker: release it (aborted) and reserve it at the same version, atomically."""
 
     group: GroupId
     lease: LeaseId
@@ -113,7 +116,7 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A streaming trainer takes an occupied group for ``step`` before the seal."""
+    """Fix an occupied group as a member of ``step`` before the seal, for a streaming trainer."""
 
     group: GroupId
     step: Step
@@ -122,7 +125,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """A sealed batch is handed to a trainer rank."""
+    """Record the delivery of a sealed batch to a trainer rank."""
 
     batch: BatchId
     trainer_term: TrainerTerm
@@ -131,7 +134,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consume:
-    """Batch ``k`` is spent and version ``k + 1`` exists, atomically. The weights are already durable."""
+    """Consume batch ``k`` and publish version ``k + 1``, atomically. The weights are already durable."""
 
     batch: BatchId
     step: Step
@@ -142,7 +145,7 @@ class Consume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointed:
-    """The trainer can come back at ``version``; only the ``keep`` newest checkpoints are still needed (16 at most)."""
+    """Register a checkpoint at ``version``. Only the ``keep`` newest checkpoints stay registered (16 at most)."""
 
     trainer_term: TrainerTerm
     lineage: Lineage
@@ -152,14 +155,14 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """The payload of a group is corrupt: it leaves, and a sealed batch that holds it is un-sealed first."""
+    """Remove a group with a corrupt payload. A sealed batch that holds the group is unsealed first."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time passes: leases of silent holders expire."""
+    """Time has passed: expire the leases of silent holders."""
 
 
 Event = (

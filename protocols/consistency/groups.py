@@ -1,4 +1,4 @@
-"""One group and its state. Groups are plain records: every rule about them lives in the files that move them."""
+"""One group and its state. Groups are plain records; the modules that move them hold the rules."""
 
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -8,7 +8,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segme
 
 
 class State(IntEnum):
-    """Where a group is in its life. Numbers are stored: never renumber."""
+    """Position of a group in its life. The numbers are stored: never renumber."""
 
     LEASED = 0
     PUSHED = 1
@@ -16,12 +16,12 @@ class State(IntEnum):
     SEALED = 3
     CONSUMED = 4
     RELEASED = 5
-    """Given up; may be leased again under a new number."""
+    """Given up; may be leased again under a new lease."""
     DROPPED = 6
-    """Given up for good; so are released groups that were filtered or surplus. No group is kept in this state."""
+    """Given up for good, as are released groups that were filtered or surplus. No group is kept in this state."""
 
 
-# By their bare names in the hot files: looking a member up in its class costs five times as much.
+# Bare names for the hot modules: a lookup through the enum class costs five times as much.
 LEASED: Final = State.LEASED
 PUSHED: Final = State.PUSHED
 OCCUPIED: Final = State.OCCUPIED
@@ -54,8 +54,8 @@ class Group:
         "state",
         "step",
         "tokens",
-        "told",
         "truncated",
+        "truncating",
         "version",
         "worker",
     )
@@ -76,38 +76,38 @@ class Group:
         self.lineage = lineage
         self.version = version
         self.deadline = deadline
-        """Last step that may consume it; 0 for all under the token bound, which has one bucket."""
+        """Last step that may consume the group; always 0 under the token bound, which has a single bucket."""
         self.spare = spare
         self.state: State = LEASED
         self.granted_ms = 0
-        self.told = False
-        """Was told to truncate. In memory only: after a restart it is told again."""
+        self.truncating = False
+        """A ``Truncate`` was emitted for this lease. In memory only, so that a restart emits it again."""
         self.order = 0
-        """Number of its occupation, kept through rollbacks; 0 before."""
+        """Sequence number of the occupation, kept through rollbacks; 0 before it."""
         self.claim = NO_CLAIM
-        """Place among the claims of the next step."""
+        """Index among the claims of the next step."""
         self.step = NO_STEP
-        """Step of the batch that it is sealed in or was consumed by."""
+        """Step of the batch in which the group is sealed or was consumed."""
         self.shard = -1
         self.sha = ""
         self.nbytes = 0
         self.truncated = False
         self.segments: tuple[Segment, ...] = ()
         self.tokens = 0
-        """Sampled, of all versions."""
+        """Number of sampled tokens of all versions."""
         self.sequence_tokens = 0
-        """Prompts and environments among them."""
+        """Number of tokens of all samples, including those of prompts and environments."""
 
     @property
     def live(self) -> bool:
         return self.state <= OCCUPIED
 
     def newest(self) -> Version:
-        """The newest version that wrote any of it, as far as the ledger knows."""
+        """Return the newest version that wrote tokens of the group, as far as the ledger knows."""
         return max((segment.version for segment in self.segments), default=self.version)
 
     def masked(self, below: int) -> int:
-        """Tokens of versions under ``below``."""
+        """Return the number of tokens of versions under ``below``."""
         return sum(segment.tokens for segment in self.segments if segment.version < below)
 
     def member(self) -> Member:
@@ -117,7 +117,7 @@ class Group:
 
 
 class GroupView(NamedTuple):
-    """A copy of what the ledger knows about a group."""
+    """An immutable copy of the ledger's record of a group."""
 
     group: GroupId
     state: State
@@ -126,7 +126,8 @@ class GroupView(NamedTuple):
     lineage: Lineage
     version: Version
     granted_ms: int
-    """When its lease was granted, by the clock of ``Machine.apply``; 0 once it is none."""
+    """Time of the lease's grant, by the clock of ``Machine.apply``. Not stored: 0 in a restored group that is not
+    leased."""
     deadline: Step | None
     spare: bool
     claimed: bool

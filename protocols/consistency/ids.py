@@ -1,4 +1,4 @@
-"""The nouns of the protocol. Each is one thing; a number of one kind is never taken for a number of another."""
+"""Identifier types of the protocol. Distinct types keep a number of one kind from being passed as another."""
 
 from typing import NamedTuple, NewType
 
@@ -18,13 +18,13 @@ Lineage = NewType("Lineage", int)
 """The surviving history; one more at each trainer rollback."""
 
 TrainerTerm = NewType("TrainerTerm", int)
-"""The trainer's fencing number; one more at each join. 0 means that no trainer has joined."""
+"""The trainer's fencing number; one more at each join. 0: no trainer has joined yet."""
 
 BatchId = NewType("BatchId", int)
-"""A sealed batch; strictly increasing from 1, never reused, so a batch sealed again has another id."""
+"""A sealed batch; strictly increasing from 1, never reused, so a resealed batch has a new id."""
 
 WorkerId = NewType("WorkerId", str)
-"""One attached process, unique to its lifetime: a name and a nonce (``rollout-0.9f2c``)."""
+"""One lifetime of an attached process: its name and a nonce (``rollout-0.9f2c``)."""
 
 
 class Segment(NamedTuple):

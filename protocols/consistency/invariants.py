@@ -1,7 +1,8 @@
-"""I1 to I6 of docs/consistency.md, recounted from the groups alone: a pass over the ledger, for debug mode and tests.
+"""Checks of I1 to I6 of docs/consistency.md, recounted from the groups alone.
 
-I4 (only the current lease pushes) and the single publication of I5 are about events, so they are kept by the handlers
-and proved on the trace; here is what a state can show.
+A check is a full pass over the ledger, for debug mode and tests. I4 (only the current lease pushes) and the single
+publication of I5 constrain events: the handlers keep them and the audit proves them on the trace. This module checks
+the part that a state can show.
 """
 
 from collections import Counter
@@ -40,7 +41,7 @@ def _i1(ledger: Ledger) -> None:
 
 
 def _i2(ledger: Ledger) -> None:
-    """Hall's condition for every deadline, the claimed ones first as deadlines, then as taken seats of step s."""
+    """Hall's condition for every deadline, with claimed groups counted by deadline, then as seats taken at step s."""
     window = ledger.window
     if window.token_bound:
         return
@@ -56,32 +57,33 @@ def _i2(ledger: Ledger) -> None:
 
 
 def _i3(ledger: Ledger) -> None:
-    """A batch has exactly B groups, no two alike, and a group is in one batch at most."""
-    seen: set[int] = set()
+    """A batch has exactly B distinct groups, and a group is in one batch at most."""
+    batched: set[int] = set()
     for step, batch in ledger.batches.items():
         ids = {group.id for group in batch.left()}
         due = ledger.limits.batch_size if step >= ledger.floor else len(ids)
         _require(len(batch.left()) == len(ids) == due, ledger, f"I3: {len(ids)} in step {step}")
-        _require(not seen & ids, ledger, f"I3: a group of step {step} is in two batches")
-        seen |= ids
+        _require(not batched & ids, ledger, f"I3: a group of step {step} is in two batches")
+        batched |= ids
         state = State.CONSUMED if batch.consumed else State.SEALED
         for group in batch.left():
-            known = ledger.groups.get(group.id) is group
-            _require(known and group.state is state and group.step == step, ledger, "I3: a member is elsewhere", group)
+            current = ledger.groups.get(group.id) is group
+            in_step = group.state is state and group.step == step
+            _require(current and in_step, ledger, "I3: a member is elsewhere", group)
 
 
 def _i4(ledger: Ledger) -> None:
-    """One lease a group, none above the highest given out, and exactly the leased groups are held."""
-    held = [group for holder in ledger.leases.holders.values() for group in holder.leases.values()]
+    """One lease a group, none above the highest granted, and the holders have exactly the leased groups."""
+    leases = [group.lease for holder in ledger.leases.holders.values() for group in holder.leases.values()]
     leased = {group.lease for group in ledger.groups.values() if group.state is State.LEASED}
-    _require(len(held) == len(leased) and {g.lease for g in held} == leased, ledger, "I4: held leases are not the live")
+    _require(len(leases) == len(leased) and set(leases) == leased, ledger, "I4: held leases are not the leased groups")
     for group in ledger.groups.values():
-        _require(group.lease <= ledger.lease_hi, ledger, "I4: a lease that was never given out", group)
+        _require(group.lease <= ledger.lease_hi, ledger, "I4: a lease that was never granted", group)
         _require(group.id not in ledger.retired, ledger, "I4: a retired id is in use", group)
 
 
 def _i5(ledger: Ledger) -> None:
-    """Versions are dense: v steps are consumed, s - v are sealed, none since the oldest checkpoint is missing."""
+    """Versions are dense: v steps are consumed, s - v are sealed, no batch since the oldest checkpoint is missing."""
     window, checkpoints = ledger.window, ledger.checkpoints
     ascending = checkpoints == sorted(set(checkpoints)) and checkpoints[0] >= 0
     _require(ascending and checkpoints[-1] <= max(window.version, 0), ledger, f"I5: checkpoints {checkpoints}")
@@ -92,12 +94,12 @@ def _i5(ledger: Ledger) -> None:
 
 
 def _i6(ledger: Ledger) -> None:
-    """Nothing is lost: what was reserved and what was occupied is accounted for."""
+    """No group is lost: every reserve and every occupy is accounted for."""
     counts = ledger.counts
     in_work = counts[State.LEASED] + counts[State.PUSHED]
-    done = counts[State.OCCUPIED] + counts[State.SEALED] + counts[State.CONSUMED]
+    finished = counts[State.OCCUPIED] + counts[State.SEALED] + counts[State.CONSUMED]
     _require(ledger.reserves == ledger.releases + ledger.occupies + in_work, ledger, "I6: reserves do not add up")
-    _require(ledger.occupies == ledger.drops + done, ledger, "I6: occupies do not add up")
+    _require(ledger.occupies == ledger.drops + finished, ledger, "I6: occupies do not add up")
 
 
 def _lineage(ledger: Ledger) -> None:
@@ -111,7 +113,7 @@ def _lineage(ledger: Ledger) -> None:
 
 
 def _counters(ledger: Ledger) -> None:
-    """Every counter is what a recount gives."""
+    """Every counter equals a recount."""
     window = ledger.window
     groups = ledger.groups.values()
     states = Counter(group.state for group in groups)
@@ -129,13 +131,15 @@ def _counters(ledger: Ledger) -> None:
         stored = (bucket.leased, bucket.pushed, bucket.occupied)
         recount = (free[d, State.LEASED], free[d, State.PUSHED], free[d, State.OCCUPIED])
         _require(stored == recount, ledger, f"bucket {d} is {stored}, not {recount}")
-        told = sum(g.told for g in live if g.deadline == d and g.state is State.LEASED and not g.spare)
-        _require(told == bucket.told, ledger, f"bucket {d} told {bucket.told}, not {told}")
+        truncating = sum(g.truncating for g in live if g.deadline == d and g.state is State.LEASED and not g.spare)
+        _require(
+            truncating == bucket.truncating, ledger, f"bucket {d}: truncating {bucket.truncating}, not {truncating}"
+        )
     _require(all(group.step == NO_STEP for group in live), ledger, "a live group is in a step")
 
 
 def _at_rest(ledger: Ledger) -> None:
-    """No step that could be sealed is left unsealed, and no spare is late or spare without need."""
+    """No step that could be sealed is unsealed, no spare is late, and no occupied spare has a free counted place."""
     window = ledger.window
     ready = window.step <= window.version + 1 and window.ready()
     _require(not (ledger.trainer_term and ready), ledger, f"step {window.step} is ready and not sealed")

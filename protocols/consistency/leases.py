@@ -1,7 +1,7 @@
-"""Who holds which lease, and until when. A holder that is heard renews all its leases at once.
+"""Leases by holder, with their expiry. A renewal extends all leases of its holder at once.
 
-A lease lives until ``lease_ms`` after the later of its grant and the last word of its holder. One queue entry a holder,
-looked at again only when it may be due: renewing costs one assignment, a tick costs what expires.
+A lease expires ``lease_ms`` after the later of its grant and the last renewal of its holder. Each holder has one queue
+entry, which is examined only once it may be due: a renewal costs one assignment, a tick costs only the expired leases.
 """
 
 from heapq import heappop, heappush
@@ -12,17 +12,19 @@ from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 
 
 class Holder:
-    __slots__ = ("heard_ms", "leases", "queued")
+    """The leases of one worker and the time of its last renewal."""
+
+    __slots__ = ("leases", "queued", "renewed_ms")
 
     def __init__(self) -> None:
-        self.heard_ms = 0
+        self.renewed_ms = 0
         self.leases: dict[LeaseId, Group] = {}
-        """In the order of their grant."""
+        """Leased groups by lease, in the order of their grant."""
         self.queued = False
 
 
 class Leases:
-    """All leases that are still being worked on."""
+    """All leases of groups that are not pushed yet."""
 
     __slots__ = ("_due", "_lease_ms", "holders")
 
@@ -35,7 +37,7 @@ class Leases:
         holder = self.holders.get(group.worker)
         if holder is None:
             holder = self.holders[group.worker] = Holder()
-            holder.heard_ms = now_ms
+            holder.renewed_ms = now_ms
         group.granted_ms = now_ms
         holder.leases[group.lease] = group
         if not holder.queued:
@@ -51,43 +53,44 @@ class Leases:
     def renew(self, worker: WorkerId, now_ms: int) -> None:
         holder = self.holders.get(worker)
         if holder is not None:
-            holder.heard_ms = now_ms
+            holder.renewed_ms = now_ms
 
-    def heard(self, group: Group) -> bool:
-        """Whether the holder was heard since it got this lease. Nothing is known of one that has no lease."""
+    def renewed_since_grant(self, group: Group) -> bool:
+        """Return True if the holder has renewed since it got this lease; False for a worker without leases."""
         holder = self.holders.get(group.worker)
-        return holder is not None and holder.heard_ms > group.granted_ms
+        return holder is not None and holder.renewed_ms > group.granted_ms
 
-    def leave(self, worker: WorkerId) -> None:
-        """Whatever was heard of it, it is gone."""
+    def forget_renewals(self, worker: WorkerId) -> None:
+        """Discard the renewals of a worker that detached, so that they extend no later lease."""
         holder = self.holders.get(worker)
         if holder is not None:
-            holder.heard_ms = -1
+            holder.renewed_ms = -1
 
     def of(self, worker: WorkerId) -> list[Group]:
         holder = self.holders.get(worker)
         return list(holder.leases.values()) if holder is not None else []
 
     def expired(self, now_ms: int) -> list[Group]:
-        """What is due, oldest lease first. The caller releases all of it."""
-        gone: list[Group] = []
+        """Return the groups whose lease has expired, oldest lease first. The caller must release all of them."""
+        overdue: list[Group] = []
         while self._due and self._due[0][0] <= now_ms:
             _, worker = heappop(self._due)
             holder = self.holders[worker]
             late = self._late(holder, now_ms)
-            gone += late
+            overdue += late
             if len(late) < len(holder.leases):
+                # Grants are in time order, so the first lease that has not expired is the next one due.
                 first = next(islice(holder.leases.values(), len(late), None))
-                due_ms = max(holder.heard_ms, first.granted_ms) + self._lease_ms
+                due_ms = max(holder.renewed_ms, first.granted_ms) + self._lease_ms
                 heappush(self._due, (due_ms, worker))
             else:
                 holder.queued = False
                 if not holder.leases:
                     del self.holders[worker]
-        gone.sort(key=lambda group: group.lease)
-        return gone
+        overdue.sort(key=lambda group: group.lease)
+        return overdue
 
     def _late(self, holder: Holder, now_ms: int) -> list[Group]:
-        if holder.heard_ms + self._lease_ms > now_ms:
+        if holder.renewed_ms + self._lease_ms > now_ms:
             return []
         return list(takewhile(lambda group: group.granted_ms + self._lease_ms <= now_ms, holder.leases.values()))

@@ -1,9 +1,10 @@
-"""The state of the ledger and the moves of a group. Moves keep counters, window, leases and rows in step; rules that
-say *when* a move is right live in the files that call them.
+"""The state of the ledger and the moves of a group.
 
-Every move is written down as an effect in ``out``, in the order in which it happened.
+Moves keep counters, window, leases and rows consistent with each other. The calling modules decide *when* a move is
+right. Every move appends its effect to ``out``, in the order in which the moves happen.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from staleflow.protocols.consistency.batches import Batch
@@ -45,9 +46,6 @@ from staleflow.protocols.consistency.ids import (
 )
 from staleflow.protocols.consistency.leases import Leases
 from staleflow.protocols.consistency.limits import Limits
-from staleflow.protocols.consistency.lineage import Lineages
-from staleflow.protocols.consistency.retired import Retired
-from staleflow.protocols.consistency.story import Story
 from staleflow.protocols.consistency.window import Window
 
 STEP_ROWS = 1 << 61
@@ -55,49 +53,142 @@ STEP_ROWS = 1 << 61
 PAGE_ROWS = 1 << 62
 """Key of the row of a page of retired ids: this plus the page."""
 RETIRING = (ReleaseWhy.FILTERED, ReleaseWhy.SURPLUS)
-"""Reasons of release after which the id is not served again."""
+"""Reasons of release that retire the id."""
+
+PAGE_BITS = 64
+FULL_PAGE = (1 << PAGE_BITS) - 1
+MAX_STORY_EFFECTS = 4096
+
+
+class RetiredIds:
+    """A set of group ids that may never be used again, one bit each. It only grows.
+
+    The prompt cursor deals ids densely, epoch after epoch, so whole pages fill up. A full page at the floor is replaced
+    by a higher floor. The set therefore keeps one page for every 64 ids of the current epochs, however long the run.
+    """
+
+    __slots__ = ("floor", "pages")
+
+    def __init__(self) -> None:
+        self.floor = 0
+        """Every page below this one is full."""
+        self.pages: dict[int, int] = {}
+
+    def __contains__(self, id: int) -> bool:
+        page = id // PAGE_BITS
+        return page < self.floor or (page in self.pages and bool(self.pages[page] >> id % PAGE_BITS & 1))
+
+    def add(self, id: int) -> list[int]:
+        """Retire ``id``. Return the pages that changed or were removed."""
+        page, bit = divmod(id, PAGE_BITS)
+        if page < self.floor:
+            return []
+        self.pages[page] = self.pages.get(page, 0) | 1 << bit
+        changed = [page]
+        while self.pages.get(self.floor) == FULL_PAGE:
+            del self.pages[self.floor]
+            changed.append(self.floor)
+            self.floor += 1
+        return changed
+
+
+class Lineages:
+    """The surviving history of versions, newest lineage last.
+
+    A version is named by (lineage, number). Each rollback to ``k`` starts a lineage whose first own version is
+    ``k + 1``; the fork points decide which names survive. A fork that a later, deeper rollback cut off is removed, so
+    the list is as short as the surviving history is simple.
+    """
+
+    __slots__ = ("current", "forks")
+
+    def __init__(self) -> None:
+        self.current = Lineage(0)
+        self.forks: list[tuple[int, int]] = [(0, 0)]
+        """(lineage, its first own version), both ascending."""
+
+    def of(self, version: int) -> Lineage:
+        """Return the lineage in which the surviving ``version`` was published."""
+        for lineage, first in reversed(self.forks):
+            if first <= version:
+                return Lineage(lineage)
+        return Lineage(0)
+
+    def survives(self, lineage: int, version: int) -> bool:
+        """Return True if (lineage, version) is part of the surviving history, published or not yet published."""
+        if not 0 <= lineage <= self.current:
+            return False
+        for fork, first in self.forks:
+            if fork > lineage:
+                return version < first
+        return True
+
+    def fork(self, version: Version) -> Lineage:
+        """Go back to ``version``: abandon all later versions and start a new lineage, which is returned."""
+        self.current = Lineage(self.current + 1)
+        while self.forks[-1][1] > version:
+            self.forks.pop()
+        self.forks.append((self.current, version + 1))
+        return self.current
+
+
+class Story:
+    """A ring of the last effects, for the messages of errors. Kept in debug mode only."""
+
+    __slots__ = ("_ring",)
+
+    def __init__(self) -> None:
+        self._ring: deque[Effect] = deque(maxlen=MAX_STORY_EFFECTS)
+
+    def add(self, effects: tuple[Effect, ...]) -> None:
+        self._ring.extend(effects)
+
+    def of(self, group: int) -> tuple[str, ...]:
+        """Return the effects that name ``group``, oldest first."""
+        return tuple(repr(effect) for effect in self._ring if getattr(effect, "group", None) == group)
 
 
 class Ledger:
-    """Everything that the machine knows."""
+    """The complete state of the machine."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.window = Window(limits)
         self.leases = Leases(limits.lease_ms)
         self.lineages = Lineages()
-        self.retired = Retired()
+        self.retired = RetiredIds()
         self.groups: dict[GroupId, Group] = {}
         self.batches: dict[Step, Batch] = {}
-        """Sealed ones, and those consumed since the oldest checkpoint."""
+        """Sealed batches, and those consumed since the oldest checkpoint."""
         self.claims: list[Group] = []
         self.trainer_term = TrainerTerm(0)
         self.trainer = WorkerId("")
-        self.joined = (Lineage(0), Version(0))
-        """What the trainer came with."""
+        self.joined_with = (Lineage(0), Version(0))
+        """Lineage and version of the weights with which the trainer joined."""
         self.checkpoints = [Version(0)]
-        """Surviving checkpoints that the trainer can come back from, oldest first; version 0 is the initial model."""
+        """Surviving checkpoints from which the trainer can resume, oldest first; version 0 is the initial model."""
         self.first_sha = ""
         self.newest_sha = ""
         self.consumed_batch = BatchId(0)
-        """The batch that the newest version was trained on; 0 when it is version 0 or a rollback made it the newest."""
+        """Batch that trained the newest version; 0 if that is version 0 or a rollback made it the newest."""
         self.attempts: dict[tuple[BatchId, int], int] = {}
-        """Deliveries so far, by sealed batch and rank."""
+        """Number of deliveries so far, by sealed batch and rank."""
         self.lease_hi = LeaseId(0)
         self.batch_hi = BatchId(0)
         self.order_hi = 0
         self.counts = [0] * len(State)
-        """Groups now in each state; consumed counts those whose payload was forgotten, released and dropped stay 0."""
+        """Number of groups in each state. Consumed includes retired groups; released and dropped stay 0."""
         self.reserves = self.releases = self.occupies = self.drops = 0
         self.stale_at: dict[int, list[Group]] = {}
-        """Token bound: the step at which the trainable share of an occupied group falls below ``min_trainable``."""
+        """Occupied groups by the step at which their trainable share falls below ``min_trainable`` (token bound)."""
         self.dirty: dict[int, None] = {}
+        """Keys of changed rows: a dictionary because a set would not keep their order."""
         self.out: list[Effect] = []
         self.story = Story() if limits.debug else None
 
     @property
     def floor(self) -> Version:
-        """The oldest checkpoint: no rollback goes below it, and its batch and all later ones are kept."""
+        """The oldest checkpoint. No rollback goes below it, and all batches from its step on are kept."""
         return self.checkpoints[0]
 
     # --- answers -------------------------------------------------------------------------------------------------
@@ -115,7 +206,7 @@ class Ledger:
         self.out.append(Rejected(op=op, code=code, worker=worker, group=group, lease=lease, detail=detail))
 
     def illegal(self, message: str, group: GroupId | None = None) -> TransitionError:
-        """The error for a caller that asks for what the state does not allow. To be raised before anything changes."""
+        """Return the error for an event that the state does not allow. Raise it before anything changes."""
         story = self.story.of(group) if self.story is not None and group is not None else ()
         return TransitionError(message, story)
 
@@ -169,13 +260,15 @@ class Ledger:
         self._to(group, OCCUPIED)
         self.order_hi = group.order = self.order_hi + 1
         self.occupies += 1
-        self.watch(group)
+        self.track_staleness(group)
         self.window.enter(group)
         self.out.append(Occupied(group=group.id))
 
     def release(self, group: Group, why: ReleaseWhy, *, rebuilding: bool = False, retire: bool = False) -> None:
-        """Give up a leased or pushed group, for good if ``retire`` or for some reasons. ``rebuilding``: the window is
-        empty and will be filled anew."""
+        """Give up a leased or pushed group, and retire its id if ``retire`` is true or ``why`` is in ``RETIRING``.
+
+        ``rebuilding`` means that the window is empty and will be refilled.
+        """
         pushed = group.state is PUSHED
         if not rebuilding:
             self.window.leave(group)
@@ -204,15 +297,18 @@ class Ledger:
         self.retire(group.id)
         self.out.append(Dropped(group=group.id, tokens=group.tokens, why=why))
 
-    def become(self, group: Group, *, spare: bool) -> None:
-        """Change the role of a live group."""
+    def set_role(self, group: Group, *, spare: bool) -> None:
+        """Make a live group a spare or a counted group."""
         self.window.leave(group)
         group.spare = spare
         self.window.enter(group)
         self.dirty[group.id] = None
 
     def seal(self, groups: Sequence[Group], step: Step) -> None:
-        """The caller took them out of the window. Their rows stay: that of the batch says that they are sealed."""
+        """Seal groups that the caller has removed from the window.
+
+        Their rows do not change: the row of the batch records that they are sealed.
+        """
         for group in self.claims:
             group.claim = NO_CLAIM
             self.dirty[group.id] = None
@@ -229,11 +325,11 @@ class Ledger:
         self.counts[SEALED] -= len(groups)
         self.counts[CONSUMED] += len(groups)
 
-    def bring_back(self, group: Group) -> None:
-        """A sealed or consumed group is occupied again, counted, at its old place. The caller enters it."""
+    def reoccupy(self, group: Group) -> None:
+        """Make a sealed or consumed group occupied again, at its old place. The caller enters it into the window."""
         self._to(group, OCCUPIED)
         group.step = Step(-1)
-        self.watch(group)
+        self.track_staleness(group)
 
     def claim(self, group: Group) -> None:
         """Fix the first occupied group as a member of the next batch."""
@@ -252,7 +348,7 @@ class Ledger:
         self.claims.clear()
 
     def retire(self, id: GroupId) -> None:
-        """The id may never be used again; nothing else is remembered of it."""
+        """Mark the id as never to be used again and discard the group's record."""
         del self.groups[id]
         self.dirty[id] = None
         for page in self.retired.add(id):
@@ -261,8 +357,8 @@ class Ledger:
     def forget_attempts(self, batch: BatchId) -> None:
         self.attempts = {key: count for key, count in self.attempts.items() if key[0] != batch}
 
-    def watch(self, group: Group) -> None:
-        """Note when too few tokens of an occupied group will be trainable."""
+    def track_staleness(self, group: Group) -> None:
+        """Record the step at which too few tokens of an occupied group will be trainable (token bound)."""
         limits = self.limits
         if not self.window.token_bound or not limits.min_trainable:
             return

@@ -1,25 +1,26 @@
-"""What is fixed for a run: the bound, the sizes and the choices of the ledger."""
+"""Constants of a run: the staleness bound, the sizes and the policies of the ledger."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 MAX_STALENESS: Final = 1024
-"""The window has a step for each version of staleness, and a status a row for each of them. Training on data a thousand
-versions old is no use to anybody."""
+"""Largest accepted ``max_staleness``. The window has one step for each version of staleness and the status one row for
+each step, so the cost grows with it, and data a thousand versions old is useless for training."""
 
 
 class Bound(StrEnum):
-    """What the staleness bound is a promise about."""
+    """Unit to which the staleness bound applies."""
 
     TRAJECTORY = "trajectory"
     """Every token of a trained group is at most ``max_staleness`` versions old."""
     TOKEN = "token"
-    """Every trained token is; older tokens of a group stay as context with loss mask 0."""
+    """Every trained token is at most ``max_staleness`` versions old; older tokens of a group stay as context with loss
+    mask 0."""
 
 
 class OnOverdue(StrEnum):
-    """What happens to a group that pins the step the trainer waits for (trajectory bound)."""
+    """Policy for a group that pins the step the trainer waits for (trajectory bound)."""
 
     WAIT = "wait"
     TRUNCATE = "truncate"
@@ -29,22 +30,22 @@ class OnOverdue(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The constants of a ledger. ``ValueError`` names the field, its value and what is allowed."""
+    """The constants of a ledger. ``ValueError`` names the field, its value and the allowed range."""
 
     max_staleness: int
-    """Versions between a group's oldest token and the step that trains it."""
+    """Largest number of versions between a group's oldest token and the step that trains it."""
     batch_size: int
-    """Groups that one train step consumes."""
+    """Number of groups that one train step consumes."""
     lease_ms: int = 30_000
-    """A holder not heard from for this long loses its leases."""
+    """Milliseconds without a renewal after which a holder loses its leases."""
     bound: Bound = Bound.TRAJECTORY
     on_overdue: OnOverdue = OnOverdue.WAIT
     min_trainable: float = 0.0
-    """Token bound: an occupied group whose share of trainable tokens would fall below this is dropped."""
+    """Token bound: share of trainable tokens, in [0, 1], below which an occupied group is dropped."""
     max_spares: int = 0
-    """Spare (redundant) groups that may be live at once, beyond those that are counted."""
+    """Maximum number of live spare (redundant) groups, in addition to the counted ones."""
     debug: bool = False
-    """Check every invariant after every event. Costs a pass over the ledger each time."""
+    """Check every invariant after every event. Each check costs a pass over the ledger."""
 
     def __post_init__(self) -> None:
         if self.max_staleness > MAX_STALENESS:

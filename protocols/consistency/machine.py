@@ -1,11 +1,10 @@
 """The ledger as one pure machine: events in, effects out. Everything that affects it goes through ``Machine.apply``.
 
 - No IO, no clock, no randomness, standard library only; the same events always give the same effects.
-- A peer's normal no is a ``Refused`` effect. An event that makes no sense raises ``TransitionError``. Neither changes
-  anything.
-- What follows from an event (a promotion, a drop, a seal) is part of its effects, in order.
-- The machine never forgets to tell what changed: rows of ``take_dirty`` are what a store must write before the effects
-  are carried out.
+- A normal refusal is a ``Rejected`` effect. An event that the state cannot allow raises ``TransitionError``. Neither
+  changes anything.
+- The consequences of an event (a promotion, a drop, a seal) are part of its effects, in order.
+- ``take_dirty`` returns every changed row. A store must write these rows before the effects are carried out.
 
 Reading order: limits, events, effects, window and bucket (the rule), ledger (the moves), then admission, production,
 training, settle, rollback.
@@ -43,12 +42,15 @@ from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.snapshot import Cell, Row
 
 _COUNTED: Final = {state.name.lower(): state for state in State if state <= State.CONSUMED}
-"""The states that are counted, by name."""
+"""States whose groups are counted, by name."""
 
 
 class Machine:
-    """The consistency protocol. ``now_ms`` is any clock that never goes back; it decides nothing but expiry.
-    The shell passes its running time, which leaves out its own pauses."""
+    """The consistency protocol.
+
+    ``now_ms`` is any clock that never goes back; it decides nothing but expiry. The shell passes its running time,
+    which excludes its own pauses.
+    """
 
     __slots__ = ("_ledger",)
 
@@ -62,7 +64,9 @@ class Machine:
         """
         ledger = self._ledger
         self._handle(event, now_ms)
-        if ledger.out or type(event) is Tick:  # after a restart the tick tells again who is to truncate
+        # An event without effects leaves nothing to settle. A tick always settles: truncations are not stored, and the
+        # first tick after a restart must emit them again.
+        if ledger.out or type(event) is Tick:
             settle.settle(ledger, now_ms)
         effects = tuple(ledger.out)
         ledger.out.clear()
@@ -109,7 +113,7 @@ class Machine:
             case _:
                 assert_never(event)
 
-    # --- where it stands -----------------------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------------------------------
 
     @property
     def limits(self) -> Limits:
@@ -135,65 +139,68 @@ class Machine:
 
     @property
     def trainer(self) -> WorkerId:
-        """Who joined last; empty before."""
+        """The trainer that joined last; empty before the first join."""
         return self._ledger.trainer
 
     @property
     def lease_hi(self) -> LeaseId:
-        """The highest lease number given out."""
+        """The highest lease number granted so far."""
         return self._ledger.lease_hi
 
     @property
     def checkpoint(self) -> tuple[Lineage, Version]:
-        """The newest checkpoint that a trainer was promised to be able to come back from."""
+        """The newest checkpoint from which a trainer is guaranteed to be able to resume."""
         version = self._ledger.checkpoints[-1]
         return self.lineage_of(version), version
 
     @property
     def oldest_checkpoint(self) -> tuple[Lineage, Version]:
-        """The oldest checkpoint that a trainer can come back from: everything since then is kept."""
+        """The oldest checkpoint from which a trainer can resume; all later batches are kept."""
         return self.lineage_of(self._ledger.floor), self._ledger.floor
 
     @property
     def newest_sha(self) -> str:
-        """Of the newest version's manifest; empty where a rollback went back to it."""
+        """Hash of the newest version's manifest; empty if a rollback made that version the newest."""
         return self._ledger.newest_sha
 
     def lineage_of(self, version: Version) -> Lineage:
-        """The lineage in which a surviving version was published."""
+        """Return the lineage in which a surviving version was published."""
         return self._ledger.lineages.of(version)
 
     def survives(self, lineage: Lineage, version: Version) -> bool:
-        """True when (lineage, version) is published and no rollback abandoned it."""
+        """Return True if (lineage, version) is published and no rollback abandoned it."""
         return version <= self.version and self._ledger.lineages.survives(lineage, version)
 
-    # --- questions of the shell ----------------------------------------------------------------------------------
+    # --- queries of the shell ------------------------------------------------------------------------------------
 
     def room(self, version: Version) -> int:
-        """How many groups could be leased at ``version`` now, counted ones and spares together."""
+        """Return the number of groups that could be leased at ``version`` now, counted groups and spares together."""
         return admission.room(self._ledger, version)
 
     def leases_of(self, worker: WorkerId) -> tuple[tuple[GroupId, LeaseId], ...]:
-        """What a worker holds, oldest grant first."""
+        """Return the (group, lease) pairs that a worker holds, oldest grant first."""
         return tuple((group.id, group.lease) for group in self._ledger.leases.of(worker))
 
     def group(self, id: GroupId) -> GroupView | None:
-        """What is known of a group; None when it was never leased, is retired, or its payload is forgotten."""
+        """Return the ledger's record of a group; None if it was never leased or is retired."""
         group = self._ledger.groups.get(id)
         return None if group is None else view(group, self._ledger.window.token_bound)
 
     def retired(self, id: GroupId) -> bool:
-        """True when the id may never be reserved again."""
+        """Return True if the id may never be reserved again."""
         return id in self._ledger.retired
 
     def state_counts(self) -> dict[str, int]:
-        """Groups in each state, spares among them; ``consumed`` counts every one of the surviving history."""
+        """Return the number of groups in each state, including spares.
+
+        ``consumed`` counts every consumed group of the surviving history.
+        """
         ledger = self._ledger
         counts = {name: ledger.counts[state] for name, state in _COUNTED.items()}
         return counts | {"spares": ledger.window.num_spares, "claimed": ledger.window.claimed}
 
     def totals(self) -> dict[str, int]:
-        """Moves since the beginning of the run."""
+        """Return the number of moves since the start of the run, by kind."""
         ledger = self._ledger
         return {
             "reserves": ledger.reserves,
@@ -203,107 +210,113 @@ class Machine:
         }
 
     def window(self) -> tuple[tuple[Step, int, int, int], ...]:
-        """Rows (deadline, leased, pushed, occupied) of the counted groups; one row of step 0 under the token bound."""
+        """Return rows (deadline, leased, pushed, occupied) of the counted groups.
+
+        Under the token bound there is one row, of step 0.
+        """
         window = self._ledger.window
         rows = ((d, window.buckets.get(d)) for d in window.deadlines())
         return tuple((Step(d), b.leased, b.pushed, b.occupied) if b else (Step(d), 0, 0, 0) for d, b in rows)
 
     def pins(self) -> tuple[GroupId, ...]:
-        """The groups that keep the next step from being sealed; empty when it is starved, or not pinned."""
+        """Return the groups that keep the next step from being sealed; empty if the step is starved or not pinned."""
         return tuple(group.id for group in settle.pins(self._ledger))
 
     def starved(self) -> bool:
-        """True when too few groups are occupied for the next step."""
+        """Return True if too few groups are occupied for the next step."""
         window = self._ledger.window
         return window.occupied + window.claimed < window.batch_size
 
     def claimable(self) -> GroupId | None:
-        """The group that a streaming trainer may claim for the next step now."""
+        """Return the group that a streaming trainer may claim for the next step now."""
         group = training.claimable(self._ledger)
         return None if group is None else group.id
 
     @property
     def num_claimed(self) -> int:
-        """Members of the next step's batch that are fixed already."""
+        """Number of members of the next step's batch that are already fixed."""
         return self._ledger.window.claimed
 
     def claims(self) -> tuple[Member, ...]:
-        """The members of the next step's batch that are fixed before it is sealed, in order."""
+        """Return the members of the next step's batch that are fixed before it is sealed, in order."""
         return tuple(group.member() for group in self._ledger.claims)
 
     def sealed_batch(self, step: Step) -> Sealed | None:
-        """The batch of ``step``, sealed and not yet consumed, as it was when it was sealed."""
+        """Return the batch of ``step`` as it was sealed; None if it is not sealed or already consumed."""
         batch = self._ledger.batches.get(step)
         return None if batch is None or batch.consumed else batch.sealed
 
     def versions_in_use(self) -> tuple[tuple[Lineage, Version], ...]:
-        """Versions that must stay: the newest, the newest checkpoint's, and those of live leases. Ascending.
+        """Return the versions that must stay stored, ascending: the newest, the newest checkpoint's, those of leases.
 
-        A trainer that comes back from an older checkpoint publishes its version again.
+        A trainer that resumes from an older checkpoint publishes its version again.
         """
         return snapshot.versions_in_use(self._ledger)
 
     def must_keep(self, id: GroupId) -> bool:
-        """True when a payload of this group is needed, or may be by a push under way."""
+        """Return True if a payload of this group is needed, or may be needed by a push in progress."""
         group = self._ledger.groups.get(id)
         if group is None or group.state is State.RELEASED:
             return False
         return group.state is not State.CONSUMED or group.step >= self._ledger.floor
 
-    def expected(self, shard: int, after: GroupId, most: int) -> list[tuple[GroupId, str]]:
-        """(group, sha) of payloads that a shard must have, the ``most`` lowest groups after that one, ascending.
+    def expected(self, shard: int, after: GroupId, limit: int) -> list[tuple[GroupId, str]]:
+        """Return (group, sha) of payloads that a shard must have, for the ``limit`` lowest groups above ``after``.
 
-        What is consumed is not among them: it is missed when a rollback has brought it back.
+        Consumed groups are not included: a lost payload of one matters only after a rollback makes it occupied again.
         """
         wanted = (State.PUSHED, State.OCCUPIED, State.SEALED)
-        there = (group for group in self._ledger.groups.values() if group.shard == shard and group.id > after)
-        return nsmallest(most, ((group.id, group.sha) for group in there if group.state in wanted))
+        stored = (group for group in self._ledger.groups.values() if group.shard == shard and group.id > after)
+        return nsmallest(limit, ((group.id, group.sha) for group in stored if group.state in wanted))
 
     def story(self, id: GroupId) -> tuple[str, ...]:
-        """The last effects on one group, oldest first. Kept in debug mode only."""
+        """Return the last effects on one group, oldest first. Kept in debug mode only."""
         return self._ledger.story.of(id) if self._ledger.story is not None else ()
 
     # --- storage -------------------------------------------------------------------------------------------------
 
     def take_dirty(self) -> tuple[int, ...]:
-        """Keys of rows that changed since the last call. Group ids, and above 2**61 rows of batches and retired ids."""
+        """Return and clear the keys of changed rows: group ids, and from 2**61 on batches and pages of retired ids."""
         dirty = tuple(self._ledger.dirty)
         self._ledger.dirty.clear()
         return dirty
 
     def row(self, key: int) -> Row | None:
-        """What to store under ``key``; None: delete it. Flat: integers, strings, booleans."""
+        """Return the row to store under ``key``: flat integers, strings and booleans; None means delete it."""
         return snapshot.row(self._ledger, key)
 
     def place(self, key: int) -> int:
-        """A number to store the row of ``key`` under: rows that change together lie together. Changes with the row.
+        """Return the number under which to store the row of ``key``, so that rows that change together lie together.
 
-        A group's is its lease; no two rows ever have the same.
+        The place of a group is its lease, so it changes with the row. No two rows ever have the same place.
         """
         group = self._ledger.groups.get(GroupId(key))
         return key if group is None else group.lease
 
     def rows(self) -> dict[int, Row]:
-        """Every row, ascending by key."""
+        """Return every row, ascending by key."""
         return snapshot.rows(self._ledger)
 
     def globals_row(self) -> Row:
-        """What is not in rows. Changes with most events; small."""
+        """Return the state that is in no other row. It is small and changes with most events."""
         return snapshot.globals_row(self._ledger)
 
     @classmethod
     def restore(
         cls, limits: Limits, globals_row: Iterable[Cell], rows: Iterable[tuple[int, Iterable[Cell]]], now_ms: int
     ) -> "Machine":
-        """The machine that was stored; every lease lives for a full ``lease_ms`` again. Raises ``RestoreError``."""
+        """Restore a stored machine. Every lease is extended to a full ``lease_ms`` from now.
+
+        Raises ``RestoreError`` if the rows are not a valid ledger.
+        """
         machine = cls(limits)
         snapshot.restore(machine._ledger, tuple(globals_row), rows, now_ms)
         return machine
 
     def snapshot(self) -> tuple[Row, tuple[tuple[int, Row], ...]]:
-        """The whole state but the times of leases, hashable; equal snapshots behave alike."""
+        """Return the whole state except the times of leases, hashable. Machines with equal snapshots behave alike."""
         return self.globals_row(), tuple(self.rows().items())
 
     def check(self) -> None:
-        """Raise ``InvariantError`` unless I1 to I6 hold and every counter is what a recount gives."""
+        """Raise ``InvariantError`` unless I1 to I6 hold and every counter equals a recount."""
         invariants.check(self._ledger)

@@ -1,8 +1,8 @@
-"""The life of a group between its lease and its batch: push, occupy, and the ways out.
+"""The life of a group between its lease and its batch: push, occupy, release, drop and quarantine.
 
-A lease number is the fencing token. A request under another number than the current one is refused ``stale_lease``; the
-same request again is a ``duplicate``, the same key with other bytes a ``conflict``; the current number at a moment
-where the request makes no sense is a mistake of the caller and raises.
+The lease number is the fencing token. A request under any other number than the current one is refused with
+``stale_lease``. A repeated request is a ``duplicate``; the same key with other bytes is a ``conflict``. A request under
+the current number that the group's state cannot allow is a bug of the caller and raises.
 """
 
 from staleflow.protocols.consistency.effects import Code, DropWhy, ReleaseWhy, Unsealed
@@ -11,8 +11,8 @@ from staleflow.protocols.consistency.groups import CONSUMED, LEASED, OCCUPIED, P
 from staleflow.protocols.consistency.ids import Step
 from staleflow.protocols.consistency.ledger import STEP_ROWS, Ledger
 
-FORGOTTEN_AT_ONCE = 4
-"""More than one, so that what is kept shrinks while groups come in as fast as they go."""
+MAX_RETIRED_PER_CALL = 4
+"""More than one, so that the number of kept groups shrinks even while groups arrive as fast as they are consumed."""
 
 
 def push(ledger: Ledger, event: Push) -> None:
@@ -45,7 +45,7 @@ def occupy(ledger: Ledger, event: Occupy) -> None:
     if group is None or group.lease != event.lease or group.state is RELEASED:
         return ledger.refuse("occupy", Code.STALE_LEASE, group=event.group, lease=event.lease)
     if group.state is PUSHED:
-        forget(ledger)
+        retire_oldest(ledger)
         return ledger.occupy(group)
     if group.state is LEASED:
         raise ledger.illegal(f"occupy of group {event.group}, which is LEASED: its push is missing", event.group)
@@ -77,7 +77,7 @@ def drop(ledger: Ledger, event: Drop) -> None:
 
 
 def quarantine(ledger: Ledger, event: Quarantine) -> None:
-    """The payload is corrupt: the group leaves, whatever holds it."""
+    """Remove a group whose payload is corrupt, in whatever state it is."""
     group = ledger.groups.get(event.group)
     if group is None and event.group in ledger.retired:
         return ledger.refuse("quarantine", Code.DUPLICATE, group=event.group)
@@ -97,7 +97,7 @@ def _state(group: Group | None) -> str:
 
 
 def unseal(ledger: Ledger, step: Step, why: DropWhy) -> None:
-    """Take back the batch of ``step`` and any later one; their groups are occupied again at their old places."""
+    """Unseal the batch of ``step`` and all later ones. Their groups become occupied again at their old places."""
     ledger.unclaim()
     window = ledger.window
     for later in sorted((s for s, batch in ledger.batches.items() if s >= step and not batch.consumed), reverse=True):
@@ -107,18 +107,21 @@ def unseal(ledger: Ledger, step: Step, why: DropWhy) -> None:
         ledger.out.append(Unsealed(batch=batch.sealed.batch, why=why))
         window.step = later
         for group in batch.groups:
-            ledger.bring_back(group)
+            ledger.reoccupy(group)
             window.enter(group)
 
 
-def forget(ledger: Ledger) -> None:
-    """Retire a few groups of the oldest batch that no rollback can need any more, if there is one. Called as often as
-    a group is occupied, so that what is kept is bounded and a checkpoint holds up nobody."""
+def retire_oldest(ledger: Ledger) -> None:
+    """Retire a few groups of the oldest batch below the oldest checkpoint, if one exists.
+
+    No rollback can need such a batch. The work is spread over the occupations, so that the number of kept groups is
+    bounded and a checkpoint does not stall the ledger.
+    """
     step = next(iter(ledger.batches), None)
     if step is None or step >= ledger.floor:
         return
     batch = ledger.batches[step]
-    few = batch.groups[batch.forgotten : batch.forgotten + FORGOTTEN_AT_ONCE]
+    few = batch.groups[batch.forgotten : batch.forgotten + MAX_RETIRED_PER_CALL]
     for group in few:
         ledger.retire(group.id)
     batch.forgotten += len(few)

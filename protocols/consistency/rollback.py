@@ -1,7 +1,7 @@
-"""A trainer came back from an older checkpoint ``k``: undo what it never saw, keep everything else.
+"""Rollback to an older checkpoint ``k``: undo all steps from ``k`` and keep everything else.
 
-Sealed and consumed groups of steps >= k are occupied again in their old order; what a version > k wrote any of is given
-up; batch k, if it was ever sealed, is sealed again with the same groups in the same order.
+Sealed and consumed groups of steps >= k become occupied again in their old order. Groups with tokens of a version > k
+are given up. Batch k, if it was ever sealed, is sealed again with the same groups in the same order.
 """
 
 from staleflow.protocols.consistency.effects import DropWhy, ReleaseWhy, RolledBack
@@ -12,7 +12,7 @@ from staleflow.protocols.consistency.settle import seal
 
 
 def roll_back(ledger: Ledger, to: Version) -> None:
-    """Go back to version ``to``. The trainer has joined and its term is the current one."""
+    """Go back to version ``to``. The trainer has already joined and its term is the current one."""
     lineage_before = ledger.lineages.current
     lineage = ledger.lineages.fork(to)
     ledger.out.append(
@@ -27,14 +27,16 @@ def roll_back(ledger: Ledger, to: Version) -> None:
     window.clear()
     ledger.newest_sha = ""
     ledger.consumed_batch = BatchId(0)
-    again = replay.groups if replay is not None else ()
+    resealed = replay.groups if replay is not None else ()
     live = {group.lease: group for group in ledger.groups.values() if group.live}
-    for group in again:
+    # Only tokens of versions <= k went into batch k, so its groups survive and are sealed without passing the window.
+    for group in resealed:
         del live[group.lease]
+    # In lease order, because the order of the effects must not depend on the order of the dictionary.
     for lease in sorted(live):
         _judge(ledger, live[lease], to)
-    if again:
-        seal(ledger, again)
+    if resealed:
+        seal(ledger, resealed)
 
 
 def _undo_batches(ledger: Ledger, to: Version) -> None:
@@ -47,11 +49,11 @@ def _undo_batches(ledger: Ledger, to: Version) -> None:
         batch = ledger.batches.pop(step)
         ledger.dirty[STEP_ROWS + step] = None
         for group in batch.groups:
-            ledger.bring_back(group)
+            ledger.reoccupy(group)
 
 
 def _judge(ledger: Ledger, group: Group, to: Version) -> None:
-    """Keep a live group, or give it up when an abandoned version wrote any of it."""
+    """Keep a live group, or give it up if an abandoned version wrote any of its tokens."""
     if max(group.version, group.newest()) <= to:
         ledger.window.enter(group)
     elif group.state is State.OCCUPIED:

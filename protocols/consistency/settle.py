@@ -1,7 +1,7 @@
-"""What follows from any event: spares move up, groups that are overdue or too stale go, a step that is ready is sealed.
+"""Consequences of an event: drop groups that are too stale, promote spares, seal ready steps, act on overdue groups.
 
-Each rule looks at the window only, and the order is fixed: promote, drop what is too stale, seal, overdue. It is run
-until nothing changes; each round seals a step or gives up a group, so it ends.
+Each rule reads the window only, and the order is fixed: drop, promote, seal, overdue. The rules run until nothing
+changes. The loop ends because each round seals a step or gives up a group.
 """
 
 from itertools import islice
@@ -16,7 +16,7 @@ from staleflow.protocols.consistency.limits import OnOverdue
 
 
 def settle(ledger: Ledger, now_ms: int) -> None:
-    """Bring the ledger to rest."""
+    """Apply the rules until nothing changes."""
     window = ledger.window
     while True:
         if ledger.stale_at:
@@ -32,7 +32,7 @@ def settle(ledger: Ledger, now_ms: int) -> None:
 
 
 def seal(ledger: Ledger, groups: tuple[Group, ...]) -> None:
-    """Fix the batch of step s. The groups are out of the window already."""
+    """Fix the batch of step s. The caller has already removed the groups from the window."""
     window = ledger.window
     step = window.step
     ledger.seal(groups, step)
@@ -52,16 +52,16 @@ def seal(ledger: Ledger, groups: tuple[Group, ...]) -> None:
     ledger.batches[step] = Batch(sealed, groups)
     ledger.dirty[STEP_ROWS + step] = None
     ledger.out.append(sealed)
-    for spare in window.late():
+    for spare in window.late_spares():
         if spare.state is OCCUPIED:
             ledger.drop(spare, DropWhy.SURPLUS)
         else:
             ledger.release(spare, ReleaseWhy.SURPLUS)
-    window.rise()
+    window.advance()
 
 
 def _next_members(ledger: Ledger) -> tuple[Group, ...]:
-    """Take the claimed ones in the order of their claims, then the earliest deadlines, out of the window."""
+    """Remove the next batch from the window: claimed groups in the order of their claims, then earliest deadlines."""
     window = ledger.window
     for group in ledger.claims:
         window.leave(group)
@@ -69,7 +69,7 @@ def _next_members(ledger: Ledger) -> tuple[Group, ...]:
 
 
 def _drop_stale(ledger: Ledger) -> None:
-    """Token bound: drop every occupied group whose trainable share at step s is below ``min_trainable``."""
+    """Drop every occupied group whose trainable share at step s is below ``min_trainable`` (token bound)."""
     step = ledger.window.step
     for due in sorted(step_ for step_ in ledger.stale_at if step_ <= step):
         for group in ledger.stale_at.pop(due):
@@ -78,7 +78,7 @@ def _drop_stale(ledger: Ledger) -> None:
 
 
 def _promote(ledger: Ledger) -> None:
-    """Give each occupied spare a counted place: a free one, else that of a leased group that is due no later."""
+    """Give each occupied spare a counted place: a free one, or that of a leased group that is due no later."""
     window = ledger.window
     for deadline in window.deadlines():
         bucket = window.buckets.get(deadline)
@@ -88,13 +88,13 @@ def _promote(ledger: Ledger) -> None:
                 demoted = _replaceable(ledger, deadline)
                 if demoted is None:
                     break
-                ledger.become(demoted, spare=True)
-            ledger.become(spare, spare=False)
+                ledger.set_role(demoted, spare=True)
+            ledger.set_role(spare, spare=False)
             ledger.out.append(Promoted(group=spare.id, demoted=None if demoted is None else demoted.id))
 
 
 def _replaceable(ledger: Ledger, deadline: int) -> Group | None:
-    """The counted leased group that would pin first, of those due no later than ``deadline``."""
+    """Return the counted leased group that would pin first, among those due no later than ``deadline``."""
     for d in ledger.window.deadlines():
         if d > deadline:
             return None
@@ -105,7 +105,7 @@ def _replaceable(ledger: Ledger, deadline: int) -> Group | None:
 
 
 def _overdue(ledger: Ledger, now_ms: int) -> bool:
-    """Act on the groups that pin the step the trainer waits for. True when that gave a place free."""
+    """Act on the groups that pin the step the trainer waits for. Return True if that freed a place."""
     match ledger.limits.on_overdue:
         case OnOverdue.WAIT:
             return False
@@ -127,32 +127,35 @@ def _pinning(ledger: Ledger) -> list[Group]:
 
 
 def _truncate(ledger: Ledger, bucket: Bucket, count: int) -> None:
-    """Tell as many as pin to finish with the tokens they have, each once."""
-    if bucket.told >= count:
+    """Emit ``Truncate`` for each of the ``count`` pinning groups of a bucket, once for each lease."""
+    if bucket.truncating >= count:
         return
     for group in islice(bucket.unfinished(), count):
-        if group.state is LEASED and not group.told:
-            group.told = True
-            bucket.told += 1
+        if group.state is LEASED and not group.truncating:
+            group.truncating = True
+            bucket.truncating += 1
             ledger.out.append(Truncate(group=group.id, lease=group.lease, worker=group.worker))
 
 
 def _retry(ledger: Ledger, now_ms: int) -> bool:
-    """Lease each pinning group of an older version anew at the newest one. A worker that was not heard under its lease
-    gets no other one, whose term would begin anew: that group is dealt to somebody else."""
+    """Re-lease each pinning group of an older version at the newest one.
+
+    A worker that has not renewed under its lease gets no new one, because the new lease would restart its term. The
+    group is released and goes to another worker.
+    """
     newest = ledger.window.version
     acted = False
     for bucket, count in ledger.window.pinning():
         for group in list(islice(bucket.unfinished(), count)):
             if group.version < newest:
-                heard = ledger.leases.heard(group)
+                renewed = ledger.leases.renewed_since_grant(group)
                 ledger.release(group, ReleaseWhy.OVERDUE)
-                if heard:
+                if renewed:
                     ledger.reserve(group.id, group.worker, newest, False, now_ms)
                 acted = True
     return acted
 
 
 def pins(ledger: Ledger) -> tuple[Group, ...]:
-    """The unfinished groups that keep step s from being sealed, earliest deadline first, then newest lease."""
+    """Return the unfinished groups that keep step s from being sealed, earliest deadline first, then newest lease."""
     return tuple(_pinning(ledger))

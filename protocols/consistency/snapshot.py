@@ -1,7 +1,7 @@
 """The ledger as rows for a store: one a group, one a batch, one a page of retired ids, and one of globals.
 
-Rows are flat tuples of integers, strings and booleans, so that any codec keeps them. A row is enough to restore what it
-is about; counters of the window, queues and leases are built again from the rows.
+Rows are flat tuples of integers, strings and booleans, so that any codec preserves them. Each row restores its object
+on its own; the counters of the window, the queues and the leases are rebuilt from the rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,7 +48,8 @@ def rows(ledger: Ledger) -> dict[int, Row]:
 
 
 def _group_row(group: Group) -> Row:
-    """A sealed or consumed group is stored as it was occupied: the row of its batch says the rest, for all at once."""
+    """Return the row of a group. Sealed and consumed groups are stored as occupied; the batch row has the rest."""
+    # Sealing and consuming a batch thereby write one row instead of one for each group.
     state = group.state
     head = (
         int(State.OCCUPIED if state in (State.SEALED, State.CONSUMED) else state),
@@ -85,7 +86,7 @@ def globals_row(ledger: Ledger) -> Row:
         window.step,
         ledger.trainer_term,
         ledger.trainer,
-        *ledger.joined,
+        *ledger.joined_with,
         ledger.first_sha,
         ledger.newest_sha,
         ledger.consumed_batch,
@@ -115,7 +116,7 @@ def versions_in_use(ledger: Ledger) -> tuple[tuple[Lineage, Version], ...]:
 
 
 def restore(ledger: Ledger, stored: Row, rows: Iterable[tuple[int, Iterable[Cell]]], now_ms: int) -> None:
-    """Fill an empty ledger."""
+    """Fill an empty ledger from stored rows."""
     try:
         _restore_globals(ledger, stored)
         groups: list[tuple[int, Sequence[Cell]]] = []
@@ -158,7 +159,7 @@ def _restore_globals(ledger: Ledger, stored: Row) -> None:
         )
     window.version, window.step = Version(_int(stored[4])), Step(_int(stored[5]))
     ledger.trainer_term, ledger.trainer = TrainerTerm(_int(stored[6])), WorkerId(_str(stored[7]))
-    ledger.joined = (Lineage(_int(stored[8])), Version(_int(stored[9])))
+    ledger.joined_with = (Lineage(_int(stored[8])), Version(_int(stored[9])))
     ledger.first_sha, ledger.newest_sha = _str(stored[10]), _str(stored[11])
     ledger.consumed_batch = BatchId(_int(stored[12]))
     ledger.lease_hi, ledger.batch_hi = LeaseId(_int(stored[13])), BatchId(_int(stored[14]))
@@ -174,7 +175,7 @@ def _restore_globals(ledger: Ledger, stored: Row) -> None:
     ledger.lineages.forks = list(zip(forks[::2], forks[1::2], strict=True))
     ledger.checkpoints = [Version(number) for number in numbers[end_forks:end_checkpoints]]
     if not ledger.checkpoints:
-        raise ValueError("there is no checkpoint, not even version 0")
+        raise ValueError("no checkpoint is stored; at least version 0 is required")
     for batch, rank, count in zip(attempts[::3], attempts[1::3], attempts[2::3], strict=True):
         ledger.attempts[BatchId(batch), rank] = count
 
@@ -221,14 +222,14 @@ def _restore_batch(ledger: Ledger, step: int, cells: Sequence[Cell]) -> None:
 
 
 def _rebuild(ledger: Ledger, now_ms: int) -> None:
-    """Window, leases and counters from the groups, oldest lease first."""
+    """Rebuild the window, the leases and the counters from the groups, oldest lease first."""
     for group in sorted(ledger.groups.values(), key=lambda group: group.lease):
         if group.state < State.CONSUMED:
             ledger.counts[group.state] += 1
         if group.state is State.LEASED:
             ledger.leases.grant(group, now_ms)
         if group.state is State.OCCUPIED:
-            ledger.watch(group)
+            ledger.track_staleness(group)
         if group.live:
             ledger.window.enter(group)
         if group.claim != NO_CLAIM:

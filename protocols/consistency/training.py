@@ -1,4 +1,4 @@
-"""The trainer's side: publish, join, claim, deliver, consume, checkpoint. The trainer term fences all but the join."""
+"""Trainer handlers: publish, join, claim, deliver, consume, checkpoint. The trainer term fences all but the join."""
 
 from staleflow.protocols.consistency.effects import (
     CheckpointKept,
@@ -13,11 +13,12 @@ from staleflow.protocols.consistency.events import Checkpointed, Claim, Consume,
 from staleflow.protocols.consistency.groups import Group, State
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
 from staleflow.protocols.consistency.ledger import STEP_ROWS, Ledger
-from staleflow.protocols.consistency.production import forget
+from staleflow.protocols.consistency.production import retire_oldest
 from staleflow.protocols.consistency.rollback import roll_back
 
 MAX_CHECKPOINTS = 16
-"""More are not needed to survive a damaged one, and each commit of the ledger stores their numbers."""
+"""Maximum number of registered checkpoints. More are not needed to survive a damaged one, and each commit of the ledger
+stores their numbers."""
 
 
 def _fenced(ledger: Ledger, op: str, term: TrainerTerm) -> bool:
@@ -46,11 +47,13 @@ def publish(ledger: Ledger, event: Publish) -> None:
 
 def join(ledger: Ledger, event: Join) -> None:
     newest = ledger.window.version
-    held = (event.lineage, event.version)
+    origin = (event.lineage, event.version)
     now = max(newest, Version(0))
-    if event.version == now and event.trainer == ledger.trainer and held == ledger.joined:
+    # A repeat of the last join (its reply was lost) must not fence its own trainer. Once a newer version is published,
+    # the same join is a rollback.
+    if event.version == now and event.trainer == ledger.trainer and origin == ledger.joined_with:
         return ledger.refuse("join", Code.DUPLICATE, f"trainer term {ledger.trainer_term}", worker=event.trainer)
-    if not ledger.floor <= event.version <= now or not ledger.lineages.survives(*held):
+    if not ledger.floor <= event.version <= now or not ledger.lineages.survives(*origin):
         detail = (
             f"version {event.version} of lineage {event.lineage}; the oldest checkpoint is {ledger.floor}, the newest "
             f"version {now}"
@@ -58,7 +61,7 @@ def join(ledger: Ledger, event: Join) -> None:
         return ledger.refuse("join", Code.BAD_VERSION, detail, worker=event.trainer)
     ledger.trainer = event.trainer
     ledger.trainer_term = TrainerTerm(ledger.trainer_term + 1)
-    ledger.joined = held
+    ledger.joined_with = origin
     ledger.out.append(
         Joined(trainer=event.trainer, trainer_term=ledger.trainer_term, lineage=event.lineage, version=event.version)
     )
@@ -90,7 +93,7 @@ def claim(ledger: Ledger, event: Claim) -> None:
 
 
 def claimable(ledger: Ledger) -> Group | None:
-    """The occupied group that a streaming trainer may take now."""
+    """Return the occupied group that a streaming trainer may claim now."""
     group = ledger.window.first() if ledger.window.ahead <= 1 else None
     if group is None or not ledger.window.may_claim(group.deadline):
         return None
@@ -157,7 +160,7 @@ def checkpointed(ledger: Ledger, event: Checkpointed) -> None:
     if checkpoints == ledger.checkpoints:
         return ledger.refuse("checkpoint", Code.DUPLICATE)
     ledger.checkpoints = checkpoints
-    forget(ledger)
+    retire_oldest(ledger)
     lineage = ledger.lineages.of(ledger.floor)
     ledger.out.append(CheckpointKept(lineage=lineage, version=ledger.floor, trainer_term=event.trainer_term))
     return None

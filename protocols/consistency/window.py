@@ -1,10 +1,11 @@
 """Admission and batch formation under the staleness bound.
 
-A group of version v may be consumed by steps v .. v + max_staleness. Jobs with deadlines, one batch a step: Hall's
-condition says who may start, earliest-deadline-first says who trains next. Counters per deadline, nothing per entry.
-Under the token bound nothing has a deadline: one bucket, a volume, and first occupied first trained.
+A group of version v may be consumed by steps v .. v + max_staleness. Groups are unit jobs with deadlines and each step
+takes one batch, so Hall's condition decides admission and earliest-deadline-first (EDF) forms the next batch. The
+window keeps counters per deadline. Under the token bound groups have no deadline: there is one bucket with a volume,
+and groups are trained in the order of their occupation.
 
-Rules of this file: no clock, no randomness, no IO, no log. It is the only place that knows ``s`` and ``v``.
+No clock, randomness, IO or log in this module. Only this module maintains ``s`` and ``v``.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from staleflow.protocols.consistency.limits import Bound, Limits
 
 
 class Window:
-    """The steps that may still be filled, and what fills them."""
+    """The steps that may still be filled, and the live groups that fill them."""
 
     __slots__ = (
         "batch_size",
@@ -48,7 +49,7 @@ class Window:
     def clear(self) -> None:
         self.buckets: dict[int, Bucket] = {}
         self.counted = 0
-        """Counted live groups but the claimed ones."""
+        """Number of counted live groups that are not claimed."""
         self.occupied = 0
         self.claimed = 0
         self.num_spares = 0
@@ -56,7 +57,7 @@ class Window:
 
     @property
     def ahead(self) -> int:
-        """Steps sealed and not consumed; 0: the trainer waits."""
+        """Number of steps that are sealed and not consumed; 0 means that the trainer waits."""
         return self.step - self.version
 
     # --- rules ---------------------------------------------------------------------------------------------------
@@ -65,11 +66,14 @@ class Window:
         return 0 if self.token_bound else version + self.max_staleness
 
     def deadlines(self) -> range:
-        """Every deadline that a live group can have, ascending."""
+        """Return every deadline that a live group can have, ascending."""
         return range(1) if self.token_bound else range(self.step, self.version + self.max_staleness + 1)
 
     def slack(self, deadline: int) -> int:
-        """How many more groups of ``deadline`` may be counted: for every d >= deadline, N(d) + 1 <= B(d - s + 1)."""
+        """Return how many more groups of ``deadline`` may be counted.
+
+        One more fits if N(d) + 1 <= B(d - s + 1) for every d >= deadline, where N(d) groups are due by d.
+        """
         if self.token_bound:
             return max(0, self._volume() - self.counted - self.claimed)
         if deadline < self.step:
@@ -85,20 +89,26 @@ class Window:
         return least if least > 0 else 0
 
     def spare_slack(self, deadline: int) -> int:
-        """How many more spares of ``deadline`` may be leased."""
+        """Return how many more spares of ``deadline`` may be leased."""
         if self.overfull() or (deadline < self.step and not self.token_bound):
             return 0
         return max(0, self.max_spares - self.num_spares)
 
     def overfull(self) -> bool:
-        """Token bound: a rollback or quarantine returned more than the volume; nothing is leased until that is used."""
+        """Return True if a rollback or quarantine returned more groups than the volume (token bound).
+
+        Nothing is leased until the excess is consumed.
+        """
         return self.token_bound and self.counted + self.claimed > self._volume()
 
     def _volume(self) -> int:
         return self.batch_size * (self.version + self.max_staleness - self.step + 1)
 
     def may_claim(self, deadline: int) -> bool:
-        """Taking one of ``deadline`` now leaves N(d) <= B(d - s + 1) - c for every d, c counting it."""
+        """Return True if claiming a group of ``deadline`` keeps N(d) <= B(d - s + 1) - c for every d.
+
+        c is the number of claims, including the new one.
+        """
         if self.token_bound:
             return True
         total, room = self.claimed, 0
@@ -112,14 +122,14 @@ class Window:
         return True
 
     def ready(self) -> bool:
-        """True when B are occupied and what remains without them keeps Hall's condition at s + 1."""
+        """Return True if B groups are occupied and the rest, without them, meets Hall's condition at s + 1."""
         seats = self.batch_size - self.claimed
         if self.occupied < seats:
             return False
         return self.token_bound or all(excess <= 0 for _, excess in self._excess(seats))
 
     def _excess(self, seats: int) -> Iterator[tuple[int, int]]:
-        """For each deadline, by how much what remains after the batch passes B(d - s)."""
+        """Yield each deadline d and the excess of the groups due by d, after the batch is taken, over B(d - s)."""
         total = occupied = room = 0
         for d in range(self.step, self.version + self.max_staleness + 1):
             bucket = self.buckets.get(d)
@@ -130,7 +140,10 @@ class Window:
             room += self.batch_size
 
     def pinning(self) -> list[tuple[Bucket, int]]:
-        """How many unfinished groups of which bucket pin step s, earliest deadline first. Empty when it is starved."""
+        """Return (bucket, number of its unfinished groups that pin step s), earliest deadline first.
+
+        Empty if step s is starved.
+        """
         seats = self.batch_size - self.claimed
         if self.token_bound or self.occupied < seats:
             return []
@@ -149,7 +162,7 @@ class Window:
         return [(self.buckets[d], count) for d, count in taken.items() if count]
 
     def first(self) -> Group | None:
-        """The next counted group in EDF order that is not claimed."""
+        """Return the next unclaimed counted group in EDF order."""
         for d in self.deadlines():
             bucket = self.buckets.get(d)
             if bucket is not None and bucket.occupied:
@@ -159,7 +172,7 @@ class Window:
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 
     def enter(self, group: Group) -> None:
-        """Take in a live group as what it is: leased, pushed, occupied or claimed; counted or spare."""
+        """Add a live group according to its state (leased, pushed, occupied), claim and role (counted or spare)."""
         bucket = self.buckets.get(group.deadline)
         if bucket is None:
             bucket = self.buckets[group.deadline] = Bucket()
@@ -179,7 +192,7 @@ class Window:
                 bucket.list_open(group)
 
     def leave(self, group: Group) -> None:
-        """Let go of a group; called before its state, role or claim changes."""
+        """Remove a group. Call it before the group's state, role or claim changes: they select the counters."""
         bucket = self.buckets[group.deadline]
         if group.spare:
             del bucket.spares[group.id]
@@ -191,18 +204,18 @@ class Window:
             self._count(bucket, group, -1)
 
     def pushed(self, group: Group) -> None:
-        """A leased group is pushed now; called before its state changes."""
+        """Count a leased group as pushed. Call it before the group's state changes."""
         if not group.spare:
             bucket = self.buckets[group.deadline]
             bucket.leased -= 1
             bucket.pushed += 1
-            bucket.told -= group.told
+            bucket.truncating -= group.truncating
 
     def _count(self, bucket: Bucket, group: Group, by: int) -> None:
         self.counted += by
         if group.state is LEASED:
             bucket.leased += by
-            bucket.told += by * group.told
+            bucket.truncating += by * group.truncating
         elif group.state is PUSHED:
             bucket.pushed += by
         else:
@@ -210,7 +223,7 @@ class Window:
             self.occupied += by
 
     def take_earliest(self, count: int) -> list[Group]:
-        """Let go of the first ``count`` counted groups in EDF order that are not claimed."""
+        """Remove and return the first ``count`` unclaimed counted groups in EDF order."""
         taken: list[Group] = []
         for d in self.deadlines():
             bucket = self.buckets.get(d)
@@ -223,17 +236,17 @@ class Window:
         return taken
 
     def take_first(self, group: Group) -> None:
-        """Let go of the group that ``first`` named."""
+        """Remove the group that ``first`` returned."""
         heappop(self.buckets[group.deadline].queue)
         self.leave(group)
 
-    def late(self) -> list[Group]:
-        """Spares that only step s could have trained, oldest lease first."""
+    def late_spares(self) -> list[Group]:
+        """Return the spares that only step s could have trained, oldest lease first."""
         bucket = None if self.token_bound else self.buckets.get(self.step)
         return sorted(bucket.spares.values(), key=by_lease) if bucket is not None else []
 
-    def rise(self) -> None:
-        """Step s is sealed and nothing is left that only it could have trained: s + 1 is next."""
+    def advance(self) -> None:
+        """Make s + 1 the next step, after step s is sealed and no group that is due by s is left."""
         if not self.token_bound:
             self.buckets.pop(self.step, None)
         self.step = Step(self.step + 1)

@@ -1,1 +1,4 @@
-"""Who does what next: pure functions of a snapshot. No clock, no randomness, no IO; the ledger has the last word."""
+"""Coordination strategies: pure functions from a snapshot to orders.
+
+No clock, no randomness, no IO. The ledger checks every order and may refuse it.
+"""

@@ -1,20 +1,20 @@
-"""How many of the groups that the bound admits are started.
+"""Admission: the number of groups to start, out of those that the bound admits.
 
-A group that is begun before it is needed waits at the end, and is old when it is trained. Under the trajectory bound it
-also has its deadline from the version that it begins with: a lease given out early shortens the time that the longest
-group of its version may take. ``just_in_time`` therefore leaves room unused: only so many groups are started that
-``lead`` batches are live (token bound: under way, or wait for their step).
+A group that starts before it is needed waits after it is finished, and is old when it is trained. Under the trajectory
+bound its deadline also follows from the version it starts with, so an early lease shortens the time that the longest
+group of its version may take. ``just_in_time`` therefore leaves room unused: it starts groups only until ``lead``
+batches are live (token bound: in progress, or waiting for their step).
 
-``lead`` follows from what was seen (``Pace``): as many groups as are under way on average, half a batch that gathers
-for the next step, and a margin that grows when the trainer starves and shrinks when it does not.
+``lead`` is derived from measurements (``Pace``). It is the average number of groups in progress, plus half a batch that
+gathers for the next step, plus a margin that grows while the trainer starves and shrinks while it does not.
 
-Under the trajectory bound a trainer that waits gets everything that the bound admits, at the newest version: its slow
-step begins with all of it. When long groups pin its steps, ``lead`` is nothing: while a sealed batch is there every
-start is better one version later, unless engines could not take at once what has gathered by then; while none is
-there, everything that the bound admits is started.
+Under the trajectory bound a waiting trainer gets everything that the bound admits, at the newest version, so that its
+slow step starts with all of it. When long groups pin its steps, ``lead`` is 0. In that case, while a sealed batch
+exists, every start is better one version later, unless the engines could not take the gathered groups at once. While no
+sealed batch exists, everything that the bound admits is started.
 
-The rule is this project's; StaleFlow (2601.12784) fills every entry that its buffers have. docs/consistency.md has the
-bounds of both.
+The rule is this project's; StaleFlow (2601.12784) fills every entry of its buffers. docs/consistency.md has the bounds
+of both.
 """
 
 import math
@@ -26,38 +26,38 @@ from staleflow.protocols.coordination.view import Snapshot
 
 Admission = Literal["fill", "just_in_time"]
 
-MEMORY = 0.8
-"""Weight of what was before at each step: the last five steps or so decide."""
-PINNED = 0.05
-"""Share of time pinned above which the longest groups are what limits the run."""
-STARVED = 0.01
-"""Share of time starved that is put up with."""
-ROUNDS = 2.0
-"""More room than so many times the places that engines have free is not left to gather: it would start too late."""
-GATHERS = 0.5
-"""Batches: on average so much of the next one is there and waits for the rest."""
-GAIN = 1.0
-"""Batches that the margin grows by for each share of a step that starved beyond that. It integrates: in the long run
-the share of time starved is ``STARVED``, or the margin is at one of its ends."""
+HISTORY_WEIGHT = 0.8
+"""Weight of the earlier sums at each step: about the last five steps count."""
+MAX_PINNED_SHARE = 0.05
+"""Share of time pinned above which the longest groups limit the run."""
+STARVED_SHARE = 0.01
+"""Accepted share of time starved: the set point of the margin."""
+MAX_GATHERED_ROUNDS = 2.0
+"""Largest room left to gather, as a multiple of the free places of the engines. More would start too late."""
+GATHERING_BATCHES = 0.5
+"""Average part of the next batch that is occupied and waits for the rest."""
+MARGIN_GAIN = 1.0
+"""Batches by which the margin grows for each share of a step starved above ``STARVED_SHARE``. It integrates: in the
+long run the share of time starved is ``STARVED_SHARE``, or the margin is at one of its limits."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """From one published version to the next."""
+    """Measurements between one published version and the next."""
 
     seconds: float
     pinned_s: float
-    """The trainer waited, with enough groups occupied: some unfinished ones had to be in its batch."""
+    """Seconds that the trainer waited with enough groups occupied, because unfinished ones had to be in its batch."""
     starved_s: float
-    """The trainer waited for more groups."""
+    """Seconds that the trainer waited because too few groups were occupied."""
     under_way: float
-    """Batches of groups that were leased or in stages, on average."""
+    """Average number of groups that were leased or in stages, in batches."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What ``just_in_time`` remembers. Sums over the last steps, each weighing less than the one after it."""
+    """State of ``just_in_time``: decaying sums over the last steps."""
 
     lead: float
-    """Batches of groups to be live."""
+    """Target number of live groups, in batches."""
     margin: float = 0.0
     seconds: float = 0.0
     pinned_s: float = 0.0
@@ -67,17 +67,19 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def paced(pace: Pace, step: Step, most: float) -> Pace:
-    """The pace after another step. ``most``: batches that the bound lets live at once."""
-    seconds = MEMORY * pace.seconds + step.seconds
-    pinned_s = MEMORY * pace.pinned_s + step.pinned_s
-    starved_s = MEMORY * pace.starved_s + step.starved_s
-    under_way_s = MEMORY * pace.under_way_s + step.under_way * step.seconds
-    if pinned_s > PINNED * seconds:
+    """Return the pace after another step. ``most`` is the number of batches that the bound allows to be live."""
+    seconds = HISTORY_WEIGHT * pace.seconds + step.seconds
+    pinned_s = HISTORY_WEIGHT * pace.pinned_s + step.pinned_s
+    starved_s = HISTORY_WEIGHT * pace.starved_s + step.starved_s
+    under_way_s = HISTORY_WEIGHT * pace.under_way_s + step.under_way * step.seconds
+    if pinned_s > MAX_PINNED_SHARE * seconds:
         margin, lead = pace.margin, 0.0
     else:
-        margin = min(most, max(0.0, pace.margin + GAIN * (step.starved_s / step.seconds - STARVED)))
-        fed_s = max(seconds - starved_s, 1e-9)  # at full speed as many more would be under way
-        lead = min(most, under_way_s / fed_s + GATHERS + margin)
+        starved_excess = step.starved_s / step.seconds - STARVED_SHARE
+        margin = min(most, max(0.0, pace.margin + MARGIN_GAIN * starved_excess))
+        # Divide by the time that was not starved: without starvation the same groups would fill only that time.
+        fed_s = max(seconds - starved_s, 1e-9)
+        lead = min(most, under_way_s / fed_s + GATHERING_BATCHES + margin)
     return Pace(
         lead=lead,
         margin=margin,
@@ -89,8 +91,8 @@ def paced(pace: Pace, step: Step, most: float) -> Pace:
 
 
 def admitted(snapshot: Snapshot, admission: Admission) -> Snapshot:
-    """The snapshot with no more groups to start than ``admission`` lets in."""
-    if admission == "fill" or not snapshot.next or _all_of_it(snapshot):
+    """Return the snapshot with ``next`` cut to the groups that ``admission`` allows to start."""
+    if admission == "fill" or not snapshot.next or _admits_all(snapshot):
         return snapshot
     live = snapshot.leased + snapshot.pushed + snapshot.occupied - snapshot.spares
     if snapshot.token_bound:
@@ -101,16 +103,16 @@ def admitted(snapshot: Snapshot, admission: Admission) -> Snapshot:
     return msgspec.structs.replace(snapshot, next=snapshot.next[:few])
 
 
-def _all_of_it(snapshot: Snapshot) -> bool:
-    """Trajectory bound: whether this is the moment for everything that the bound admits."""
+def _admits_all(snapshot: Snapshot) -> bool:
+    """Return True if now is the time to start everything that the bound admits (trajectory bound only)."""
     if snapshot.token_bound:
         return False
-    gathered = not snapshot.sealed or max(snapshot.room.values()) > ROUNDS * places(snapshot)
+    gathered = not snapshot.sealed or max(snapshot.room.values()) > MAX_GATHERED_ROUNDS * places(snapshot)
     return snapshot.waits or (not snapshot.lead and gathered)
 
 
 def places(snapshot: Snapshot) -> int:
-    """Groups that engines could decode at once beyond those that they have."""
+    """Return the number of groups that engines could decode in addition to those they have."""
     started = snapshot.group_size
     return sum(
         max(0, (i.slots // started if i.slots else i.capacity) - i.held) for i in snapshot.instances if not i.on_hold

@@ -1,4 +1,4 @@
-"""Instances that the next groups could go to."""
+"""Selection of the instances that could start the next groups."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,10 @@ from staleflow.protocols.coordination.view import Instance, Snapshot, Start
 
 
 def candidates(snapshot: Snapshot) -> list[Instance]:
-    """Instances that are not on hold, with a place free and room at the version that they would start with: the loaded
-    one, or the newest once it is loaded."""
+    """Return the instances that are not on hold, have a free place, and have room at their starting version.
+
+    The starting version is the loaded one, or the newest one if the instance is about to load it.
+    """
     room, newest = snapshot.room, snapshot.version
     return [
         i
@@ -20,17 +22,23 @@ def candidates(snapshot: Snapshot) -> list[Instance]:
 
 
 def loads(instance: Instance) -> bool:
-    """It starts nothing before it has the newest weights. One that cannot get them goes on with those it has."""
+    """Return True if the instance must load the newest weights before it starts groups.
+
+    An instance that cannot load them continues with the weights it has.
+    """
     return instance.behind and not instance.stuck
 
 
 def starts_with(instance: Instance, snapshot: Snapshot) -> Version:
-    """The version of the groups that a candidate would start."""
+    """Return the version of the groups that a candidate would start."""
     return snapshot.version if loads(instance) else instance.version
 
 
 def dealt(snapshot: Snapshot, instances: Sequence[Instance], given: Sequence[int]) -> list[Start]:
-    """The next groups in order, the first instance's share first. Shares of those that load wait for them."""
+    """Deal the next groups in order, the first instance's share first.
+
+    ``given`` is the number of groups of each instance. The share of an instance that is loading waits for it.
+    """
     orders: list[Start] = []
     first = 0
     for instance, count in zip(instances, given, strict=True):

@@ -1,7 +1,7 @@
-"""Which prompts share a step: the order of a block of prompts that was drawn ahead.
+"""Composition of steps: the order of a block of prompts that was drawn ahead.
 
-Under a strict trajectory bound a step is as slow as its longest group. A batch of independent draws nearly always holds
-a very long one; prompts in order of expected length let the long ones meet in few steps.
+Under a strict trajectory bound a step is as slow as its longest group. A batch of independent draws nearly always
+contains a very long group. Sorting the prompts by expected length concentrates the long groups in few steps.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 
 def clustered(lengths: Sequence[float] | NDArray[np.float64], *, longest_first: bool) -> list[int]:
-    """Positions of a block in order of expected length; those without one (0) keep their place, equal ones their order.
+    """Return the positions of a block in order of expected length.
 
-    Whoever deals a whole block before the next one starves nobody and prefers no length. Blocks that alternate between
-    longest first and shortest first put the long groups of two blocks side by side, where they wait for each other.
+    Prompts without an expected length (0) keep their place, and equal lengths keep their order. Dealing each block
+    completely before the next one starves no prompt and prefers no length. Blocks that alternate between longest first
+    and shortest first put the long groups of two blocks side by side, so that they wait for each other.
     """
-    given = np.asarray(lengths, dtype=np.float64)
-    order = np.arange(len(given))
-    known = order[given > 0]
-    order[known] = known[np.argsort(-given[known] if longest_first else given[known], kind="stable")]
+    expected = np.asarray(lengths, dtype=np.float64)
+    order = np.arange(len(expected))
+    ranked = order[expected > 0]
+    order[ranked] = ranked[np.argsort(-expected[ranked] if longest_first else expected[ranked], kind="stable")]
     return order.tolist()

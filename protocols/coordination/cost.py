@@ -1,12 +1,12 @@
-"""Routing by the cost model: every group where it adds most tokens a second.
+"""Routing by the cost model: each group goes where it adds most tokens a second.
 
-StaleFlow (2601.12784, rollout coordination) routes waiting trajectories, oldest version first, each to where the
-modelled throughput rises most, as long as that is at least a share of what it would rise by on an idle engine. StreamRL
-(2504.15930, skewness-aware dispatch) adds that long samples want small batches, and that the longest goes first.
+StaleFlow (2601.12784, rollout coordination) routes waiting trajectories, oldest version first, each to the engine whose
+modelled throughput rises most, provided the rise is at least a share of the rise on an idle engine. StreamRL
+(2504.15930, skewness-aware dispatch) adds that long samples need small batches, and that the longest goes first.
 
-Here trajectories that have a version never wait in the scheduler, so there is one level, of groups to begin. How many
-groups each instance takes is decided with groups of typical length; then the longest come first, to where there is most
-to gain.
+In this project trajectories that have a version never wait in the scheduler, so there is a single level: groups to
+start. The first pass decides the number of groups of each instance with groups of typical length. The second pass deals
+the groups, longest first, each to the instance with the largest gain.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,19 @@ from staleflow.protocols.coordination.candidates import candidates, loads, start
 from staleflow.protocols.coordination.view import Cost, Instance, Next, Snapshot, Start
 
 UNKNOWN = Cost(k1=0.0, k2=0.0, k3=1.0, k4=64.0)
-"""Stands for an instance that nothing is known of, when nothing is known of any: the fewer samples, the more to gain.
-Its unit is no second, so nothing is held back by it."""
-SPREAD = 0.2
-"""Share of its gain that an instance with the mean number of samples is taken for less than an idle one. Fits of equal
-engines differ by some percent: that alone should not heap groups on one of them."""
+"""Placeholder while no instance has a fitted cost: the fewer samples an instance has, the larger its gain. Its unit is
+not seconds, so ``min_gain`` is not applied with it."""
+LOAD_PENALTY = 0.2
+"""Share of the gain that is deducted for an instance with the mean number of samples, relative to an idle one. Fits of
+equal engines differ by some percent, which alone must not concentrate groups on one of them."""
 
 
 def cost_model(snapshot: Snapshot, min_gain: float) -> list[Start]:
-    """The next groups, longest first, each where throughput rises most; none where it rises by less than ``min_gain``
-    of what it would on the same instance idle."""
+    """Start the next groups, longest first, each where throughput rises most.
+
+    An instance gets no group if its throughput would rise by less than ``min_gain`` of the rise on the same instance
+    when idle.
+    """
     instances = candidates(snapshot)
     if not instances:
         return []
@@ -38,36 +41,36 @@ def cost_model(snapshot: Snapshot, min_gain: float) -> list[Start]:
 
 
 def typical_length(groups: Sequence[Next]) -> float:
-    """Mean of the expected lengths; 0.0 when none is known."""
-    known = [item.length for item in groups if item.length > 0]
-    return sum(known) / len(known) if known else 0.0
+    """Return the mean of the expected lengths; 0.0 if none is known."""
+    lengths = [item.length for item in groups if item.length > 0]
+    return sum(lengths) / len(lengths) if lengths else 0.0
 
 
 def usual_cost(instances: Sequence[Instance]) -> Cost | None:
-    """The mean of what is fitted, for those that it is not fitted for yet; None when it is for nobody."""
-    known = [i.cost for i in instances if i.cost is not None]
-    if not known:
+    """Return the mean of the fitted costs, for instances without one; None if no instance has a fitted cost."""
+    fitted = [i.cost for i in instances if i.cost is not None]
+    if not fitted:
         return None
-    n = len(known)
+    n = len(fitted)
     return Cost(
-        k1=sum(cost.k1 for cost in known) / n,
-        k2=sum(cost.k2 for cost in known) / n,
-        k3=sum(cost.k3 for cost in known) / n,
-        k4=sum(cost.k4 for cost in known) / n,
+        k1=sum(cost.k1 for cost in fitted) / n,
+        k2=sum(cost.k2 for cost in fitted) / n,
+        k3=sum(cost.k3 for cost in fitted) / n,
+        k4=sum(cost.k4 for cost in fitted) / n,
     )
 
 
 def samples_of(instance: Instance, group_size: int) -> int:
-    """Samples that an instance has, those among them that it has not reported yet."""
-    known = instance.running + instance.waiting + (instance.ordered + instance.coming) * group_size
-    return min(known, instance.held * group_size)
+    """Return the number of samples that an instance has, including those it has not reported yet."""
+    samples = instance.running + instance.waiting + (instance.ordered + instance.coming) * group_size
+    return min(samples, instance.held * group_size)
 
 
 class Fleet:
-    """The instances that could start groups, as they will be with what they are given."""
+    """The candidate instances, with the groups assigned to them in this cycle."""
 
     def __init__(self, snapshot: Snapshot, instances: list[Instance], usual: Cost) -> None:
-        """``usual``: the cost of those that have none."""
+        """Start without assigned groups. ``usual`` is the cost of the instances that have no fitted one."""
         self._snapshot = snapshot
         self._instances = instances
         self._group_size = snapshot.group_size
@@ -75,17 +78,17 @@ class Fleet:
         self._costs = [i.cost or usual for i in instances]
         samples = [samples_of(i, self._group_size) for i in instances]
         self._mean = (sum(samples) + self._group_size * len(snapshot.next)) / len(instances)
-        self._begin(samples)
+        self._reset(samples)
 
-    def _begin(self, samples: list[int]) -> None:
-        """Nothing is given yet. What is not in the cache yet will be half as long as it is to become, on average."""
+    def _reset(self, samples: list[int]) -> None:
+        # A sample that is not in the cache yet has, over its life, half of its final length in it on average.
         half = self._typical / 2
         self._given = [0] * len(self._instances)
         self._samples = samples
         self._kv = [i.kv_tokens + max(n - i.running, 0) * half for i, n in zip(self._instances, samples, strict=True)]
 
     def gain(self, position: int) -> float:
-        """Tokens a second more if an instance had one group of typical length more."""
+        """Return the tokens a second that an instance gains with one more group of typical length."""
         instance, samples, kv = self._instances[position], self._samples[position], self._kv[position]
         after = samples + self._group_size
         before = samples
@@ -94,15 +97,18 @@ class Fleet:
         cost = self._costs[position]
         more = (after - before) * self._typical / 2
         rises = cost.rate(after, kv + more) - cost.rate(before, kv)
-        return rises * (1.0 - SPREAD * samples / self._mean)
+        return rises * (1.0 - LOAD_PENALTY * samples / self._mean)
 
     def _ideal(self, position: int) -> float:
-        """The same were the instance idle."""
+        """Return the gain of the same group if the instance were idle."""
         n = min(self._group_size, self._instances[position].slots or self._group_size)
         return self._costs[position].rate(n, n * self._typical / 2)
 
     def _has_place(self, position: int) -> bool:
-        """For one more group, and cache for all of it; an idle instance takes any."""
+        """Return True if one more group has a place and the cache has room for all of it.
+
+        An idle instance takes any group.
+        """
         instance = self._instances[position]
         if self._given[position] >= instance.free:
             return False
@@ -111,14 +117,14 @@ class Fleet:
         return self._kv[position] + self._group_size * self._typical <= instance.kv_capacity
 
     def _give(self, position: int, length: float) -> tuple[float, int]:
-        """One group more; what the next one would gain there, as the heaps keep it."""
+        """Assign one more group. Return the heap entry with the gain of the next group on this instance."""
         self._given[position] += 1
         self._samples[position] += self._group_size
         self._kv[position] += self._group_size * length / 2
         return -self.gain(position), position
 
     def fill(self, min_gain: float) -> list[int]:
-        """How many groups of typical length each instance gets."""
+        """Return the number of groups of typical length that each instance gets."""
         snapshot = self._snapshot
         heap = [(-self.gain(position), position) for position in range(len(self._instances))]
         heapify(heap)
@@ -135,7 +141,7 @@ class Fleet:
         return list(self._given)
 
     def deal(self, groups: Sequence[Next], shares: Sequence[int]) -> list[Start]:
-        """``groups`` to those that have a share of them; longest first, each where there is most to gain."""
+        """Deal ``groups`` to the instances with a share, longest first, each where the gain is largest."""
         instances = self._instances
         chosen = [position for position, share in enumerate(shares) if share]
         same = len({instances[position].version for position in chosen}) == 1
@@ -147,9 +153,10 @@ class Fleet:
         for item in sorted(groups, key=lambda item: -(item.length or self._typical)):
             position = heap[0][1]
             dealt[position].append(item.group)
-            again = self._give(position, item.length or self._typical)
+            entry = self._give(position, item.length or self._typical)
+            # With different versions each share was checked against the room of its version, so it must be kept.
             if self._given[position] < (instances[position].free if same else shares[position]):
-                heapreplace(heap, again)
+                heapreplace(heap, entry)
             else:
                 heappop(heap)
         return [
@@ -159,7 +166,7 @@ class Fleet:
         ]
 
     def _take_back(self, position: int) -> None:
-        """As if it had been given nothing."""
+        """Undo the assignments of ``fill`` for one instance."""
         given, self._given[position] = self._given[position], 0
         self._samples[position] -= given * self._group_size
         self._kv[position] -= given * self._group_size * self._typical / 2

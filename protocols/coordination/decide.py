@@ -1,4 +1,4 @@
-"""One cycle: snapshot in, orders out. Pure, so it runs unchanged in the simulator."""
+"""One coordination cycle: a snapshot in, orders out. Pure, so that it runs unchanged in the simulator."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ from staleflow.protocols.coordination.view import Order, Snapshot
 
 
 class Strategies(msgspec.Struct, frozen=True, kw_only=True):
-    """The chosen strategies and their settings: ``[coordination]`` of the configuration, as far as ``decide`` goes."""
+    """The chosen strategies and their settings: the keys of ``[coordination]`` that ``decide`` uses."""
 
     routing: Routing
     min_gain: float
@@ -22,9 +22,10 @@ class Strategies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decide(snapshot: Snapshot, strategies: Strategies) -> list[Order]:
-    """What to do now, in order: who loads weights, who starts groups, which groups go on elsewhere.
+    """Return the orders of one cycle, in order: loads of weights, starts of groups, moves of groups.
 
-    An instance that is behind starts nothing: it loads, or is told to once it has little enough left to write.
+    An instance that is behind starts nothing. It loads the newest weights, or is ordered to once few enough of its
+    samples are left.
     """
     loads = load(snapshot, strategies.sync, strategies.sync_threshold)
     starts = route(admitted(snapshot, strategies.admission), strategies.routing, strategies.min_gain)

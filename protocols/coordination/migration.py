@@ -1,13 +1,13 @@
-"""Which groups go on elsewhere, with the tokens that they have.
+"""Migration: groups that continue on another instance, with the tokens they have.
 
-StaleFlow (2601.12784) re-balances by interrupting trajectories on the instance that is worst off and routing them anew
-when an instance starves or the throughput of two differs by more than a threshold; its released code interrupts a whole
-instance. Here single groups move: few a cycle, none that moved or began a moment ago, none that has nearly ended, those
-that pin the trainer's step first, each to the instance where its samples are written fastest.
+StaleFlow (2601.12784) rebalances when an instance starves or the throughput of two instances differs by more than a
+threshold: it interrupts trajectories on the most loaded instance and reroutes them. Its released code interrupts a
+whole instance. This module moves single groups: few a cycle, none that moved or started recently, none that is nearly
+finished, groups that pin the trainer's step first, each to the instance that decodes its samples fastest.
 
-A group goes only where its newest version or a newer one is loaded: a sample's versions never fall. And only where it
-would be written at once: nothing is crowded out there, and there are slots and KV cache for all of it. So no two
-instances exchange groups in a cycle, however much is waiting.
+A target must have the group's newest version or a newer one loaded, because the versions of a sample never decrease. It
+must also be able to decode the group at once: no samples crowded out, and slots and KV cache for the whole group. Two
+instances therefore never exchange groups in one cycle, however many samples wait.
 """
 
 from collections import Counter
@@ -21,42 +21,42 @@ from staleflow.protocols.coordination.view import Flight, Instance, Move, Snapsh
 Migration = Literal["none", "idle", "throughput"]
 
 MAX_MOVES = 8
-"""Orders of one cycle."""
+"""Maximum number of moves in one cycle."""
 MAX_ENDS = 16
-"""Instances that groups leave, and that they go to, in one cycle: those where it matters most. With a thousand of them
-the others wait for the next one."""
+"""Maximum number of sources, and of targets, in one cycle. The most important ones are chosen; with a thousand
+instances the others wait for the next cycle."""
 MIN_AGE_MS = 5_000
-"""Younger leases stay. A move is a new lease, so no group moves twice in that time, and reports have caught up with the
-move before."""
+"""Minimum age of a lease that moves. A move is a new lease, so no group moves twice within this time, and reports have
+caught up with the previous move."""
 FULL_KV = 0.95
-"""Share of the KV cache in use above which nothing more begins."""
+"""Share of the KV cache in use above which an instance starts no more samples."""
 MIN_GAP = 1.05
-"""What is known of equal instances differs by some percent: a smaller gap than this is none."""
+"""Smallest effective gap: estimates of equal instances differ by some percent."""
 MIN_LEFT_S = 2.0
-"""A group that is expected to end sooner stays: moving costs reading its tokens in again."""
+"""Minimum expected remaining seconds of a group that moves, because the target must prefill its tokens again."""
 
 
 def none(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Move]:
-    """Every group ends where it began."""
+    """Move nothing."""
     return []
 
 
 def idle(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Move]:
-    """From instances whose samples wait for a slot to those that have nothing to do."""
+    """Move groups from instances whose samples wait for a slot to idle instances."""
     targets = [i for i in _open(snapshot, given) if not (i.held or i.running or i.waiting)]
     return _moves(snapshot, targets, lambda targets: [])
 
 
 def throughput(snapshot: Snapshot, gap: float, given: Collection[WorkerId]) -> list[Move]:
-    """What waits for a slot to whoever has one free, and what is written to where that is ``gap`` times as fast."""
-
+    """Move groups that wait for a slot to instances with a free one, and running ones to instances ``gap`` times as
+    fast."""
     gap = max(gap, MIN_GAP)
 
     def slow(targets: Sequence[Instance]) -> list[tuple[Instance, float]]:
         best = max(pace(target, snapshot.group_size) for target in targets)
         paces = ((pace(i), i) for i in snapshot.instances if i.running)
-        found = ((here, i) for here, i in paces if 0.0 < here * gap <= best)
-        return [(i, here * gap) for here, i in nsmallest(MAX_ENDS, found, key=lambda item: item[0])]
+        slower = ((here, i) for here, i in paces if 0.0 < here * gap <= best)
+        return [(i, here * gap) for here, i in nsmallest(MAX_ENDS, slower, key=lambda item: item[0])]
 
     return _moves(snapshot, _open(snapshot, given), slow)
 
@@ -69,7 +69,7 @@ MIGRATIONS: dict[Migration, Callable[[Snapshot, float, Collection[WorkerId]], li
 
 
 def move(snapshot: Snapshot, migration: Migration, gap: float, given: Collection[WorkerId]) -> list[Move]:
-    """Who goes on elsewhere now. ``given``: instances that begin new groups in this cycle; nothing moves to them."""
+    """Return the moves of this cycle. ``given``: instances that start new groups now; nothing moves to them."""
     return MIGRATIONS[migration](snapshot, gap, given)
 
 
@@ -78,8 +78,11 @@ def _moves(
     targets: Sequence[Instance],
     slow: Callable[[Sequence[Instance]], Iterable[tuple[Instance, float]]],
 ) -> list[Move]:
-    """Groups that wait go first; then those of ``slow`` instances, to where a sample gets at least so many tokens a
-    second: the longest expected remainder first, of those without one the oldest."""
+    """Move waiting groups first, then groups of the ``slow`` instances.
+
+    ``slow`` returns instances, each with the tokens a second of one sample that a target must at least offer. Their
+    groups move in order of the longest expected remainder; groups without one in order of age.
+    """
     if not targets or not snapshot.flights:
         return []
     targets = nlargest(MAX_ENDS, targets, key=lambda target: pace(target, snapshot.group_size))
@@ -95,17 +98,20 @@ def _moves(
 
 
 def crowded_out(instance: Instance) -> int:
-    """Samples that wait for others to end. One that waits beside a free slot is about to begin, unless the KV cache is
-    full."""
+    """Return the number of samples that wait for others to end.
+
+    A sample that waits beside a free slot is about to start, unless the KV cache is full.
+    """
     if not instance.slots or instance.kv_used >= FULL_KV:
         return instance.waiting
     return max(0, min(instance.waiting, instance.running + instance.waiting - instance.slots))
 
 
 def pace(instance: Instance, more: int = 0, kv_each: float = 0.0) -> float:
-    """Tokens a second of one sample that runs, when ``more`` of them do with ``kv_each`` tokens; 0.0: nobody knows.
+    """Return the tokens a second of one running sample, if ``more`` samples of ``kv_each`` tokens run too.
 
-    By the cost model; without one as measured, and then more samples share what there is.
+    The estimate comes from the cost model; without one, from the measured rate, which more samples would share. 0.0
+    means unknown.
     """
     samples = instance.running + more
     if not samples:
@@ -116,12 +122,12 @@ def pace(instance: Instance, more: int = 0, kv_each: float = 0.0) -> float:
 
 
 def _kv_each(instance: Instance) -> float:
-    """Tokens in the cache for each sample that runs."""
+    """Return the tokens in the cache for each running sample."""
     return instance.kv_tokens / instance.running if instance.running else 0.0
 
 
 def _open(snapshot: Snapshot, given: Collection[WorkerId]) -> list[Instance]:
-    """Instances that could take a group over: whoever is crowded itself is none."""
+    """Return the instances that could take over a group; a crowded instance could not."""
     return [
         i
         for i in snapshot.instances
@@ -131,7 +137,7 @@ def _open(snapshot: Snapshot, given: Collection[WorkerId]) -> list[Instance]:
 
 
 class Moves:
-    """The moves of one cycle, and what they leave of the targets' room."""
+    """The moves of one cycle, and the room that they leave at the targets."""
 
     def __init__(self, snapshot: Snapshot, targets: Sequence[Instance], sources: Sequence[Instance]) -> None:
         self.orders: list[Move] = []
@@ -140,10 +146,10 @@ class Moves:
         self._sources = {i.worker: i for i in sources}
         self._flights: dict[WorkerId, list[Flight]] = {worker: [] for worker in self._sources}
         self._pins = {flight.group for flight in snapshot.pinning}
-        self._taken: set[GroupId] = set()
+        self._moved: set[GroupId] = set()
         self._given: Counter[WorkerId] = Counter()
         self._unreported: Counter[WorkerId] = Counter({i.worker: i.coming for i in targets})
-        """Groups on their way to a target, or there so shortly that its numbers do not show them."""
+        """Groups that move to a target, or arrived so recently that its reports do not include them."""
         for flight in snapshot.flights:
             if (mine := self._flights.get(flight.worker)) is not None:
                 mine.append(flight)
@@ -151,36 +157,41 @@ class Moves:
                 self._unreported[flight.worker] += 1
 
     def waiting(self, crowded: Iterable[Instance]) -> list[Flight]:
-        """Groups that wait: at each instance those leased last, since engines serve in order; no more of them than
-        wait, those counted that are told to leave already, and never all: one at least is what they wait for."""
-        found: list[Flight] = []
+        """Return the groups that wait at the crowded instances, pinning groups first.
+
+        At each instance these are the newest leases, because engines serve in order. Their number is limited to the
+        groups that wait, less those already ordered to leave. At least one group stays: the others wait for it.
+        """
+        waiting: list[Flight] = []
         for i in crowded:
             leaving = max(0, i.held - i.coming - len(self._flights[i.worker]))
             groups = max(0, min(-(-crowded_out(i) // self._group_size), i.held - i.coming - 1) - leaving)
-            found += self.movable([i.worker], lambda flight, _: -flight.lease)[:groups]
-        return sorted(found, key=lambda flight: flight.group not in self._pins)
+            waiting += self.movable([i.worker], lambda flight, _: -flight.lease)[:groups]
+        return sorted(waiting, key=lambda flight: flight.group not in self._pins)
 
     def movable(self, sources: Iterable[WorkerId], key: Callable[[Flight, float], float]) -> list[Flight]:
-        """Groups at the sources that may move: those that pin first, then by ``key`` of each and its seconds left, the
-        oldest of equal ones."""
-        found: list[tuple[bool, float, int, Flight]] = []
+        """Return the groups at the sources that may move.
+
+        Pinning groups come first, then the order is by ``key`` of the group and its remaining seconds, then by age.
+        """
+        ranked: list[tuple[bool, float, int, Flight]] = []
         for worker in sources:
             here = pace(self._sources[worker])
             for flight in self._flights[worker]:
-                if flight.spare or flight.age_ms < MIN_AGE_MS or flight.group in self._taken:
+                if flight.spare or flight.age_ms < MIN_AGE_MS or flight.group in self._moved:
                     continue
                 left_s = expected_s(flight, here)
                 if not 0.0 < left_s < MIN_LEFT_S:
-                    found.append((flight.group not in self._pins, key(flight, left_s), flight.lease, flight))
-        found.sort(key=lambda item: item[:3])
-        return [flight for *_, flight in found]
+                    ranked.append((flight.group not in self._pins, key(flight, left_s), flight.lease, flight))
+        ranked.sort(key=lambda item: item[:3])
+        return [flight for *_, flight in ranked]
 
     def move(self, flight: Flight, *, at_least: float) -> None:
-        """Order it to where its samples are written fastest, unless that is below ``at_least``."""
+        """Order a move to the target that decodes the samples fastest, unless that is slower than ``at_least``."""
         target = None if len(self.orders) == MAX_MOVES else self._target(flight, at_least)
         if target is None:
             return
-        self._taken.add(flight.group)
+        self._moved.add(flight.group)
         self._given[target.worker] += 1
         self._unreported[target.worker] += 1
         written = flight.written + pace(self._sources[flight.worker]) * flight.age_ms / 1000
@@ -199,13 +210,16 @@ class Moves:
             full = given >= target.free or 0 < target.slots < target.running + target.waiting + more
             if target is source or older or full or not self._has_cache(target, more, max(flight.length, kv_each)):
                 continue
-            there = pace(target, more, kv_each)
-            if there >= at_least:
-                ranked.append((there, -given, -position))
+            rate = pace(target, more, kv_each)
+            if rate >= at_least:
+                ranked.append((rate, -given, -position))
         return self._targets[-max(ranked)[2]] if ranked else None
 
     def _has_cache(self, target: Instance, more: int, each: float) -> bool:
-        """For so many samples more of so many tokens each; an idle instance takes any group."""
+        """Return True if the cache has room for ``more`` samples of ``each`` tokens.
+
+        An idle instance takes any group.
+        """
         samples = target.waiting + more
         if not target.kv_capacity or target.running + samples == self._group_size:
             return True
@@ -213,7 +227,7 @@ class Moves:
 
 
 def expected_s(flight: Flight, pace: float) -> float:
-    """Seconds that a group is expected to need from now on; 0.0 when unknown, or when it is past all expectation."""
+    """Return the expected remaining seconds of a group; 0.0 if unknown or if the expectation is already exceeded."""
     if not flight.length or not pace:
         return 0.0
     return max(0.0, (flight.length - flight.written) / pace - flight.age_ms / 1000)

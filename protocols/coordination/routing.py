@@ -1,10 +1,10 @@
-"""Which instance gets the next groups. Each strategy takes a snapshot and returns whole orders, one an instance.
+"""Routing: the assignment of the next groups to instances. Each strategy returns whole orders, one an instance.
 
-- What starts is always the first n of ``next``; only who gets which of them is up to the strategy.
-- Room is shared: a group started at any version takes room from every version, so one count of started groups is held
-  against the room of each. That may start one group too few in a cycle, never one too many.
+- The started groups are always the first n of ``next``. The strategy decides only their distribution.
+- Room is shared: a group started at any version takes room from every version, so one count of started groups is
+  compared with the room of each version. A cycle may therefore start one group too few, never one too many.
 - An instance that is loading the newest weights has a share like the others, and gets it when they are loaded.
-  Otherwise the first one to be ready would get everything that a new version lets in.
+  Otherwise the first instance to be ready would get everything that a new version admits.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Routing = Literal["cost_model", "least_loaded", "round_robin", "sticky"]
 
 
 def route(snapshot: Snapshot, routing: Routing, min_gain: float) -> list[Start]:
-    """Who starts which groups now."""
+    """Return the starts of this cycle."""
     if not snapshot.next or not any(snapshot.room.values()):
         return []
     match routing:
@@ -37,16 +37,16 @@ def route(snapshot: Snapshot, routing: Routing, min_gain: float) -> list[Start]:
 
 
 def least_loaded(snapshot: Snapshot) -> list[Start]:
-    """Each group to the instance with the smallest share of its capacity in use; the longest attached among equals.
+    """Assign each group to the instance with the smallest share of its capacity in use.
 
-    What StaleFlow's released router does unless told otherwise.
+    Among equals the instance attached first wins. This is the default of StaleFlow's released router.
     """
     instances = candidates(snapshot)
     return dealt(snapshot, instances, _even(snapshot, instances))
 
 
 def _even(snapshot: Snapshot, instances: list[Instance]) -> list[int]:
-    """How many groups each instance gets, so that all have the same share of their capacity in use."""
+    """Return the number of groups for each instance that evens out the shares of their capacity in use."""
     heap = [(i.held / i.capacity, position) for position, i in enumerate(instances)]
     heapify(heap)
     given = [0] * len(instances)
@@ -68,7 +68,7 @@ def _even(snapshot: Snapshot, instances: list[Instance]) -> list[int]:
 
 
 def round_robin(snapshot: Snapshot) -> list[Start]:
-    """One group each in turn, going on after the instance that was served last."""
+    """Assign one group to each instance in turn, starting after the instance that was served last."""
     instances = _after(candidates(snapshot), snapshot)
     given = [0] * len(instances)
     started = 0
@@ -88,7 +88,10 @@ def round_robin(snapshot: Snapshot) -> list[Start]:
 
 
 def _after(instances: list[Instance], snapshot: Snapshot) -> list[Instance]:
-    """``instances`` rotated to begin behind the one served last; order of attachment decides, also if it is full."""
+    """Return ``instances`` rotated to start after the one served last.
+
+    The order is that of attachment, so that the position is right even if that instance is full now.
+    """
     order: dict[WorkerId, int] = {i.worker: position for position, i in enumerate(snapshot.instances)}
     if snapshot.last_served is None or snapshot.last_served not in order:
         return instances
@@ -98,12 +101,16 @@ def _after(instances: list[Instance], snapshot: Snapshot) -> list[Instance]:
 
 
 def sticky(snapshot: Snapshot) -> list[Start]:
-    """As many groups as ``least_loaded`` starts, each where its prompt was before if there is a place; the others to
-    the least loaded. For prefix caches: the prompt need not be read again there."""
+    """Assign as many groups as ``least_loaded``, each to the instance that had its prompt before, if it has a place.
+
+    The other groups go to the least loaded instances. Prefix caches benefit: the earlier instance need not prefill the
+    prompt again.
+    """
     instances = candidates(snapshot)
     shares = [(i, n) for i, n in zip(instances, _even(snapshot, instances), strict=True) if not loads(i)]
     same = len({i.version for i, _ in shares}) == 1
-    places = [i.free if same else n for i, n in shares]  # what one version has room for another may not
+    # Versions differ in their room, so groups may shift between instances only if all have the same version.
+    places = [i.free if same else n for i, n in shares]
     homes = {i.worker: position for position, (i, _) in enumerate(shares)}
     given: list[list[GroupId]] = [[] for _ in shares]
     others: list[GroupId] = []
@@ -122,7 +129,7 @@ def sticky(snapshot: Snapshot) -> list[Start]:
 
 
 def _fill(groups: Sequence[GroupId], given: list[list[GroupId]], places: list[int], instances: list[Instance]) -> None:
-    """Give each group to the least loaded instance that has a place."""
+    """Assign each group to the least loaded instance that has a place."""
     heap = [
         ((i.held + len(given[position])) / i.capacity, position)
         for position, i in enumerate(instances)

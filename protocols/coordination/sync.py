@@ -1,7 +1,8 @@
-"""When an instance loads newer weights. Whoever is behind starts no new groups, so it comes to have less to do.
+"""Synchronization: the time at which an instance loads newer weights.
 
-StaleFlow (2601.12784, synchronization strategy): an instance pulls at a natural low of its own work, when it is no
-longer useful to route anything to it under its old version, not at a moment fixed for all.
+An instance that is behind starts no new groups, so its work decreases. In StaleFlow (2601.12784, synchronization
+strategy) an instance pulls at a natural low of its own work, when routing anything to it under its old version is no
+longer useful, rather than at a moment fixed for all instances.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from staleflow.protocols.coordination.view import Instance, Load, Snapshot
 Sync = Literal["greedy", "threshold", "idle"]
 
 MAX_AT_ONCE = 16
-"""Orders of one cycle. A thousand instances are told within a fifth of a second, and nobody else waits for them all."""
+"""Maximum number of loads in one cycle. A thousand instances get their orders within a fifth of a second, and other
+work does not wait for all of them."""
 
 
 def load(snapshot: Snapshot, sync: Sync, threshold: int) -> list[Load]:
-    """Who loads the newest weights now, unless it is told so already."""
+    """Return the loads of this cycle. Instances that already have the order are left out."""
     if snapshot.version < 0:
         return []
     match sync:
@@ -35,15 +37,15 @@ def load(snapshot: Snapshot, sync: Sync, threshold: int) -> list[Load]:
 
 
 def greedy(snapshot: Snapshot) -> Iterator[Instance]:
-    """Every instance that is behind, at once: what runs goes on with the new weights, or is ended first."""
+    """Select every instance that is behind. Its running samples continue with the new weights, or end first."""
     return (i for i in snapshot.instances if i.behind and not i.pulling)
 
 
 def below(snapshot: Snapshot, threshold: int) -> Iterator[Instance]:
-    """Every instance that is behind and has no more than ``threshold`` samples left to write.
+    """Select every instance that is behind and has at most ``threshold`` samples left to decode.
 
-    What it was told to begin a moment ago and does not show yet counts; what its version no longer survives does not.
-    One that could not load goes on with new groups and might never have so little left: it tries again at once.
+    Samples ordered a moment ago that its reports do not include yet count. An instance whose version no longer survives
+    is selected at once. So is one that failed to load: it continues with new groups and might never have so few left.
     """
     started = snapshot.group_size
     return (

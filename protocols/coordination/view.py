@@ -1,6 +1,6 @@
-"""What a strategy may know, and what it may order. Plain frozen values, so that the same strategy runs in a simulator.
+"""Inputs and outputs of the strategies: plain frozen values, so that the same strategy runs in a simulator.
 
-A snapshot counts what was already ordered as done (``held``, ``pulling``): a strategy never acts twice on one fact.
+A snapshot counts orders as already carried out (``held``, ``pulling``), so a strategy never acts twice on one fact.
 """
 
 from collections.abc import Mapping
@@ -11,73 +11,74 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step,
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How fast an instance decodes: StaleFlow's cost model (2601.12784), seconds of one step and tokens a second.
+    """Decoding speed of an instance: StaleFlow's cost model (2601.12784).
 
-    One step decodes a token for each of n running samples, which together have kv tokens in the cache.
+    One step decodes one token for each of n running samples, which together have kv tokens in the cache.
     """
 
     k1: float
-    """Seconds a token of KV cache costs each step."""
+    """Seconds a step for each token in the KV cache."""
     k2: float
-    """Least seconds of a step's computation."""
+    """Minimum seconds of a step's computation."""
     k3: float
-    """Seconds a running sample costs each step, once they are so many that this is more than ``k2``."""
+    """Seconds a step for each running sample, where their sum exceeds ``k2``."""
     k4: float
     """Seconds of overhead a step."""
 
     def step_s(self, running: float, kv: float) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         return self.k1 * kv + max(self.k2, self.k3 * running) + self.k4
 
     def rate(self, running: float, kv: float) -> float:
-        """T(n, kv): tokens a second, all samples together."""
+        """Return T(n, kv): the tokens a second of all samples together."""
         seconds = self.step_s(running, kv)
         return running / seconds if seconds > 0 else 0.0
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One rollout worker as the scheduler last heard of it."""
+    """One rollout worker, as of its last report."""
 
     worker: WorkerId
     lineage: Lineage
     version: Version
-    """Loaded weights; -1 before any."""
+    """Loaded version; -1 before the first."""
     usable: bool
-    """The loaded weights belong to the surviving lineage: new groups may start with them."""
+    """The loaded weights belong to the surviving lineage, so new groups may start with them."""
     behind: bool
-    """The newest published weights are others."""
+    """The loaded weights are not the newest published ones."""
     pulling: bool
-    """It was told to load newer weights, and may still do so."""
+    """An order to load newer weights was sent, and the instance may still carry it out."""
     stuck: bool = False
-    """It was told, and could not or did not: it may go on with the weights it has."""
+    """The load failed or timed out; the instance may continue with the weights it has."""
     on_hold: bool = False
-    """It fails group after group, and starts nothing for now."""
+    """The instance fails one group after another and starts nothing for now."""
     held: int
-    """Groups that it works on, those ordered included."""
+    """Number of groups that it works on, including ordered ones."""
     coming: int = 0
-    """Of these: groups that go on here once they have left where they are."""
+    """Number of these groups that will continue here once they have left another instance."""
     ordered: int = 0
-    """Of these: groups that it was told to begin and has not acknowledged, so that its numbers do not show them."""
+    """Number of these groups whose start is not acknowledged yet, so that the reports do not include them."""
     capacity: int
-    """Groups that may be in flight at once."""
+    """Maximum number of groups in flight."""
     running: int = 0
-    """Samples being decoded."""
+    """Number of samples being decoded."""
     waiting: int = 0
-    """Samples queued in its engine."""
+    """Number of samples queued in the engine."""
     slots: int = 0
-    """Samples that it decodes at once; 0: unknown."""
+    """Number of samples decoded at once; 0: unknown."""
     kv_used: float = 0.0
+    """Share of the KV cache in use, 0 to 1."""
     kv_tokens: int = 0
-    """Tokens in its KV cache."""
+    """Number of tokens in the KV cache."""
     kv_capacity: int = 0
-    """Tokens that its KV cache holds; 0: unknown."""
+    """Capacity of the KV cache in tokens; 0: unknown."""
     tokens_per_s: float = 0.0
     cost: Cost | None = None
-    """Fitted to its own reports; None before there are enough."""
+    """Cost fitted to the instance's own reports; None before there are enough of them."""
 
     @property
     def free(self) -> int:
-        """Groups that it could start now."""
+        """Number of groups that the instance could start now."""
         return max(self.capacity - self.held, 0)
 
 
@@ -88,7 +89,7 @@ class Next(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     length: float = 0.0
     """Expected tokens of one sample; 0.0: unknown."""
     home: WorkerId | None = None
-    """Who was given this group, or this prompt in an earlier epoch, the last time; kept for sticky routing only."""
+    """Worker that last got this group, or this prompt in an earlier epoch; kept for sticky routing only."""
 
 
 class Flight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -99,63 +100,63 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker: WorkerId
     version: Version
     deadline: Step | None
-    """Last step that may consume it; None under the token bound."""
+    """Last step that may consume the group; None under the token bound."""
     spare: bool = False
     age_ms: int = 0
-    """Since its lease was granted."""
+    """Milliseconds since the lease was granted."""
     length: float = 0.0
     """Expected tokens of one sample; 0.0: unknown."""
     written: float = 0.0
-    """Expected tokens of one sample that it had when it moved to where it is; 0.0: it began there."""
+    """Expected tokens of one sample at the time the group moved to this worker; 0.0: it started here."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The state of the run, as far as it matters to who does what next."""
+    """The state of the run, as far as the strategies need it."""
 
     lineage: Lineage
-    """That published ``version``."""
+    """Lineage that published ``version``."""
     version: Version
-    """Newest published; -1 before any."""
+    """Newest published version; -1 before the first."""
     instances: tuple[Instance, ...]
-    """In order of attachment; those that left are not here."""
+    """Attached instances, in order of attachment."""
     room: Mapping[Version, int]
-    """Leases that the ledger would admit now at a version, for each version that a usable instance has loaded."""
+    """Number of leases that the ledger would admit now, by version, for each version a usable instance has loaded."""
     next: tuple[Next, ...]
-    """Groups to deal next, in the order of the composition: the first n of them are what n starts must take."""
+    """Groups to start next, in the order of the composition. n starts must take the first n of them."""
     last_served: WorkerId | None = None
-    """Who got the last group."""
+    """Instance that got the last group."""
     group_size: int
-    """Samples that are started a group."""
+    """Number of samples that are started for each group."""
     batch_size: int
-    """Groups a step."""
+    """Number of groups a step."""
     max_staleness: int
     leased: int = 0
-    """Groups being generated, spares among them."""
+    """Number of groups being generated, including spares."""
     spares: int = 0
-    """Of all live groups: those beyond what the bound counts."""
+    """Number of live groups in addition to those that the bound counts."""
     pushed: int = 0
-    """Groups in stages."""
+    """Number of groups in stages."""
     occupied: int = 0
-    """Groups that could be trained and are in no batch yet."""
+    """Number of groups that could be trained and are in no batch yet."""
     sealed: int = 0
-    """Groups in batches that are not consumed."""
+    """Number of groups in batches that are not consumed."""
     training: int = 0
-    """Of these: groups of the batch that is being trained."""
+    """Number of these groups whose batch is being trained."""
     token_bound: bool = False
     """Groups have no deadline; tokens that are too old are masked."""
     lead: float = 0.0
-    """Batches of groups that ``just_in_time`` keeps live; see ``admission.Pace``."""
+    """Number of batches that ``just_in_time`` keeps live; see ``admission.Pace``."""
     waits: bool = False
     """The trainer waits for a batch."""
     pinning: tuple[Flight, ...] = ()
-    """While the trainer waits: the leased groups that keep its step from being sealed."""
+    """Leased groups that keep the next step from being sealed; filled only while the trainer waits."""
     flights: tuple[Flight, ...] = ()
-    """Every leased group; empty unless the migration strategy asks for them."""
+    """Every leased group; empty unless the migration strategy needs them."""
     now_ms: int = 0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Order: begin new groups at an instance, in this order, with the weights it has."""
+    """Order: start new groups at an instance, in this order, with the weights it has."""
 
     worker: WorkerId
     version: Version
@@ -163,7 +164,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Order: an instance is to load the newest weights."""
+    """Order: load the newest weights at an instance."""
 
     worker: WorkerId
     lineage: Lineage
@@ -171,15 +172,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Order: a group goes on at another instance, with what it has so far."""
+    """Order: continue a group at another instance, with the tokens it has."""
 
     group: GroupId
     lease: LeaseId
     worker: WorkerId
-    """Where it is."""
+    """Instance that has the group."""
     to: WorkerId
     written: float = 0.0
-    """Tokens that one sample is expected to have by now."""
+    """Expected tokens of one sample at this time."""
 
 
 Order = Start | Load | Move

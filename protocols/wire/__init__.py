@@ -1,1 +1,1 @@
-"""What travels: one msgpack header a message (a tagged union, the protocol version inside), then raw array frames."""
+"""The wire format: one msgpack header a message (a tagged union with the protocol version), then raw array frames."""

@@ -1,7 +1,7 @@
-"""Headers: any bytes give a message or a ``ProtocolError``, never anything else.
+"""Encoding and decoding of headers. Any bytes decode to a message or raise ``ProtocolError``, nothing else.
 
-A header is the msgpack array ``[protocol, id, body]``; ``body`` is one struct of the union in ``messages``. The two
-sides must speak the same protocol: another version is refused before anything else of the header is believed.
+A header is the msgpack array ``[protocol, id, body]``; ``body`` is one struct of the union in ``messages``. Both sides
+must use the same protocol version: another version is refused before any other field of the header is used.
 """
 
 from typing import Final
@@ -15,7 +15,7 @@ Data = bytes | bytearray | memoryview
 
 
 class ProtocolError(Exception):
-    """The peer's fault. ``id`` is that of the request, where it could be read."""
+    """A fault of the peer. ``id`` is the id of the request if it could be read, else 0."""
 
     def __init__(self, code: Code, detail: str, id: int = 0) -> None:
         super().__init__(detail)
@@ -25,7 +25,7 @@ class ProtocolError(Exception):
 
 
 class VersionError(ProtocolError):
-    """The peer speaks another version of the protocol."""
+    """The peer uses another version of the protocol."""
 
     def __init__(self, theirs: int, id: int = 0) -> None:
         super().__init__(Code.MALFORMED, f"the peer speaks protocol {theirs}, this side speaks {PROTOCOL}", id)
@@ -45,7 +45,7 @@ class _ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class _Prefix(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What every version of the protocol can read of every other."""
+    """The part of a header that every version of the protocol can read."""
 
     protocol: int
     id: int = 0
@@ -56,21 +56,21 @@ _requests: Final = msgspec.msgpack.Decoder(_RequestEnvelope)
 _replies: Final = msgspec.msgpack.Decoder(_ReplyEnvelope)
 _prefixes: Final = msgspec.msgpack.Decoder(_Prefix)
 _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError, TypeError)
-"""All that msgspec raises for bytes that are not the expected value; a map key that is a list is a ``TypeError``."""
+"""All exceptions that msgspec raises for unexpected bytes; a map key that is a list raises ``TypeError``."""
 
 
 def encode_request(id: int, body: Request) -> bytes:
-    """The header of a request."""
+    """Return the header of a request."""
     return _encoder.encode((PROTOCOL, id, body))
 
 
 def encode_reply(id: int, body: Reply) -> bytes:
-    """The header of the answer to request ``id``; 0 answers what could not be read."""
+    """Return the header of the reply to request ``id``; 0 if the request could not be read."""
     return _encoder.encode((PROTOCOL, id, body))
 
 
 def decode_request(data: Data) -> tuple[int, Request]:
-    """Id and body. ``VersionError`` (a ``ProtocolError``) if the peer speaks another version."""
+    """Return id and body. Raises ``VersionError`` (a ``ProtocolError``) if the peer uses another version."""
     try:
         envelope = _requests.decode(data)
     except _UNREADABLE as error:
@@ -81,7 +81,7 @@ def decode_request(data: Data) -> tuple[int, Request]:
 
 
 def id_of(data: Data) -> int:
-    """The id in a header that is not read otherwise; 0 where there is none."""
+    """Return the id of a header that cannot be decoded as a whole; 0 if it has none."""
     try:
         return _prefixes.decode(data).id
     except _UNREADABLE:
@@ -89,7 +89,7 @@ def id_of(data: Data) -> int:
 
 
 def decode_reply(data: Data) -> tuple[int, Reply]:
-    """Id and body. ``VersionError`` (a ``ProtocolError``) if the peer speaks another version."""
+    """Return id and body. Raises ``VersionError`` (a ``ProtocolError``) if the peer uses another version."""
     try:
         envelope = _replies.decode(data)
     except _UNREADABLE as error:
@@ -100,7 +100,7 @@ def decode_reply(data: Data) -> tuple[int, Reply]:
 
 
 def _unreadable(data: Data, error: Exception) -> ProtocolError:
-    """Why the bytes are no message: another version, if at least that much can be read."""
+    """Return the error for bytes that are no message: ``VersionError`` if at least the prefix can be read."""
     try:
         prefix = _prefixes.decode(data)
     except _UNREADABLE:

@@ -1,7 +1,7 @@
-"""What stages made of many groups, as one ragged float32 frame a column: encoded, checked and cut as a whole.
+"""Stage columns of many groups, as one ragged float32 frame a column.
 
-``joined`` is the shard's side, ``parted`` the reader's. Whether a group's share is as long as the group says is seen by
-``GroupPayload.add``.
+The shard calls ``join_columns``, the reader ``split_columns``. ``GroupPayload.add`` checks that a group's share has the
+length of the group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,21 +19,23 @@ from staleflow.protocols.wire.trajectory import check_values
 _FLOAT: Final = np.dtype("<f4")
 
 
-def joined(made: Sequence[Mapping[str, Array]]) -> tuple[list[MadeColumn], list[memoryview]]:
-    """The columns of these groups, float32, in the order in which their names come, and a frame of each."""
+def join_columns(groups: Sequence[Mapping[str, Array]]) -> tuple[list[MadeColumn], list[memoryview]]:
+    """Return the columns of these groups, in order of the first occurrence of their names, and a float32 frame each."""
     columns: list[MadeColumn] = []
     frames: list[memoryview] = []
-    for name in dict.fromkeys(name for group in made for name in group):
-        shares = [group.get(name) for group in made]
+    for name in dict.fromkeys(name for group in groups for name in group):
+        shares = [group.get(name) for group in groups]
         columns.append(MadeColumn(name=name, counts=[0 if share is None else len(share) for share in shares]))
         frames.append(np.concatenate([share for share in shares if share is not None], dtype=_FLOAT).data.cast("B"))
     return columns, frames
 
 
-def parted(columns: Sequence[MadeColumn], frames: Sequence[Data], groups: int) -> list[dict[str, Array]]:
-    """The columns of each of so many groups, as views, their values checked. ``ProtocolError`` when frames and headers
-    disagree, or a value is none that the column may hold."""
-    made: list[dict[str, Array]] = [{} for _ in range(groups)]
+def split_columns(columns: Sequence[MadeColumn], frames: Sequence[Data], groups: int) -> list[dict[str, Array]]:
+    """Return the columns of each of the ``groups`` groups, as views with checked values.
+
+    Raises ``ProtocolError`` if frames and headers disagree or a value is not allowed in its column.
+    """
+    split: list[dict[str, Array]] = [{} for _ in range(groups)]
     if len(frames) < len(columns):
         raise _malformed(f"{len(columns)} columns are announced, {len(frames)} frames came")
     for column, frame in zip(columns, frames, strict=False):
@@ -42,10 +44,10 @@ def parted(columns: Sequence[MadeColumn], frames: Sequence[Data], groups: int) -
             raise _malformed(f"{name} has {nbytes} bytes for {counts} values of {groups} groups")
         values: Array = np.frombuffer(frame, _FLOAT) if nbytes else np.empty(0, _FLOAT)
         check_values(name, values)
-        for found, (start, end) in zip(made, pairwise(accumulate(counts, initial=0)), strict=True):
+        for group, (start, end) in zip(split, pairwise(accumulate(counts, initial=0)), strict=True):
             if start < end:
-                found[name] = values[start:end]
-    return made
+                group[name] = values[start:end]
+    return split
 
 
 def _malformed(detail: str) -> ProtocolError:

@@ -1,11 +1,11 @@
-"""What changed between two versions of the weights, bit by bit: encoded here, applied in place there.
+"""Bitwise deltas between two versions of the weights, applied in place by the reader.
 
-- A delta is of one span: some bytes of a version, seen as unsigned integers of one width. It holds which of them
-  changed (gaps between their places) and what they became (their new bits, or the step from the old ones).
-- Nothing is rounded and nothing is interpreted: NaN payloads, -0.0 and denormals are bits like all others.
-- A delta never has more than ``HEAD_BYTES`` more bytes than the span itself: what changed all over travels whole.
-- Any bytes give an applied delta or a ``ProtocolError``, and after an error the target is untouched. Whether the result
-  is the version that was meant, the digests of the manifest say: a delta against other bytes applies as well.
+- A delta covers one span: bytes of a version, taken as unsigned integers of one width. It contains the places of the
+  changed elements (as gaps) and their new values (as bits, or as steps from the old ones).
+- Values are neither rounded nor interpreted: NaN payloads, -0.0 and denormals are bits like all others.
+- A delta is at most ``HEAD_BYTES`` longer than its span: a span that changed everywhere travels whole.
+- Any bytes either apply as a delta or raise ``ProtocolError``, and after an error the target is unchanged. A delta
+  applies to wrong base bytes too, so the reader must check the result against the digests of the manifest.
 """
 
 import struct
@@ -24,13 +24,13 @@ from staleflow.protocols.wire.manifest import NBYTES
 from staleflow.protocols.wire.messages import Manifest
 
 WIDTHS: Final = (1, 2, 4, 8)
-"""Bytes of one element that a span may have."""
+"""Allowed widths of an element, in bytes."""
 
 LEVEL: Final = 1
-"""Of zstd. Higher ones save 1 % and take ten times as long (bench/delta.py)."""
+"""Compression level of zstd. Higher levels save 1 % and take ten times as long (bench/delta.py)."""
 
 DENSE: Final = 0.35
-"""Share of changed elements from which on their places cost more than the zeros between them, once compressed."""
+"""Share of changed elements above which their places cost more than the zeros between them, once compressed."""
 
 _MAGIC: Final = b"sfd1"
 _HEAD: Final = struct.Struct("<4sBBBxQQ")
@@ -38,14 +38,14 @@ _SUM: Final = struct.Struct("<I")
 _LENGTH: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _SUM.size + _HEAD.size + _LENGTH.size
 MAX_BYTES: Final = 1 << 31
-"""Of one span: its lengths are 32-bit numbers."""
+"""Maximum size of one span: its lengths are 32-bit numbers."""
 
 _FAR: Final = 255
-"""A gap is a sum of bytes that ends with the first one below this."""
+"""Continuation byte: a gap is a sum of bytes that ends with the first byte below this value."""
 
 
 class Kind(IntEnum):
-    """What the streams of a delta are."""
+    """Contents of the streams of a delta."""
 
     SAME = 0
     """Nothing changed; no stream."""
@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 
 class Span(NamedTuple):
-    """Bytes of a version that are diffed at once: a multiple of ``width``, aligned to it."""
+    """Bytes of a version that one delta covers: a multiple of ``width``, aligned to it."""
 
     offset: int
     nbytes: int
@@ -71,28 +71,29 @@ class _Head(NamedTuple):
     packed: bool
     """True: elements are zigzag steps from the old ones, in planes of equal bytes, each stream compressed by zstd."""
     nbytes: int
-    """Of the span."""
+    """Size of the span."""
     changes: int
-    """Elements in the streams."""
+    """Number of elements in the streams."""
 
 
-# Which bytes ---------------------------------------------------------------------------------------------------------
+# Spans ---------------------------------------------------------------------------------------------------------------
 
 
 def comparable(old: Manifest, new: Manifest) -> bool:
-    """True when both have the same tensors at the same places, so that bytes stand for the same weights."""
+    """Return True if both have the same tensors at the same places, so that equal offsets hold the same weights."""
     return [(e.name, e.dtype, e.shape) for e in old.tensors] == [(e.name, e.dtype, e.shape) for e in new.tensors]
 
 
 def spans(old: Manifest, new: Manifest, *, most_bytes: int) -> list[Span]:
-    """Where two comparable versions may differ, in order: spans over tensors of one width, without equal ones.
+    """Return the spans in which two comparable versions may differ, in order.
 
-    What lies between tensors belongs to no tensor; a span over several takes it along.
+    A span covers adjacent tensors of one width whose digests differ. The padding between tensors belongs to no tensor;
+    a span over several tensors includes it.
     """
     runs: list[Span] = []
-    for was, entry in zip(old.tensors, new.tensors, strict=True):
+    for base, entry in zip(old.tensors, new.tensors, strict=True):
         width = NBYTES[entry.dtype]
-        if was.digest == entry.digest or not entry.nbytes:
+        if base.digest == entry.digest or not entry.nbytes:
             runs.append(Span(entry.offset, 0, width))  # ends the run
         elif runs and runs[-1].nbytes and runs[-1].width == width:
             runs[-1] = Span(runs[-1].offset, entry.offset + entry.nbytes - runs[-1].offset, width)
@@ -106,35 +107,38 @@ def spans(old: Manifest, new: Manifest, *, most_bytes: int) -> list[Span]:
     ]
 
 
-# Both ways -----------------------------------------------------------------------------------------------------------
+# Encode and apply ----------------------------------------------------------------------------------------------------
 
 
 def encode(old: Data, new: Data, width: int, *, compress: bool = True) -> bytes:
-    """The delta from ``old`` to ``new``, of equal size, a multiple of ``width``. ``ValueError`` for anything else."""
+    """Return the delta from ``old`` to ``new``.
+
+    Raises ``ValueError`` unless both have the same size and that is a multiple of ``width``.
+    """
     if width not in WIDTHS or len(old) != len(new) or len(new) % width or len(new) > MAX_BYTES:
         raise ValueError(f"no delta of width {width} between {len(old)} and {len(new)} bytes")
-    was, now = _elements(old, width), _elements(new, width)
-    changed = np.flatnonzero(was != now)
+    before, after = _elements(old, width), _elements(new, width)
+    changed = np.flatnonzero(before != after)
     if not changed.size:
         return _write(Kind.SAME, width, False, len(new), 0, [])
-    if compress and changed.size > DENSE * now.size:
-        kind, count, streams = Kind.STEPS, now.size, [_squeeze(plane) for plane in _planes(was, now)]
+    if compress and changed.size > DENSE * after.size:
+        kind, count, streams = Kind.STEPS, after.size, [_squeeze(plane) for plane in _planes(before, after)]
     elif compress:
-        planes = _planes(was[changed], now[changed])
+        planes = _planes(before[changed], after[changed])
         kind, count, streams = Kind.SPARSE, changed.size, [_squeeze(part) for part in (_gaps(changed), *planes)]
     elif changed.size * (1 + width) < len(new):
-        kind, count, streams = Kind.SPARSE, changed.size, [_gaps(changed).tobytes(), now[changed].tobytes()]
+        kind, count, streams = Kind.SPARSE, changed.size, [_gaps(changed).tobytes(), after[changed].tobytes()]
     else:
-        return _write(Kind.WHOLE, width, False, len(new), now.size, [new])
+        return _write(Kind.WHOLE, width, False, len(new), after.size, [new])
     if sum(len(stream) + _LENGTH.size for stream in streams) > len(new):
-        return _write(Kind.WHOLE, width, False, len(new), now.size, [new])
+        return _write(Kind.WHOLE, width, False, len(new), after.size, [new])
     return _write(kind, width, compress, len(new), count, streams)
 
 
 def apply(delta: Data, target: memoryview) -> None:
-    """Turn ``target``, writable bytes that hold the old span, into the new one.
+    """Turn ``target``, writable bytes that hold the old span, into the new span, in place.
 
-    ``ProtocolError`` for bytes that ``encode`` cannot have written for a span of this size.
+    Raises ``ProtocolError`` for bytes that ``encode`` cannot have written for a span of this size.
     """
     _expect(len(delta) <= HEAD_BYTES + target.nbytes, f"it has {len(delta)} bytes, more than its span")
     head, body = _read_head(memoryview(delta).cast("B"), target.nbytes)
@@ -166,7 +170,7 @@ def apply(delta: Data, target: memoryview) -> None:
 
 
 def _gaps(changed: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """How many elements to skip before each change; 255 means 255 and more to come."""
+    """Return the number of elements to skip before each change; a byte of 255 is continued by the next one."""
     gaps = np.diff(changed, prepend=-1) - 1
     ends = np.cumsum(gaps // _FAR + 1) - 1
     out = np.full(int(ends[-1]) + 1, _FAR, np.uint8)
@@ -175,7 +179,7 @@ def _gaps(changed: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def _places(gaps: NDArray[np.uint8], count: int) -> NDArray[np.int64]:
-    """The inverse of ``_gaps``: ascending, at least one."""
+    """Invert ``_gaps``: return the ascending places of the changes, at least one."""
     ends = np.flatnonzero(gaps != _FAR)
     _expect(count > 0 and ends.size == count and ends[-1] == gaps.size - 1, "it has not one gap for each change")
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(count)
@@ -184,16 +188,16 @@ def _places(gaps: NDArray[np.uint8], count: int) -> NDArray[np.int64]:
 # Elements: steps as planes of bytes ----------------------------------------------------------------------------------
 
 
-def _planes(was: NDArray[Any], now: NDArray[Any]) -> list[NDArray[np.uint8]]:
-    """Zigzag steps from old to new, modulo the width: their lowest bytes, their second lowest bytes, ..."""
-    steps = now - was
+def _planes(before: NDArray[Any], after: NDArray[Any]) -> list[NDArray[np.uint8]]:
+    """Return the zigzag steps from old to new, modulo the width, by planes: lowest bytes, second lowest bytes, ..."""
+    steps = after - before
     top = 8 * steps.itemsize - 1
     zigzag = (steps << 1) ^ (0 - (steps >> top))
     return [np.ascontiguousarray(plane) for plane in zigzag.view(np.uint8).reshape(-1, steps.itemsize).T]
 
 
 def _unpacked(streams: list[memoryview], head: _Head) -> NDArray[Any]:
-    """The steps that ``_planes`` has taken apart."""
+    """Invert ``_planes``: return the steps."""
     both = np.empty((head.changes, head.width), np.uint8)
     for place, stream in enumerate(streams):
         plane = np.frombuffer(_loosen(stream, head.changes), np.uint8)
@@ -215,7 +219,8 @@ def _squeeze(stream: NDArray[np.uint8]) -> bytes:
 
 
 def _loosen(stream: memoryview, most: int) -> bytes:
-    """What was squeezed: at most ``most`` bytes, whatever the stream says of itself."""
+    """Decompress a stream to at most ``most`` bytes, whatever size its header declares."""
+    # The declared size comes from the peer: check it before zstd allocates that much.
     try:
         _expect(zstandard.frame_content_size(stream) <= most, "a stream of it is longer than its span allows")
         return zstandard.ZstdDecompressor().decompress(stream, max_output_size=most, allow_extra_data=False)
@@ -243,15 +248,15 @@ def _read_head(delta: memoryview, nbytes: int) -> tuple[_Head, memoryview]:
 
 
 def _streams(body: memoryview, count: int) -> list[memoryview]:
-    found: list[memoryview] = []
+    streams: list[memoryview] = []
     for _ in range(count):
         _expect(body.nbytes >= _LENGTH.size, "a stream is missing")
         (length,) = _LENGTH.unpack_from(body)
-        found.append(body[_LENGTH.size : _LENGTH.size + length])
-        _expect(found[-1].nbytes == length, "a stream is cut off")
+        streams.append(body[_LENGTH.size : _LENGTH.size + length])
+        _expect(streams[-1].nbytes == length, "a stream is cut off")
         body = body[_LENGTH.size + length :]
     _expect(not body.nbytes, f"{body.nbytes} bytes follow its last stream")
-    return found
+    return streams
 
 
 def _expect(holds: Any, otherwise: str) -> None:

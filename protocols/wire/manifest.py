@@ -1,6 +1,6 @@
-"""What a version of the weights is made of: tensors one after another, each with a digest of its bytes.
+"""The manifest of a version of the weights: its tensors, one after another, each with a digest of its bytes.
 
-Publisher and server lay a version out by this file, and a reader believes nothing that ``check`` has not passed.
+Publisher and server lay out a version with this module. A reader uses no manifest that ``check`` has not passed.
 """
 
 import hashlib
@@ -26,64 +26,64 @@ NBYTES: Final[dict[str, int]] = {
     "int64": 8,
     "float64": 8,
 }
-"""Bytes of one element of every dtype that a version may hold."""
+"""Bytes of one element, for every dtype that a version may hold."""
 
 ALIGNMENT: Final = 64
-"""Bytes: each tensor starts at a multiple of it."""
+"""Each tensor starts at a multiple of this many bytes."""
 
 MAX_BYTES: Final = 1 << 48
-"""Of one version: more than any disk holds, and far below where numbers of bytes no longer fit a file's offsets."""
+"""Maximum size of one version: more than any disk holds, and far below the limit of file offsets."""
 
 MAX_DIMENSIONS: Final = 64
-"""Of one tensor, as in torch."""
+"""Maximum dimensions of one tensor, as in torch."""
 
 
 class Digest:
-    """Of a tensor's bytes, which may come in pieces: xxh3-128, ten times as fast as memory is copied."""
+    """Incremental digest of a tensor's bytes: xxh3-128, ten times as fast as a memory copy."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
 
     def update(self, data: Data) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         self._state.update(data)
 
     def hex(self) -> str:
-        """32 hex digits."""
+        """Return the digest as 32 hex digits."""
         return self._state.hexdigest()
 
 
 def digest(data: Data) -> str:
-    """Of bytes that are there at once."""
+    """Return the digest of a contiguous buffer."""
     state = Digest()
     state.update(data)
     return state.hex()
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> Manifest:
-    """The manifest of (name, dtype, shape, ``Digest`` of the bytes), in that order."""
+    """Return the manifest of tensors given as (name, dtype, shape, hex ``Digest`` of the bytes), in their order."""
     entries: list[TensorEntry] = []
     end = 0
-    for name, dtype, shape, found in tensors:
+    for name, dtype, shape, checksum in tensors:
         offset = end + -end % ALIGNMENT
         nbytes = math.prod(shape) * NBYTES[dtype]
-        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, digest=found))
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes, digest=checksum))
         end = offset + nbytes
     return Manifest(tensors=entries, nbytes=end, sha=_sha(entries))
 
 
 def check(manifest: Manifest) -> None:
-    """``ProtocolError`` unless ``lay_out`` can have written it: known dtypes, no overlap, no gap, its own sha256."""
+    """Raise ``ProtocolError`` unless ``lay_out`` can have written it: known dtypes, no overlap or gap, right sha256."""
     _check_entries(manifest.tensors)
-    again = lay_out((entry.name, entry.dtype, entry.shape, entry.digest) for entry in manifest.tensors)
-    if again.tensors != manifest.tensors or again.nbytes != manifest.nbytes:
+    expected = lay_out((entry.name, entry.dtype, entry.shape, entry.digest) for entry in manifest.tensors)
+    if expected.tensors != manifest.tensors or expected.nbytes != manifest.nbytes:
         raise _malformed("the offsets of the manifest are not those of its tensors in order")
-    if again.sha != manifest.sha:
+    if expected.sha != manifest.sha:
         raise _malformed("the sha256 of the manifest is not that of its entries")
 
 
 def _check_entries(tensors: list[TensorEntry]) -> None:
-    """What must hold before offsets can be counted: every number of it is one that a file may have."""
+    """Check the entries before offsets are computed from them: names, dtypes, shapes and the total size."""
     names = [entry.name for entry in tensors]
     if not names:
         raise _malformed("a version has at least one tensor")

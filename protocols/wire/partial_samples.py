@@ -1,4 +1,4 @@
-"""Samples that a group takes to another instance: checked where they are kept, and again where they arrive. Pure."""
+"""Partial samples that move with a group to another instance. The shard and the receiving worker both check them."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 
 def partial_sha(header: PartialFrames, frames: Iterable[Data]) -> str:
-    """Hex sha256 of samples and everything that describes them.
+    """Return the hex sha256 of the samples and their header.
 
-    The instance that wrote them sends it to the scheduler, which passes it to the next one. Without it another worker
-    could replace them, once the shard has dropped them for want of room.
+    The instance that wrote the samples sends it to the scheduler, which passes it to the next instance. Without it
+    another worker could replace the samples once the shard has dropped them for lack of room.
     """
     digest = hashlib.sha256(msgspec.msgpack.encode(header))
     for frame in frames:
@@ -29,9 +29,9 @@ def partial_sha(header: PartialFrames, frames: Iterable[Data]) -> str:
 def check_partial(
     header: PartialFrames, frames: Sequence[memoryview], *, lease: LeaseId, limits: PayloadLimits, samples: int = 0
 ) -> GroupPayload:
-    """Return the samples that ``lease`` left. ``ProtocolError`` names the first thing that is wrong.
+    """Return the checked samples that ``lease`` left.
 
-    ``samples``: how many the group has; 0: any number.
+    ``samples`` is the number of samples of a group; 0 accepts any. ``ProtocolError`` names the first problem.
     """
     if not 0 < header.origin <= lease:
         detail = f"lease {lease} names {header.origin} as the one it began under; that must be from 1 to {lease}"

@@ -1,8 +1,8 @@
-"""What one group may hold in a run: token ids that its model has, lengths that its configuration allows, no column but
-those that a rollout worker makes. Pure.
+"""Limits of a run on one group: token ids of its model, lengths of its configuration, columns of a rollout worker.
 
-``GroupPayload.check`` knows what any group is; this knows the run. A trajectory server checks each push, a trainer
-each group that it fetches: a token id beyond the vocabulary raises inside the model; on a GPU that ends the process.
+``GroupPayload.check`` checks what holds for any group; this module checks what depends on the run. A trajectory server
+checks each push, and a trainer each group that it fetches: a token id outside the vocabulary raises inside the model,
+which on a GPU ends the process.
 """
 
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ from staleflow.protocols.wire.stages import ENVIRONMENT
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 MAX_NAMED = 5
-"""Columns that a refusal names."""
+"""Maximum number of columns that a refusal names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadLimits:
-    """Limits of one group. 0: there is no limit."""
+    """Limits of one group. 0 means no limit."""
 
     model: ModelLimits = field(default_factory=ModelLimits)
     sampled_tokens: int = 0
-    """Tokens of one sample that the policy writes."""
+    """Maximum number of tokens of one sample that the policy writes."""
     environment: bool = False
-    """Whether the run has an environment, which may write tokens too and return numbers with a push."""
+    """The run has an environment, which may also write tokens and return numbers with a push."""
 
     def check(self, payload: GroupPayload) -> None:
         """Raise ``ProtocolError`` with the first limit that the payload exceeds."""
@@ -37,7 +37,7 @@ class PayloadLimits:
         self.check_tokens(payload)
 
     def check_tokens(self, payload: GroupPayload) -> None:
-        """The part of ``check`` that a model needs: ids of its vocabulary, sequences within its context."""
+        """Check only what the model requires: ids of its vocabulary, sequences within its context."""
         vocabulary, context = self.model.vocabulary, self.model.context
         if not len(payload.prompt_ids):
             raise ProtocolError(Code.MALFORMED, "the prompt is empty; it must have a token at least")
@@ -67,4 +67,4 @@ class PayloadLimits:
 
 
 PLAIN: Final = PayloadLimits()
-"""A run without an environment, whose model is not known."""
+"""Limits of a run without an environment whose model is not known."""

@@ -1,8 +1,8 @@
-"""What each stage makes of a group: its columns, and whether a column holds a value a sample or a completion token.
+"""Names and kinds of stage columns: one value for each sample, or one for each completion token.
 
-A length says nothing about the kind (a group of one-token completions has as many tokens as samples), so the kind
-belongs to the name: ``stage/<stage>/<column>`` has a value a sample, ``stage/<stage>/<column>:token`` one a token. The
-columns of shipped stages have their kind here instead. Names and kinds only; ``trajectory`` checks the arrays.
+A length does not determine the kind (a group of one-token completions has as many tokens as samples), so the kind is
+part of the name: ``stage/<stage>/<column>`` has a value for each sample, ``stage/<stage>/<column>:token`` one for each
+token. The columns of shipped stages have their kind here instead. ``trajectory`` checks the arrays.
 """
 
 import math
@@ -15,7 +15,7 @@ STAGE: Final = "stage/"
 """Every column of a stage is named ``stage/<stage>/<column>``."""
 
 LOGPROB_TOLERANCE: Final = 1e-3
-"""A log-probability may exceed 0 by this much, from rounding in the engine."""
+"""Amount by which a log-probability may exceed 0, because of rounding in the engine."""
 
 REWARD: Final = "reward"
 REFERENCE: Final = "reference"
@@ -23,7 +23,7 @@ CRITIC: Final = "critic"
 
 
 class Kind(StrEnum):
-    """How many values a column holds: one for each of these."""
+    """Unit for which a column has one value."""
 
     SAMPLE = "sample"
     TOKEN = "completion token"
@@ -42,44 +42,46 @@ STAGES: Final[Mapping[str, Mapping[str, Column]]] = {
     REFERENCE: {"logprobs": Column(kind=Kind.TOKEN, most=LOGPROB_TOLERANCE)},
     CRITIC: {"values": Column(kind=Kind.TOKEN)},
 }
-"""Stage -> the columns that it must make."""
+"""Columns that each shipped stage must make, by stage."""
 
-COLUMNS: Final = {f"{STAGE}{stage}/{name}": column for stage, made in STAGES.items() for name, column in made.items()}
-"""By full name."""
+COLUMNS: Final = {
+    f"{STAGE}{stage}/{name}": column for stage, columns in STAGES.items() for name, column in columns.items()
+}
+"""Columns of the shipped stages, by full name."""
 
 REWARD_COLUMN: Final = f"{STAGE}{REWARD}/reward"
-"""Of every group that has been through the first stage."""
+"""Full name of the reward column, which every group has after the reward stage."""
 
 ENVIRONMENT: Final = f"{STAGE}environment/"
-"""Columns that come with the push: what the episodes returned, one value a sample, by any name."""
+"""Prefix of the columns that come with the push: numbers returned by the episodes, one value a sample, by any name."""
 
 ENVIRONMENT_REWARD: Final = f"{ENVIRONMENT}reward"
-"""Where it is there, it is the reward."""
+"""Column that, if a push has it, is the reward."""
 
 TOKEN_SUFFIX: Final = ":token"
-"""Ends the name of a user's column of one value a completion token, in a configuration as on the wire."""
+"""Suffix of a user's column with one value for each completion token, in the configuration and on the wire."""
 SAMPLE_SUFFIX: Final = ":sample"
-"""May end the name of the others in a configuration."""
+"""Optional suffix of a user's column with one value for each sample, in the configuration only."""
 
 _SAMPLE: Final = Column(kind=Kind.SAMPLE)
 _TOKEN: Final = Column(kind=Kind.TOKEN)
 
 
 def column_of(name: str) -> Column:
-    """What the column of this full name holds."""
+    """Return kind and bound of the column of this full name."""
     return COLUMNS.get(name) or (_TOKEN if name.endswith(TOKEN_SUFFIX) else _SAMPLE)
 
 
 def is_per_token(name: str) -> bool:
-    """Whether the column of this full name holds one value a completion token."""
+    """Return True if the column of this full name has one value for each completion token."""
     return column_of(name).kind is Kind.TOKEN
 
 
-def full_name(stage: str, made: str) -> str:
-    """On the wire, of a column as ``makes`` declares it: ``score``, ``score:sample`` or ``score:token``."""
-    return f"{STAGE}{stage}/{made.removesuffix(SAMPLE_SUFFIX)}"
+def full_name(stage: str, declared: str) -> str:
+    """Return the wire name of a column declared in ``makes``: ``score``, ``score:sample`` or ``score:token``."""
+    return f"{STAGE}{stage}/{declared.removesuffix(SAMPLE_SUFFIX)}"
 
 
 def short_name(name: str) -> str:
-    """``stage/column``, as a configuration and a trainer's batch name the column of this full name."""
+    """Return ``stage/column``, the name of the column in a configuration and in a trainer's batch."""
     return name.removeprefix(STAGE).removesuffix(TOKEN_SUFFIX)

@@ -1,7 +1,7 @@
-"""Arrays as raw little-endian frames: a spec in the header says what each frame is, and is checked before use.
+"""Arrays as raw little-endian frames, each described by a spec in the header that is checked before use.
 
-``specs_and_frames`` and ``arrays`` copy nothing. ``pack`` and ``unpack`` are the same as one blob, for stores: equal
-arrays give equal bytes whatever their order, so a blob can be named by its sha256.
+``specs_and_frames`` and ``arrays`` copy nothing. ``pack`` and ``unpack`` use one blob instead, for stores: equal arrays
+give equal bytes in any order, so a blob can be identified by its sha256.
 """
 
 import math
@@ -31,7 +31,7 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 
 MAX_DIMENSIONS: Final = 8
 ALIGNMENT: Final = 64
-"""Bytes: each array of a blob starts at a multiple of it."""
+"""Each array of a blob starts at a multiple of this many bytes."""
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _HEAD: Final = struct.Struct("<4sI")
@@ -43,7 +43,7 @@ _UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, O
 
 
 def nbytes_of(spec: TensorSpec) -> int:
-    """Exact bytes of a frame. ``ProtocolError`` for a spec that describes no array."""
+    """Return the exact size of a frame in bytes. Raises ``ProtocolError`` for a spec that describes no array."""
     if (dtype := DTYPES.get(spec.dtype)) is None:
         raise _malformed(f"array {spec.name!r}: dtype {spec.dtype!r} is not one of {', '.join(DTYPES)}")
     if len(spec.shape) > MAX_DIMENSIONS or (spec.shape and min(spec.shape) < 0):
@@ -52,9 +52,10 @@ def nbytes_of(spec: TensorSpec) -> int:
 
 
 def specs_and_frames(named: Mapping[str, Array]) -> tuple[list[TensorSpec], list[memoryview]]:
-    """Specs and their frames, in the order of the mapping; C order, little endian, no copy of arrays that are both.
+    """Return specs and frames in the order of the mapping.
 
-    ``ValueError`` for a dtype that may not travel.
+    Frames are in C order and little endian; arrays that already are both are not copied. Raises ``ValueError`` for a
+    dtype that may not travel.
     """
     specs: list[TensorSpec] = []
     frames: list[memoryview] = []
@@ -71,27 +72,27 @@ def specs_and_frames(named: Mapping[str, Array]) -> tuple[list[TensorSpec], list
 
 
 def arrays(specs: Sequence[TensorSpec], frames: Sequence[Data]) -> dict[str, Array]:
-    """Read-only views of the frames, by name. ``ProtocolError`` unless each frame is exactly what its spec says."""
+    """Return read-only views of the frames, by name. Raises ``ProtocolError`` unless each frame matches its spec."""
     if len(specs) != len(frames):
         raise _malformed(f"{len(specs)} arrays are announced, {len(frames)} frames came")
-    found: dict[str, Array] = {}
+    views: dict[str, Array] = {}
     for spec, frame in zip(specs, frames, strict=True):
         view = memoryview(frame).toreadonly()
         if (wanted := nbytes_of(spec)) != (size := view.nbytes):
             raise _malformed(f"array {spec.name!r}: {spec.dtype}{list(spec.shape)} takes {wanted} bytes, {size} came")
-        if spec.name in found:
+        if spec.name in views:
             raise _malformed(f"array {spec.name!r} comes twice")
-        found[spec.name] = _view(spec, view)
-    return found
+        views[spec.name] = _view(spec, view)
+    return views
 
 
 def pack(named: Mapping[str, Array]) -> bytes:
-    """One blob of all arrays, sorted by name. The same arrays always give the same bytes."""
+    """Return one blob of all arrays, sorted by name. The same arrays always give the same bytes."""
     return b"".join(pieces(named))
 
 
 def pieces(named: Mapping[str, Array]) -> list[bytes | memoryview]:
-    """The blob of ``pack`` in parts, one after the other; arrays are not copied."""
+    """Return the blob of ``pack`` as consecutive parts, without copying the arrays."""
     specs, frames = specs_and_frames({name: named[name] for name in sorted(named)})
     described = msgspec.msgpack.encode(specs)
     parts: list[bytes | memoryview] = [_HEAD.pack(_MAGIC, len(described)), described]
@@ -104,7 +105,7 @@ def pieces(named: Mapping[str, Array]) -> list[bytes | memoryview]:
 
 
 def unpack(data: Data) -> dict[str, Array]:
-    """Read-only views into a blob. ``ProtocolError`` for bytes that ``pack`` cannot have written."""
+    """Return read-only views into a blob. Raises ``ProtocolError`` for bytes that ``pack`` cannot have written."""
     view = memoryview(data).cast("B").toreadonly()
     if view.nbytes < _HEAD.size:
         raise _malformed(f"a blob of {view.nbytes} bytes has no head")
@@ -113,19 +114,19 @@ def unpack(data: Data) -> dict[str, Array]:
         raise _malformed("the head of the blob is damaged")
     specs = _read_specs(view[_HEAD.size : _HEAD.size + length])
     offset, total = _HEAD.size + length, view.nbytes
-    found: dict[str, Array] = {}
+    views: dict[str, Array] = {}
     for spec in specs:
         start = offset + -offset % ALIGNMENT
         end = start + nbytes_of(spec)
         if end > total or view[offset:start] != _PADDING[start - offset]:
             raise _malformed(f"array {spec.name!r}: bytes {start} to {end} are not in a blob of {total}")
-        if spec.name in found:
+        if spec.name in views:
             raise _malformed(f"array {spec.name!r} comes twice")
-        found[spec.name] = _view(spec, view, start)
+        views[spec.name] = _view(spec, view, start)
         offset = end
     if offset != total:
         raise _malformed(f"{total - offset} bytes follow the last array of the blob")
-    return found
+    return views
 
 
 def _read_specs(data: memoryview) -> list[TensorSpec]:
@@ -136,10 +137,10 @@ def _read_specs(data: memoryview) -> list[TensorSpec]:
 
 
 def _view(spec: TensorSpec, data: memoryview, start: int = 0) -> Array:
-    """Of bytes that are read-only, and from ``start`` on as many as the spec says."""
+    """Return a view of read-only ``data`` from ``start`` on; the caller has checked that the bytes exist."""
     try:
         return np.ndarray(spec.shape, DTYPES[spec.dtype], data, start)
-    except ValueError as error:  # no bytes, and a dimension that is too large all the same
+    except ValueError as error:  # an array of 0 bytes can still have a dimension that NumPy cannot represent
         raise _malformed(f"array {spec.name!r}: shape {spec.shape}: {error}") from None
 
 

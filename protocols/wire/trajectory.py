@@ -1,7 +1,7 @@
-"""The payload of one group: what its samples say, with which weights each token was written, and how likely it was.
+"""The payload of one group: the tokens of its samples, the version that wrote each token, and its log-probability.
 
-Columnar and ragged: ``n`` samples of one prompt, their completions one after another, ``T`` tokens in all. Nothing is
-believed before ``check`` has passed; ``from_arrays`` calls it.
+Columnar and ragged: ``n`` samples of one prompt, their completions one after another, ``T`` tokens in all. A payload
+must pass ``check`` before any other use; ``from_arrays`` calls it.
 """
 
 import math
@@ -20,7 +20,7 @@ from staleflow.protocols.wire.tensors import Array
 
 
 class Finish(IntEnum):
-    """How a sample ended."""
+    """Reason why a sample ended."""
 
     STOP = 0
     LENGTH = 1
@@ -36,21 +36,22 @@ _COLUMNS: Final[dict[str, "tuple[np.dtype[Any], int]"]] = {
     "segments": (np.dtype("int64"), 2),
     "finish": (np.dtype("uint8"), 1),
 }
-"""Name -> dtype and number of dimensions."""
+"""Dtype and number of dimensions of each column, by name."""
 
 _FLOAT: Final = np.dtype("float32")
 _LAST_FINISH: Final = max(Finish)
 _MAX_ROWS: Final = 65_536
-"""Samples of a group, and segments of all its samples: they are looked at one by one."""
+"""Maximum number of samples of a group, and of segments of all its samples: they are checked one by one."""
 _FEW: Final = 32
-"""Up to so many values plain Python is faster than NumPy."""
+"""Number of values up to which plain Python is faster than NumPy."""
+# Array methods such as ``min`` reach the same ufuncs through Python, which takes longer than the reduction itself for a
+# group of a few thousand tokens.
 _least, _most = np.minimum.reduce, np.maximum.reduce
-# The methods of arrays do the same by way of Python, which takes longer than a group of a few thousand tokens.
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupPayload:
-    """One group. Not checked on construction; ``check`` before it leaves, ``from_arrays`` when it comes."""
+    """One group. Construction checks nothing: call ``check`` before sending, and ``from_arrays`` on receipt."""
 
     prompt_ids: Array
     """int32 [P]"""
@@ -59,15 +60,16 @@ class GroupPayload:
     token_ids: Array
     """int32 [T]: all completions, sample after sample."""
     logprobs: Array
-    """float32 [T]: of each token, as the engine sampled it."""
+    """float32 [T]: log-probability of each token in the distribution that the engine sampled from."""
     loss_mask: Array
-    """uint8 [T]: 1 where the policy wrote the token, 0 where the environment did."""
+    """uint8 [T]: 1 for tokens written by the policy, 0 for tokens written by the environment."""
     segments: Array
     """int64 [S, 4]: rows (sample, lineage, version, tokens), sample after sample, in order of writing."""
     finish: Array
     """uint8 [n]: ``Finish`` of each sample."""
     stages: dict[str, Array] = field(default_factory=dict[str, Array])
-    """By full name, float32: ``stage/reward/reward`` [n], ``stage/reference/logprobs`` [T] (``wire.stages``)."""
+    """Stage columns by full name, float32: ``stage/reward/reward`` [n], ``stage/reference/logprobs`` [T]
+    (``wire.stages``)."""
 
     @property
     def num_samples(self) -> int:
@@ -78,13 +80,13 @@ class GroupPayload:
         return len(self.token_ids)
 
     def to_arrays(self) -> dict[str, Array]:
-        """Everything by name, checked: ``ProtocolError`` rather than a payload that nobody would take."""
+        """Return all arrays by name, after ``check``: a payload that every receiver would refuse raises here."""
         self.check()
         return {name: getattr(self, name) for name in _COLUMNS} | self.stages
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array]) -> "GroupPayload":
-        """A checked payload. ``ProtocolError`` names the first thing that is wrong."""
+        """Return a checked payload. ``ProtocolError`` names the first problem."""
         own: dict[str, Array] = {}
         stages: dict[str, Array] = {}
         for name, array in arrays.items():
@@ -97,17 +99,17 @@ class GroupPayload:
         payload.check()
         return payload
 
-    def add(self, made: Mapping[str, Array]) -> None:
-        """Take in what stages made of it, values checked. ``ProtocolError`` for a column of another length."""
-        for name, column in made.items():
+    def add(self, columns: Mapping[str, Array]) -> None:
+        """Add stage columns whose values are already checked. Raises ``ProtocolError`` for a column of wrong length."""
+        for name, column in columns.items():
             kind = _column(name).kind
             wanted = self.num_tokens if kind is Kind.TOKEN else self.num_samples
             if len(column) != wanted:
                 raise _malformed(f"{name} holds {len(column)} values; it must hold {wanted}, one a {kind}")
-        self.stages |= made
+        self.stages |= columns
 
     def check(self) -> None:
-        """``ProtocolError`` unless this is a group: types, sizes, ranges, and segments that add up to the tokens."""
+        """Raise ``ProtocolError`` unless types, sizes and ranges are valid and segments add up to the tokens."""
         for name, (dtype, ndim) in _COLUMNS.items():
             _check_type(name, getattr(self, name), dtype, ndim)
         self._check_sizes()
@@ -117,10 +119,10 @@ class GroupPayload:
             check_column(name, column, samples=self.num_samples, tokens=self.num_tokens)
 
     def segment_summary(self) -> list[Segment]:
-        """Tokens that the policy wrote by (lineage, version), all samples together, ascending.
+        """Return the tokens written by the policy, by (lineage, version), ascending, summed over all samples.
 
-        What an environment wrote between them belongs to segments too, but is nobody's to train: the ledger, its bound
-        and its counts know sampled tokens only.
+        Segments also cover tokens of an environment. Those are never trained: the ledger, its bound and its counts
+        include sampled tokens only.
         """
         totals: dict[tuple[int, int], int] = {}
         rows: list[list[int]] = self.segments.tolist()
@@ -130,24 +132,24 @@ class GroupPayload:
         return [Segment(Lineage(key[0]), Version(key[1]), totals[key]) for key in sorted(totals)]
 
     def token_versions(self) -> Array:
-        """int64 [T]: the version that wrote each token."""
+        """Return the version that wrote each token, int64 [T]."""
         return np.repeat(self.segments[:, 2], self.segments[:, 3])
 
     def sampled_lengths(self) -> list[int]:
-        """Tokens of each sample that the policy wrote."""
+        """Return the number of tokens of each sample that the policy wrote."""
         return self._sampled(self.lengths)
 
     def all_sampled(self) -> bool:
-        """Whether no environment wrote any of its tokens."""
+        """Return True if the policy wrote all tokens and no environment wrote any."""
         return bool(np.minimum.reduce(self.loss_mask, initial=1))
 
     def _sampled(self, tokens: Array) -> list[int]:
-        """Sampled tokens in each stretch of so many tokens, one stretch after the other from the first on."""
+        """Return the number of sampled tokens in each of the consecutive stretches of ``tokens`` tokens."""
         if not self.all_sampled():
             before = np.concatenate(([0], np.cumsum(self.loss_mask, dtype=np.int64)))
             tokens = np.diff(before[np.cumsum(tokens)], prepend=0)
-        found: list[int] = tokens.tolist()
-        return found
+        counts: list[int] = tokens.tolist()
+        return counts
 
     def _check_sizes(self) -> None:
         if not 0 < len(self.lengths) <= _MAX_ROWS:
@@ -177,24 +179,25 @@ class GroupPayload:
 def made_columns(
     stage: str, named: Mapping[str, Array], *, makes: Collection[str], samples: int, tokens: int
 ) -> dict[str, Array]:
-    """What ``stage`` made, by full name; ``ProtocolError`` names the first column that is missing, too much or wrong.
+    """Return the columns that ``stage`` made, by full name.
 
-    Columns may come under their own name or their full one; ``makes`` are the full names of those that it must make.
+    Columns may have their short or their full name; ``makes`` are the full names of the required columns.
+    ``ProtocolError`` names the first column that is missing, unexpected or wrong.
     """
     prefix = f"{STAGE}{stage}/"
-    found = {name if name.startswith(prefix) else prefix + name: array for name, array in named.items()}
+    columns = {name if name.startswith(prefix) else prefix + name: array for name, array in named.items()}
     for name in makes:
-        if name not in found:
+        if name not in columns:
             raise _malformed(f"the stage must make {name}")
-    for name, array in found.items():
+    for name, array in columns.items():
         if name not in makes:
             raise _malformed(f"the stage makes {name}, which is not one of {', '.join(makes)}")
         check_column(name, array, samples=samples, tokens=tokens)
-    return found
+    return columns
 
 
 def check_column(name: str, array: Array, *, samples: int, tokens: int) -> None:
-    """``ProtocolError`` unless this may be the column ``name`` of a group of so many samples and completion tokens."""
+    """Raise ``ProtocolError`` unless ``array`` is a valid column ``name`` of a group of this size."""
     column = _column(name)
     wanted = tokens if column.kind is Kind.TOKEN else samples
     if array.dtype != _FLOAT or array.shape != (wanted,):
@@ -204,7 +207,7 @@ def check_column(name: str, array: Array, *, samples: int, tokens: int) -> None:
 
 
 def check_values(name: str, array: Array) -> None:
-    """``ProtocolError`` unless these may be values of the column ``name``, of one group or of many."""
+    """Raise ``ProtocolError`` unless the column ``name`` may hold these values, of one group or of many."""
     if array.size <= _FEW:
         values: list[float] = array.tolist()
         finite, most = all(map(math.isfinite, values)), max(values, default=-math.inf)
@@ -218,14 +221,17 @@ def check_values(name: str, array: Array) -> None:
 
 
 def _column(name: str) -> Column:
-    """What a column of this name holds. ``ProtocolError`` if it is none."""
+    """Return kind and bound of a column. Raises ``ProtocolError`` if the name is not a column's."""
     if len(parts := name.split("/")) != 3 or parts[0] != "stage" or not all(parts):
         raise _malformed(f"{name!r} is no column; its name must be stage/<stage>/<column>")
     return column_of(name)
 
 
 def shard_of(group: GroupId, shards: int) -> int:
-    """The trajectory server that holds ``group``: the same in every process and release (splitmix64, then modulo)."""
+    """Return the trajectory server that stores ``group``.
+
+    The result is the same in every process and release (splitmix64, then modulo): stored groups depend on it.
+    """
     mask = 0xFFFF_FFFF_FFFF_FFFF
     mixed = (group + 0x9E37_79B9_7F4A_7C15) & mask
     mixed = ((mixed ^ mixed >> 30) * 0xBF58_476D_1CE4_E5B9) & mask
@@ -249,14 +255,14 @@ def _check_segments(segments: Array, lengths: Array) -> None:
     for row, (sample, lineage, version, tokens) in enumerate(rows):
         if not 0 <= sample < len(wanted) or lineage < 0 or version < 0 or tokens < 1:
             raise _malformed(
-                f"segments names a sample that is not there, or holds a negative number or an empty segment: row {row}"
+                f"segments names a sample that does not exist, or has a negative number or an empty segment: row {row}"
             )
         if tokens > longest:
             raise _malformed(f"segments holds one of {tokens} tokens; the longest sample has {longest}")
-        if (here := (sample, lineage, version)) < last:
+        if (current := (sample, lineage, version)) < last:
             raise _malformed(f"segments goes back in row {row}: sample, lineage and version must ascend")
         written[sample] += tokens
-        last = here
+        last = current
     if written != wanted:
         sample = next(sample for sample, tokens in enumerate(wanted) if written[sample] != tokens)
         raise _malformed(f"the segments of sample {sample} add up to {written[sample]} tokens, it has {wanted[sample]}")

@@ -25,7 +25,7 @@ from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.columns import joined
+from staleflow.protocols.wire.columns import join_columns
 from staleflow.protocols.wire.messages import (
     Done,
     GetGroups,
@@ -358,7 +358,7 @@ class TrajectoryService:
 
     def _packed(self, wanted: Sequence[Held], *, maps: bool) -> tuple[Groups, list[memoryview]]:
         """Every payload as it is stored, for a reader that checks it; ``maps``: only its place, where it has one."""
-        columns, frames = joined(self._shard.read_columns(wanted))
+        columns, frames = join_columns(self._shard.read_columns(wanted))
         groups: list[GroupFrames] = []
         for held in wanted:
             data, place = self._shard.stored(held), place_of(held) if maps else None

@@ -12,7 +12,7 @@ from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Done, StageFailing, StageLoad, StageLoads
-from staleflow.protocols.wire.messages.stages import MAX_FAILING, NAMED
+from staleflow.protocols.wire.messages.stages import MAX_FAILING, MAX_NAMED_GROUPS
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import Failing
 
@@ -45,7 +45,7 @@ def loads_of(shard: Shard) -> list[StageLoad]:
             stage=stage,
             waiting=len(queue),
             taken=queue.taken,
-            groups=queue.first(NAMED),
+            groups=queue.first(MAX_NAMED_GROUPS),
             calls=queue.calls,
             failing=[_failing(one, now_s) for one in failing[:MAX_FAILING]],
             passed=shard.num_passed(stage) if failing else 0,

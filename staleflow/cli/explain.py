@@ -41,7 +41,7 @@ def command(key: str) -> int:
 def _overview(found: "list[Table]") -> Iterator[str]:
     for table in found:
         yield f"{click.style(f'[{table.name}]' if table.name else 'top', bold=True)}"
-        yield from _wrapped(table.says.partition("\n\n")[0])
+        yield from _wrapped(table.description.partition("\n\n")[0])
 
 
 def _of(name: str, found: "list[Table]") -> Iterator[str]:
@@ -58,7 +58,7 @@ def _of(name: str, found: "list[Table]") -> Iterator[str]:
     for table in found:
         if name == table.name:
             yield click.style(f"[[{name}]]" if table.many else f"[{name}]", bold=True)
-            yield from _wrapped(table.says)
+            yield from _wrapped(table.description)
             for key in table.keys:
                 yield ""
                 yield from _about(key, key.name)
@@ -84,7 +84,7 @@ def _ending(name: str, found: "list[Table]") -> "list[tuple[str, Key]]":
 def _about(key: "Key", name: str) -> Iterator[str]:
     default = f"; default {key.default}" if key.default else "; must be set"
     yield f"{click.style(name, bold=True)}  {key.allowed}{default}"
-    yield from _wrapped(key.says)
+    yield from _wrapped(key.description)
 
 
 def _wrapped(text: str) -> Iterator[str]:

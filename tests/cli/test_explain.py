@@ -14,7 +14,7 @@ def test_a_key_is_told_with_what_it_may_be_and_what_it_is(cli: Cli) -> None:
     said = cli("explain", "staleness.max_staleness")
     first, *rest = said.out.splitlines()
     assert (said.code, first) == (0, "staleness.max_staleness  an integer from 0 to 1024; default 2")
-    assert " ".join(rest).split()[:4] == ["Versions", "between", "a", "trajectory's"]
+    assert " ".join(rest).split()[:4] == ["Maximum", "number", "of", "versions"]
     assert max(map(len, rest)) <= 100
 
 
@@ -79,5 +79,5 @@ def test_on_a_terminal_names_are_bold_unless_colours_are_off(no_color: str, bold
     os.close(theirs)
     said = os.read(ours, 1 << 16)
     os.close(ours)
-    assert b"Of the prompt order" in said
+    assert b"Seed of the prompt order" in said
     assert (b"\x1b[1m" in said) == bold

@@ -85,14 +85,14 @@ def test_the_reward_may_wait_for_other_stages(write: Write) -> None:
         ),
         (["a  score", "b a/scor x"], 'stage[1].needs is "a/scor"; no stage makes it, did you mean a/score?'),
         (["a critic/values x"], 'needs is "critic/values"; no stage makes it; columns of this run: reward/reward, a/x'),
-        (["b a/x,a/x y", "a  x"], 'stage[0].needs is "a/x"; it is there twice'),
+        (["b a/x,a/x y", "a  x"], 'stage[0].needs is "a/x"; it is listed twice'),
         (["a  x", "a  y"], 'stage[1].name is "a"; stage[0] has it already'),
         (["reward  x"], 'stage[0].name is "reward"; it must be none of reward, reference, critic, environment'),
         (["engine  x"], 'stage[0].name is "engine"; it must be none of reward, '),
         (["A-1  x"], 'stage[0].name is "A-1"; it must be at most 40 lower-case letters'),
         (["a  "], 'stage[0].makes is []; it must name a column at least, "score" or "values:token"'),
         (["a  x:group"], 'stage[0].makes is "x:group"; a column is at most 40 lower-case letters'),
-        (["a  x,x:token"], 'stage[0].makes is "x"; it is there twice'),
+        (["a  x,x:token"], 'stage[0].makes is "x"; it is listed twice'),
     ],
 )
 def test_what_is_no_graph_is_named(write: Write, given: list[str], line: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.explain import decode
-from staleflow.configs.presets import beneath
+from staleflow.configs.presets import merge
 from staleflow.configs.rules.checks import consistent
 from tests.docs.markdown import ROOT, Block, blocks
 
@@ -48,7 +48,7 @@ def test_toml_is_a_configuration_or_a_part_of_one(block: Block) -> None:
     whole: dict[str, Any] = dict(BASE)
     for key, value in table.items():
         needed = NEEDED.get(key)
-        whole[key] = beneath(needed, value) if needed else value
+        whole[key] = merge(needed, value) if needed else value
     if "source" in whole["prompts"]:
         whole["prompts"] = table["prompts"]
     try:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.generate.pages import made
+from docs.generate.pages import generated_files
 from staleflow.configs.loading.describe import tables
 from staleflow.configs.loading.explain import keys
 from staleflow.trace.events import AnyEvent
@@ -15,7 +15,7 @@ from tests.docs.markdown import ROOT
 
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, str]:
-    return made()
+    return generated_files()
 
 
 def test_every_made_page_and_picture_is_fresh(fresh: dict[str, str]) -> None:
@@ -46,8 +46,8 @@ def test_a_picture_is_well_formed_and_asks_for_nothing_from_elsewhere(fresh: dic
 
 def test_every_key_has_a_sentence() -> None:
     found = list(tables())
-    assert [f"{table.name}.{key.name}" for table in found for key in table.keys if not key.says] == []
-    assert [table.name for table in found if not table.says] == []
+    assert [f"{table.name}.{key.name}" for table in found for key in table.keys if not key.description] == []
+    assert [table.name for table in found if not table.description] == []
 
 
 def test_every_key_is_described_once() -> None:

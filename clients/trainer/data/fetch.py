@@ -20,7 +20,7 @@ from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.columns import parted
+from staleflow.protocols.wire.columns import split_columns
 from staleflow.protocols.wire.messages import GetGroups, Groups, MemberRef
 from staleflow.protocols.wire.tensors import Array, arrays
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -123,7 +123,7 @@ def unpacked(
 ) -> Iterator[FetchedGroup]:
     """The groups of an answer, checked; ``ProtocolError`` when frames and headers disagree, ``Unreadable`` when what
     came packed is not what its sha256 says, or no group."""
-    made = parted(reply.columns, frames, len(reply.groups))
+    made = split_columns(reply.columns, frames, len(reply.groups))
     start = len(reply.columns)
     for item, data, sha, columns in zip(reply.groups, mapped, shas, made, strict=True):
         end = start + len(item.frames)

@@ -1,7 +1,8 @@
-"""Every message of the service, one struct each. Requests and their replies stand together.
+"""All messages of the service, one struct each. A request and its reply are in the same module.
 
-A request names its reply in its docstring. Any request may be answered by ``Refusal``. Structs are arrays on the wire
-(tag first), frozen, and refuse unknown fields. All ``*_ms`` are durations; no clock reading crosses the wire.
+The docstring of a request names its reply (``-> Reply``). The reply to any request may also be ``Refusal``. Structs are
+arrays on the wire (tag first), frozen, and reject unknown fields. All ``*_ms`` fields are durations: no clock reading
+crosses the wire.
 """
 
 from staleflow.protocols.wire.messages.attaching import Attach, AttachReply, Detach

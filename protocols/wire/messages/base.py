@@ -1,4 +1,4 @@
-"""What every message is made of, and the messages that every server answers."""
+"""Base types of all messages, and the messages that every server handles."""
 
 from typing import Annotated, Any
 
@@ -7,17 +7,17 @@ import msgspec
 from staleflow.protocols.consistency.effects import Code
 
 PROTOCOL = 12
-"""Raised by one whenever a message changes meaning or shape; the two sides must agree exactly."""
+"""Protocol version, raised by one whenever a message changes in meaning or shape. Both sides must have the same one."""
 
 Sha = Annotated[str, msgspec.Meta(max_length=64)]
 """A sha256 in hexadecimal, or empty."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-"""What a peer counts: never so much that a sum of many leaves the 64 bits that a store and a trace have for it."""
+"""A count sent by a peer, bounded so that sums of many counts fit the 64 bits of the store and the trace."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Base of everything in the union."""
+    """Base of every member of the unions ``Request`` and ``Reply``."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -25,7 +25,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_un
 
 
 class TensorSpec(Part, frozen=True, kw_only=True):
-    """One raw little-endian array frame: closed dtype, shape, and so its exact number of bytes."""
+    """One raw little-endian array frame. Dtype (a closed set) and shape give its exact number of bytes."""
 
     name: str
     dtype: str
@@ -33,38 +33,38 @@ class TensorSpec(Part, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """Am I heard? -> Pong. Sent by the transport every second in which nothing else was sent."""
+    """Keep-alive that the transport sends every second in which it sent nothing else. -> Pong"""
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Yes."""
+    """Reply to ``Ping``."""
 
 
 class Refusal(Message, frozen=True, kw_only=True):
-    """A normal no, to any request. ``busy`` may be tried again after ``retry_after_ms``; the others will not change."""
+    """A normal refusal, of any request. ``busy`` may be retried after ``retry_after_ms``; other codes are final."""
 
     code: Code
     detail: str = ""
     retry_after_ms: int = 0
     retry_for_ms: int = 0
-    """After this long of the same answer, ``busy`` is final; 0: it may be tried again without end."""
+    """Time after which a repeated ``busy`` is final; 0: it may be retried without limit."""
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """Yes, and there is nothing more to say."""
+    """Success, without a result."""
 
 
 class GetStatus(Message, frozen=True, kw_only=True):
-    """-> Status, from any server."""
+    """Request the status of any server. -> Status"""
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """A plain snapshot; what is in it is said where the server makes it."""
+    """A plain snapshot of a server; the module that builds it documents its keys."""
 
     values: dict[str, Any]
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """End the run: lease nothing new, train what is under way, keep what is acknowledged. -> Done"""
+    """End the run: lease nothing new, train the groups in progress, keep everything acknowledged. -> Done"""
 
     why: str

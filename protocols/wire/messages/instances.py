@@ -1,53 +1,53 @@
-"""To the scheduler: what rollout instances report, and the commands that answer them."""
+"""Messages to the scheduler: reports of rollout instances, and the commands in reply."""
 
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha
 
 
 class InstanceStats(Part, frozen=True, kw_only=True):
-    """What an engine says of itself."""
+    """Statistics of an engine."""
 
     lineage: Lineage = Lineage(0)
     version: Version = Version(-1)
-    """Loaded weights; -1 before any."""
+    """Loaded version; -1 before the first."""
     running: Count = 0
-    """Samples being decoded."""
+    """Number of samples being decoded."""
     waiting: Count = 0
-    """Samples queued in the engine, or on their way there."""
+    """Number of samples queued in the engine, or on their way to it."""
     kv_used: float = 0.0
     """Share of the KV cache in use, 0 to 1."""
     kv_tokens: Count = 0
-    """Tokens in the KV cache."""
+    """Number of tokens in the KV cache."""
     kv_capacity: Count = 0
-    """Tokens that the KV cache holds; 0: the engine cannot say."""
+    """Capacity of the KV cache in tokens; 0: unknown."""
     slots: Count = 0
-    """Samples that the engine decodes at once; 0: it cannot say."""
+    """Number of samples that the engine decodes at once; 0: unknown."""
     tokens_per_s: float = 0.0
-    """Over the last few seconds."""
+    """Average over the last few seconds."""
     generated_tokens: Count = 0
-    """Since the process started."""
+    """Number of tokens since the process started."""
     steps: Count = 0
-    """Decode steps since the process started: each wrote a token of every running sample."""
+    """Number of decode steps since the process started; each writes one token of every running sample."""
     busy_s: float = 0.0
     """Seconds with at least one running sample, since the process started."""
     episodes: Count = 0
-    """Episodes of the environment under way."""
+    """Number of environment episodes in progress."""
     episodes_waiting: Count = 0
-    """Episodes that wait for a process of the environment: no process may play one more."""
+    """Number of episodes that wait because no environment process may play one more."""
 
 
 class Report(Message, frozen=True, kw_only=True):
-    """A rollout instance tells how it is, acknowledges commands, and waits for more. -> Commands
+    """A rollout instance reports its state, acknowledges commands, and waits for more. -> Commands
 
-    The server keeps it until there is a command, at most ``wait_ms``; a newer report of the same worker answers the
-    older one with what there is. Renews every lease of the worker.
+    The scheduler delays the reply until it has a command, at most ``wait_ms``. A newer report of the same worker makes
+    it reply to the older one at once. A report renews every lease of the worker.
     """
 
     worker: WorkerId
     ack: Count
-    """Number of the last command carried out or taken over; 0 at first."""
+    """Number of the last command that was carried out or accepted; 0 at first."""
     held: list[LeaseId]
-    """Leases that the worker works on. One it lacks is assigned again; one it should not have is aborted."""
+    """Leases that the worker works on. The scheduler reassigns missing ones and aborts those it should not have."""
     stats: InstanceStats
     wait_ms: int = 1000
 
@@ -60,11 +60,11 @@ class Assign(Message, frozen=True, kw_only=True):
     lineage: Lineage
     version: Version
     shard: int
-    """Trajectory server that has the prompt row and takes the payload."""
+    """Trajectory server that has the prompt row and receives the payload."""
     partial: LeaseId = LeaseId(0)
-    """Lease under which that server keeps what another instance wrote of it, to go on from; 0: none."""
+    """Lease under which that server keeps the partial samples of another instance, to continue from; 0: none."""
     partial_sha: Sha = ""
-    """Of what that instance wrote, by its own ``RegisterYield``: what the shard gives must have it."""
+    """Hash of the partial samples from that instance's ``RegisterYield``; the bytes from the shard must match it."""
 
 
 class Pull(Message, frozen=True, kw_only=True):
@@ -81,15 +81,15 @@ class Interrupt(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Command: throw this lease's tokens away; the lease is already gone."""
+    """Command: discard the tokens of this lease, which has already ended."""
 
     lease: LeaseId
 
 
 class Yield(Message, frozen=True, kw_only=True):
-    """Command: stop and keep this lease's tokens; give them to the shard (``PutPartial``), then say ``RegisterYield``.
+    """Command: stop, send the tokens of this lease to the shard (``PutPartial``), then send ``RegisterYield``.
 
-    The lease stays held until that is answered. A group that is done by then is pushed as if nothing had been said.
+    The worker keeps the lease until the reply. A group that is finished by then is pushed as usual.
     """
 
     lease: LeaseId
@@ -104,13 +104,13 @@ class Commands(Message, frozen=True, kw_only=True):
     first: int
     commands: list[Command]
     version: Version
-    """Newest published."""
+    """Newest published version."""
     drain: bool = False
-    """Finish what you hold; nothing more will come."""
+    """Finish the current groups and stop; no more will be assigned."""
 
 
 class Pulled(Message, frozen=True, kw_only=True):
-    """A worker loaded, or failed to load, a version. -> Done"""
+    """A worker has loaded a version, or failed to load it. -> Done"""
 
     worker: WorkerId
     lineage: Lineage

@@ -1,4 +1,4 @@
-"""To the scheduler: operations on groups, in batches."""
+"""Messages to the scheduler: operations on groups, in batches."""
 
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
@@ -6,7 +6,7 @@ from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha
 
 
 class RegisterPush(Message, frozen=True, kw_only=True):
-    """Op of a shard: the payload is durable. (A lease that may not push is refused ``stale_lease`` or ``stale``.)"""
+    """Op of a shard: the payload is durable. A lease that may not push is refused with ``stale_lease`` or ``stale``."""
 
     group: GroupId
     lease: LeaseId
@@ -17,11 +17,11 @@ class RegisterPush(Message, frozen=True, kw_only=True):
     truncated: bool
     segments: list[Segment]
     samples: list[Count]
-    """Tokens of each sample, for length metrics."""
+    """Number of tokens of each sample, for length metrics."""
     sequence_tokens: Count
-    """Prompt and completion of all samples, environments' tokens too: what a trainer's rank has to work through."""
+    """Prompt and completion tokens of all samples, including an environment's: the load of a trainer's rank."""
     occupies: bool = False
-    """It came with its rewards and no stage is to come: occupied in the same breath."""
+    """The push has its rewards and no stage follows, so the scheduler also occupies the group."""
 
 
 class RegisterOccupy(Message, frozen=True, kw_only=True):
@@ -32,14 +32,14 @@ class RegisterOccupy(Message, frozen=True, kw_only=True):
 
 
 class RegisterRelease(Message, frozen=True, kw_only=True):
-    """Op of a shard (filtered, a stage failed for good) or of a worker (aborted)."""
+    """Op of a shard (filtered, or a stage failed permanently) or of a worker (aborted)."""
 
     group: GroupId
     lease: LeaseId
     why: ReleaseWhy
     detail: str = ""
     hopeless: bool = False
-    """The worker's engine can never serve it: too long, say."""
+    """No retry can succeed: the worker's engine can never serve the group, for example because it is too long."""
 
 
 class RegisterQuarantine(Message, frozen=True, kw_only=True):
@@ -49,8 +49,10 @@ class RegisterQuarantine(Message, frozen=True, kw_only=True):
 
 
 class RegisterMissing(Message, frozen=True, kw_only=True):
-    """Op of a shard: it was asked for these bytes of a group and has not got them. No effect (``stale``) unless the
-    ledger counts on exactly them, and on that shard."""
+    """Op of a shard: these requested bytes of a group are missing.
+
+    No effect (``stale``) unless the ledger expects exactly these bytes on this shard.
+    """
 
     group: GroupId
     shard: int
@@ -58,31 +60,31 @@ class RegisterMissing(Message, frozen=True, kw_only=True):
 
 
 class RegisterReject(Message, frozen=True, kw_only=True):
-    """Op of a shard: it refused pushes of this worker, which the ledger never saw. Traced, without any effect."""
+    """Op of a shard: it refused pushes of this worker, which never reached the ledger. Traced, without other effect."""
 
     group: GroupId
     lease: LeaseId
     worker: WorkerId
     code: Code
     count: Count = 1
-    """Pushes since the last such report of this worker and code; the group is that of the newest."""
+    """Number of refused pushes since the last such report of this worker and code; ``group`` is the newest."""
 
 
 class RegisterYield(Message, frozen=True, kw_only=True):
-    """Op of a worker that was told to yield: its shard has the samples so far, another instance may go on with them.
+    """Op of a worker that got ``Yield``: its shard has the samples so far, and another instance may continue them.
 
-    Done: the lease is over and the group is leased anew elsewhere. ``stale_lease``: it was over before. Any other code:
-    nothing has changed, and the worker goes on under the same lease.
+    Success: the lease has ended and the group is leased to another instance. ``stale_lease``: the lease had ended
+    before. Any other code: nothing has changed, and the worker continues under the same lease.
     """
 
     group: GroupId
     lease: LeaseId
     lineage: Lineage
-    """Of ``version``."""
+    """Lineage of ``version``."""
     version: Version
-    """Newest that wrote any of it; the lease's own when nothing is written."""
+    """Newest version that wrote any of the samples; the lease's own if they are empty."""
     sha: Sha
-    """Of the samples and their header, which the shard has (``partial_samples.partial_sha``)."""
+    """Hash of the samples and their header on the shard (``partial_samples.partial_sha``)."""
 
 
 Op = (
@@ -97,13 +99,13 @@ Op = (
 
 
 class Operations(Message, frozen=True, kw_only=True):
-    """Up to a few hundred operations, applied in order, each on its own. -> Results"""
+    """Up to a few hundred operations, applied in order and independently of each other. -> Results"""
 
     ops: list[Op]
 
 
 class Result(Part, frozen=True, kw_only=True):
-    """What became of one operation. ``code`` None: done, now or before."""
+    """Outcome of one operation. ``code`` None: done, now or earlier."""
 
     code: Code | None = None
     detail: str = ""
@@ -116,27 +118,27 @@ class Results(Message, frozen=True, kw_only=True):
 
 
 class GetRetained(Message, frozen=True, kw_only=True):
-    """A shard asks which of these groups it may forget, and whether its leases still hold. -> Retained"""
+    """A shard requests which of these groups it must keep, and whether its leases are still valid. -> Retained"""
 
     shard: int
     groups: list[GroupId]
 
 
 class Retained(Message, frozen=True, kw_only=True):
-    """The groups of the question that must be kept; the others may go."""
+    """The groups of the request that must be kept; the others may be deleted."""
 
     keep: list[GroupId]
 
 
 class GetExpected(Message, frozen=True, kw_only=True):
-    """A shard that has started asks for what it must have, of groups after that one. -> Expected"""
+    """A shard that has started requests the payloads it must have, for groups above ``after``. -> Expected"""
 
     shard: int
     after: GroupId
 
 
 class Expected(Message, frozen=True, kw_only=True):
-    """Payloads that the ledger counts on, ascending by group: one sha for each. None: there are no more."""
+    """Payloads that the ledger expects, ascending by group, one sha for each. Empty: no more groups follow."""
 
     groups: list[GroupId]
     shas: list[str]

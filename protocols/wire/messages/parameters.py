@@ -1,4 +1,4 @@
-"""To the parameter server: versions in and out."""
+"""Messages to the parameter server: upload and download of versions."""
 
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages.base import Message, Part
@@ -13,11 +13,11 @@ class TensorEntry(Part, frozen=True, kw_only=True):
     offset: int
     nbytes: int
     digest: str
-    """Hex xxh3-128 of its bytes: it tells damage, not malice."""
+    """Hex xxh3-128 of the bytes: it detects damage, not malice."""
 
 
 class Manifest(Part, frozen=True, kw_only=True):
-    """What a version is made of. ``sha`` is the hex sha256 over the tensors' entries, their digests included."""
+    """Contents of a version. ``sha`` is the hex sha256 over the tensors' entries, including their digests."""
 
     tensors: list[TensorEntry]
     nbytes: int
@@ -35,7 +35,7 @@ class BeginPublish(Message, frozen=True, kw_only=True):
 
 
 class BeginPublishReply(Message, frozen=True, kw_only=True):
-    """Where the bytes go: into the file at ``path`` when it is on the publisher's host, else in chunks."""
+    """Destination of the bytes: the file at ``path`` if it is on the publisher's host, else chunks."""
 
     upload: int
     path: str
@@ -51,39 +51,39 @@ class PublishChunk(Message, frozen=True, kw_only=True):
 
 
 class CommitPublish(Message, frozen=True, kw_only=True):
-    """Every byte is there: verify, make visible, register with the scheduler. -> RegisterVersionReply"""
+    """The upload is complete: verify it, make it visible, register it with the scheduler. -> RegisterVersionReply"""
 
     upload: int
     manifest: Manifest
     in_place: bool = False
-    """The publisher wrote the file itself, in the pass that made the digests: it need not be read once more."""
+    """The publisher wrote the file itself, in the pass that computed the digests: no second read is needed."""
     direct: str = ""
-    """Where readers may have the same bytes from the publisher itself, ``tcp://host:port``; empty: nowhere."""
+    """Address where the publisher serves the same bytes itself, ``tcp://host:port``; "" if it does not."""
 
 
 class GetManifest(Message, frozen=True, kw_only=True):
-    """What is in a version, and where; pins it for the worker until ``Unpin`` or its end. -> ManifestReply"""
+    """Request the manifest of a version, and pin it for the worker until ``Unpin`` or its end. -> ManifestReply"""
 
     worker: WorkerId
     lineage: Lineage
     version: Version
     doubted: bool = False
-    """The worker found other bytes than these: look at every one of them before the answer."""
+    """The worker read bytes that do not match: verify every byte before the reply."""
     host: str = ""
-    """Boot id of the reader's host. A relay on the same one answers when the file may be mapped, or after a while."""
+    """Boot id of the reader's host. A relay on the same host replies once the file may be mapped, or after a while."""
 
 
 class ManifestReply(Message, frozen=True, kw_only=True):
     manifest: Manifest
     path: str
-    """Empty at a relay that does not have all of the version yet."""
+    """File of the version; "" from a relay that does not have the whole version yet."""
     host: str
     direct: str = ""
-    """Where the trainer gives these bytes to readers itself; empty: nowhere, or not any more."""
+    """Address where the trainer serves these bytes itself; "" if it does not, or no longer."""
 
 
 class GetChunk(Message, frozen=True, kw_only=True):
-    """Bytes of a pinned version; the reader keeps a few of these under way (credit). -> Chunk and one frame"""
+    """Request bytes of a pinned version. A reader keeps a few requests in flight (credit). -> Chunk and one frame"""
 
     lineage: Lineage
     version: Version
@@ -92,7 +92,10 @@ class GetChunk(Message, frozen=True, kw_only=True):
 
 
 class GetDelta(Message, frozen=True, kw_only=True):
-    """What changed in one span of a pinned version since ``base``, which the reader holds. -> Chunk and one frame"""
+    """Request the delta of one span of a pinned version against the base, which the reader has.
+
+    -> Chunk and one frame
+    """
 
     lineage: Lineage
     version: Version
@@ -108,17 +111,17 @@ class Chunk(Message, frozen=True, kw_only=True):
 
 
 class Unpin(Message, frozen=True, kw_only=True):
-    """Nobody looks at the version any more. -> Done"""
+    """The worker no longer reads the version. -> Done"""
 
     worker: WorkerId
     lineage: Lineage
     version: Version
     base: bool = False
-    """The worker has its bytes and would like the next version as what changed since: kept while there is room."""
+    """The worker has the bytes and prefers the next version as a delta: keep this one while there is room."""
 
 
 class JoinRelays(Message, frozen=True, kw_only=True):
-    """A relay is there; said again and again, so that it is told when its source has left. -> Sources"""
+    """A relay registers, and repeats it periodically to learn when its source has left. -> Sources"""
 
     worker: WorkerId
     run: str
@@ -127,13 +130,13 @@ class JoinRelays(Message, frozen=True, kw_only=True):
 
 
 class GetSources(Message, frozen=True, kw_only=True):
-    """A reader on another host than the parameter server asks where it gets its bytes. -> Sources"""
+    """A reader on another host than the parameter server requests the sources of its bytes. -> Sources"""
 
     worker: WorkerId
     host: str
 
 
 class Sources(Message, frozen=True, kw_only=True):
-    """Endpoints of relays, the best first. The parameter server itself is always the last to try."""
+    """Endpoints of relays, the best first. The parameter server itself is always the last resort."""
 
     endpoints: list[str]

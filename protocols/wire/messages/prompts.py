@@ -1,15 +1,15 @@
-"""To the scheduler: what trajectory servers tell of the prompts that come next."""
+"""Messages to the scheduler: features of the next prompts, from trajectory servers."""
 
 from staleflow.protocols.wire.messages.base import Message, TensorSpec
 
 FEATURES = 32
-"""Numbers that describe one prompt."""
+"""Number of features of one prompt."""
 
 
 class PromptFeatures(Message, frozen=True, kw_only=True):
-    """A shard brings what it was asked for, and waits to be asked again. -> PromptFeaturesReply, within ``wait_ms``
+    """A shard sends the requested features and waits for the next request. -> PromptFeaturesReply, within ``wait_ms``
 
-    ``frames`` names one frame, float16 [len(rows), FEATURES] called ``features``; no frame when there are no rows.
+    ``frames`` names one frame, ``features``, float16 [len(rows), FEATURES]; no frame if ``rows`` is empty.
     """
 
     shard: int
@@ -19,6 +19,6 @@ class PromptFeatures(Message, frozen=True, kw_only=True):
 
 
 class PromptFeaturesReply(Message, frozen=True, kw_only=True):
-    """Describe these prompt rows next; perhaps none."""
+    """Prompt rows whose features the shard must send next; may be empty."""
 
     rows: list[int]

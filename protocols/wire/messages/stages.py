@@ -1,4 +1,4 @@
-"""To the scheduler: where the groups of a trajectory server are among its stages, and how full it is."""
+"""Messages to the scheduler: the groups of a trajectory server by stage, and its fill level."""
 
 from typing import Annotated, Literal
 
@@ -8,23 +8,22 @@ from msgspec import Meta
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.messages.base import Count, Message, Part
 
-NAMED = 256
-"""Most groups of one stage that a report names."""
-
+MAX_NAMED_GROUPS = 256
+"""Maximum number of groups of one stage that a report names."""
 
 MAX_FAILING = 64
-"""Failing workers of one stage that a report names."""
+"""Maximum number of failing workers of one stage that a report names."""
 
 
 class StageFailing(Part, frozen=True, kw_only=True):
-    """A stage worker that has failed every group since its last success, and is held."""
+    """A stage worker that has failed every group since its last success and is on hold."""
 
     worker: WorkerId
     failures: Count
     failing_ms: Count
-    """Since the first of these."""
+    """Time since the first of these failures."""
     held_ms: Count
-    """Until it gets its next group."""
+    """Time until the worker gets its next group."""
     why: Annotated[str, Meta(max_length=500)]
 
 
@@ -33,25 +32,25 @@ class StageLoad(Part, frozen=True, kw_only=True):
 
     stage: str
     waiting: Count
-    """Groups that no worker has taken."""
+    """Number of groups that wait for a worker."""
     taken: Count
-    """Groups that a worker has."""
+    """Number of groups that a worker has."""
     groups: list[GroupId]
-    """Of both, those that came first; at most ``NAMED``."""
+    """The oldest groups of both kinds; at most ``MAX_NAMED_GROUPS``."""
     calls: Count = 0
-    """Most calls of user code that its workers have under way at once; 0: unknown."""
+    """Maximum number of concurrent calls of user code in its workers; 0: unknown."""
     failing: list[StageFailing] = msgspec.field(default_factory=list[StageFailing])
-    """At most ``MAX_FAILING``."""
+    """Failing workers; at most ``MAX_FAILING``."""
     passed: Count = 0
-    """Groups on their way through other stages that are done with this one; counted while a worker is failing only."""
+    """Number of groups in other stages that have finished this one; counted only while a worker is failing."""
 
 
 class StageLoads(Message, frozen=True, kw_only=True):
-    """A shard says how many groups each of its stages has; it takes the place of what it said before. -> Done"""
+    """A shard reports the number of groups in each of its stages; the report replaces the previous one. -> Done"""
 
     shard: int
     loads: list[StageLoad]
     used_share: Annotated[float, Meta(ge=0, le=1)]
-    """Of its map."""
+    """Share of the LMDB map in use."""
     full: Literal["", "map", "disk", "read-only", "failing"] = ""
-    """For want of room here it refuses pushes."""
+    """Reason why the shard refuses pushes; "" while it accepts them."""

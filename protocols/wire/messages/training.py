@@ -1,4 +1,4 @@
-"""To the scheduler: the trainer, and the parameter server on its behalf."""
+"""Messages to the scheduler from the trainer, and from the parameter server on its behalf."""
 
 from typing import Annotated
 
@@ -10,18 +10,18 @@ from staleflow.protocols.wire.messages.base import Count, Message, Part
 
 
 class ModelLimits(Message, frozen=True, kw_only=True):
-    """What the model that is trained can read. 0: not known, or no limit."""
+    """Input limits of the trained model. 0: unknown, or no limit."""
 
     vocabulary: Count = 0
-    """Token ids are below it."""
+    """Exclusive upper bound of token ids."""
     context: Count = 0
-    """Tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
 
 
 class GetModelLimits(Message, frozen=True, kw_only=True):
     """A shard waits for the limits of the trainer that joined last, if they differ from ``known``. -> ModelLimits
 
-    A refusal ``busy`` after ``wait_ms``: nothing new.
+    Refused with ``busy`` after ``wait_ms`` without a change.
     """
 
     known: ModelLimits | None = None
@@ -42,13 +42,13 @@ class JoinReply(Message, frozen=True, kw_only=True):
     lineage: Lineage
     """Surviving lineage after the join."""
     version: Version
-    """Newest published; -1 when version 0 is still to be published."""
+    """Newest published version; -1 if version 0 is still to be published."""
 
 
 class GetBatch(Message, frozen=True, kw_only=True):
     """The trainer waits for the sealed batch of ``step``. -> Batch, as soon as it is sealed, or NoMoreBatches
 
-    A refusal ``busy`` after ``wait_ms`` says in ``detail`` why it still waits.
+    Refused with ``busy`` after ``wait_ms``; ``detail`` gives the reason why the batch is not sealed yet.
     """
 
     trainer_term: TrainerTerm
@@ -58,7 +58,7 @@ class GetBatch(Message, frozen=True, kw_only=True):
 
 
 class CheckBatch(Message, frozen=True, kw_only=True):
-    """Rank 0 is about to train a batch that has lain ready. -> Done, or Refusal ``conflict`` if it was taken back"""
+    """Rank 0 is about to train a prefetched batch. -> Done, or Refusal ``conflict`` if the batch was unsealed"""
 
     trainer_term: TrainerTerm
     step: Step
@@ -66,25 +66,27 @@ class CheckBatch(Message, frozen=True, kw_only=True):
 
 
 class GetClaims(Message, frozen=True, kw_only=True):
-    """A trainer that streams waits for more groups of ``step``. -> Claims, or Batch once the step is sealed, or
-    NoMoreBatches
+    """A streaming trainer waits for more groups of ``step``.
 
-    What it is given is claimed: fixed as the beginning of the batch, in that order. It comes when ``count`` more are
-    claimed, the rest with the sealed batch. Refusal ``conflict``: the batch no longer begins with what is held (a
-    rollback, a corrupt group), the step begins again. ``busy`` as for ``GetBatch``.
+    -> Claims, or Batch once the step is sealed, or NoMoreBatches
+
+    The groups in the reply are claimed: fixed as the start of the batch, in that order. The reply is sent once
+    ``count`` more groups are claimed; the rest comes with the sealed batch. Refusal ``conflict``: the batch no longer
+    starts with the groups in ``held`` (a rollback, a corrupt group), and the step must restart. ``busy`` as for
+    ``GetBatch``.
     """
 
     trainer_term: TrainerTerm
     step: Step
     held: list[LeaseId]
-    """Leases of the groups that it has already, in order."""
+    """Leases of the groups that the trainer already has, in order."""
     count: Annotated[int, Meta(ge=1, le=1 << 20)]
     rank: Annotated[int, Meta(ge=0, le=65_535)] = 0
     wait_ms: int = 1000
 
 
 class MemberRef(Part, frozen=True, kw_only=True):
-    """Where a rank finds one group of its batch."""
+    """Identity, location and size of one group of a batch."""
 
     group: GroupId
     lease: LeaseId
@@ -97,7 +99,7 @@ class MemberRef(Part, frozen=True, kw_only=True):
 
 
 class Batch(Message, frozen=True, kw_only=True):
-    """A sealed batch; equal byte for byte whenever it is asked for again, but for ``attempt``."""
+    """A sealed batch. Repeated requests get an identical reply, byte for byte, except for ``attempt``."""
 
     batch: BatchId
     lineage: Lineage
@@ -110,27 +112,27 @@ class Batch(Message, frozen=True, kw_only=True):
 
 
 class NoMoreBatches(Message, frozen=True, kw_only=True):
-    """The run drains, and this step gets no batch any more. The trainer saves and sends ``Finished``."""
+    """The run drains and this step will get no batch. The trainer saves and sends ``Finished``."""
 
     why: str
-    """The reason of the drain."""
+    """Reason for the drain."""
 
 
 class Claims(Message, frozen=True, kw_only=True):
-    """Groups of a batch that is not sealed, those after ``held``; equal whenever they are asked for again."""
+    """Groups of an unsealed batch, those after ``held``. Repeated requests get the same groups."""
 
     lineage: Lineage
     step: Step
     members: list[MemberRef]
     mask_below: Version
-    """As of ``Batch``."""
+    """As in ``Batch``."""
 
 
 class QuarantineGroups(Message, frozen=True, kw_only=True):
     """The trainer cannot train these groups of a batch: they are dropped, and the batch is sealed again. -> Done
 
-    A group that is in no batch any more is passed over. Refusal ``denied`` once so many have failed in a row that the
-    model or the algorithm is at fault: the run cannot go on.
+    Groups that are no longer in a batch are ignored. Refusal ``denied`` once so many groups have failed in a row that
+    the model or the algorithm is at fault and the run cannot continue.
     """
 
     trainer_term: TrainerTerm
@@ -139,7 +141,7 @@ class QuarantineGroups(Message, frozen=True, kw_only=True):
 
 
 class RegisterVersion(Message, frozen=True, kw_only=True):
-    """The parameter server has a version durably: version 0, or that of ``batch``, which is thereby consumed.
+    """The parameter server has stored a version durably: version 0, or the one of ``batch``, which this consumes.
 
     -> RegisterVersionReply, or Refusal ``fenced``, ``bad_version``, ``conflict``
     """
@@ -158,7 +160,7 @@ class RegisterVersionReply(Message, frozen=True, kw_only=True):
 
 
 class RegisterCheckpoint(Message, frozen=True, kw_only=True):
-    """The trainer can come back at this version, and at the ``keep`` - 1 checkpoints that it registered before it.
+    """The trainer can resume from this version, and from the ``keep`` - 1 checkpoints that it registered before.
 
     -> RegisterCheckpointReply, or Refusal ``fenced``, ``denied``, ``bad_version``, ``malformed``
     """
@@ -170,13 +172,13 @@ class RegisterCheckpoint(Message, frozen=True, kw_only=True):
 
 
 class RegisterCheckpointReply(Message, frozen=True, kw_only=True):
-    """What only versions before ``oldest`` need is let go: no trainer can come back at them any more."""
+    """No trainer can resume from a version before ``oldest`` any more; data that only they need is deleted."""
 
     oldest: Version
 
 
 class GetRetainedVersions(Message, frozen=True, kw_only=True):
-    """The parameter server asks which versions it must keep. -> RetainedVersions"""
+    """The parameter server requests the versions that it must keep. -> RetainedVersions"""
 
 
 class RetainedVersions(Message, frozen=True, kw_only=True):
@@ -186,7 +188,7 @@ class RetainedVersions(Message, frozen=True, kw_only=True):
 
 
 class Metrics(Message, frozen=True, kw_only=True):
-    """Numbers for ``metrics.jsonl``; the trainer sends one a step and the scheduler adds its own. -> Done"""
+    """Metrics for ``metrics.jsonl``. The trainer sends one message a step and the scheduler adds its own. -> Done"""
 
     worker: WorkerId
     step: Step
@@ -194,7 +196,7 @@ class Metrics(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """The trainer has done its last step (or gives up, with ``error``): the run drains. -> Done"""
+    """The trainer has finished its last step, or failed with ``error``; the run drains. -> Done"""
 
     trainer_term: TrainerTerm
     error: str = ""

@@ -1,4 +1,4 @@
-"""To a trajectory server: prompt rows, payload, stages."""
+"""Messages to a trajectory server: prompt rows, payload, stages."""
 
 from typing import Any
 
@@ -9,35 +9,40 @@ from staleflow.protocols.wire.messages.base import Count, Message, Part, Sha, Te
 
 
 class GetRows(Message, frozen=True, kw_only=True):
-    """Prompt rows by group id, and what was written of some of the groups. -> Rows"""
+    """Request prompt rows by group id, and the partial samples of some of the groups. -> Rows"""
 
     groups: list[GroupId]
     partials: list[LeaseId] = msgspec.field(default_factory=list[LeaseId])
-    """Empty, or for each group the lease under which its samples so far were put; 0: none are wanted."""
+    """Empty, or for each group the lease under which its partial samples were put; 0: none are wanted."""
     most_bytes: Count = 64 << 20
-    """Of the answer, but for its first group."""
+    """Maximum size of the reply; its first group may exceed it."""
 
 
 class PartialFrames(Part, frozen=True, kw_only=True):
-    """Samples of a group so far: the next frames, described by ``frames``."""
+    """Partial samples of a group: the next frames, described by ``frames``."""
 
     origin: LeaseId
-    """The first lease that any of it was written under: what is still to be drawn is drawn by its seeds."""
+    """First lease under which any of the samples was written; its seeds also draw the remaining tokens."""
     frames: list[TensorSpec]
 
 
 class Rows(Message, frozen=True, kw_only=True):
-    """Of as many of the first groups as fit, in the order asked: the columns of each row, and the samples so far; None
-    when they are not wanted, lost, or larger than an answer may be."""
+    """Columns and partial samples of as many of the first requested groups as fit, in the requested order.
+
+    The partial samples are None if they are not wanted, lost, or larger than a reply may be.
+    """
 
     rows: list[dict[str, Any]]
     partials: list[PartialFrames | None] = msgspec.field(default_factory=list[PartialFrames | None])
-    """Empty, or one a row."""
+    """Empty, or one for each row."""
 
 
 class PutPartial(Message, frozen=True, kw_only=True):
-    """The samples of a group so far, all that were started (``trajectory.GroupPayload``; what is not done is marked
-    interrupted). Kept in memory for whoever goes on with them. -> Done, or Refusal when there is no room"""
+    """Store the partial samples of a group in memory, for the instance that will continue them.
+
+    They include every sample that was started (``trajectory.GroupPayload``); unfinished ones are marked interrupted.
+    -> Done, or Refusal if there is no room
+    """
 
     group: GroupId
     lease: LeaseId
@@ -45,28 +50,28 @@ class PutPartial(Message, frozen=True, kw_only=True):
 
 
 class GetSlab(Message, frozen=True, kw_only=True):
-    """A worker on the shard's host asks for a file to write payload into, which both map. -> Slab, or Refusal"""
+    """A worker on the shard's host requests a file to write payload into; both sides map it. -> Slab, or Refusal"""
 
     worker: WorkerId
     host: str
-    """Kernel boot id of the worker. Who has another than the server, or says none because it cannot open what it was
-    given, gets no slab and gives back those that it has."""
+    """Kernel boot id of the worker, or "" if it cannot open the slabs it was given. A worker whose id differs from the
+    server's gets no slab and returns those that it has."""
     number: Count
-    """1, 2, ... of this worker. An echo of an older question changes nothing."""
+    """Sequence number of this worker's requests, from 1. A late copy of an older request changes nothing."""
     held: list[str]
-    """Its slabs that it still writes into, or whose pushes wait for their answers; the others may be given anew."""
+    """Slabs that the worker still writes into, or whose pushes wait for a reply; the others may be reused."""
 
 
 class Slab(Message, frozen=True, kw_only=True):
     """An empty slab for this worker alone."""
 
     folder: str
-    """Empty: there are no slabs for this worker, ever."""
+    """Folder of the slabs; "" if this worker will never get one."""
     name: str
-    """Empty: there is no room for one now, or the worker has enough that it has pushed nothing of."""
+    """Name of the slab; "" if there is no room now, or the worker has enough slabs from which it has pushed nothing."""
     nbytes: Count
     known: list[str]
-    """All slabs of this worker that still exist, this one among them."""
+    """All slabs of this worker that still exist, including this one."""
 
 
 class Place(Part, frozen=True, kw_only=True):
@@ -78,7 +83,7 @@ class Place(Part, frozen=True, kw_only=True):
 
 
 class PushItem(Part, frozen=True, kw_only=True):
-    """One group of a push: the next frames, described by ``frames``, or none of them and a place."""
+    """One group of a push: the next frames, described by ``frames``, or a place and no frames."""
 
     group: GroupId
     lease: LeaseId
@@ -86,21 +91,21 @@ class PushItem(Part, frozen=True, kw_only=True):
     truncated: bool
     frames: list[TensorSpec]
     place: Place | None = None
-    """Where this worker has written it, in one of its own slabs."""
+    """Location of the payload in one of this worker's own slabs."""
 
 
 class PushGroups(Message, frozen=True, kw_only=True):
-    """Finished groups, with their arrays (``trajectory.GroupPayload``). Answered when durable *and* registered; a group
-    that finds no room is ``busy``. Without any it asks whether there is room, and is refused ``busy`` until there is.
+    """Push finished groups with their arrays (``trajectory.GroupPayload``). -> Results, one for each group
 
-    -> Results, one a group
+    The reply is sent once the groups are durable *and* registered. A group for which there is no room is ``busy``. A
+    push without groups tests for room: it is refused with ``busy`` until there is room.
     """
 
     items: list[PushItem]
 
 
 class GetStageWork(Message, frozen=True, kw_only=True):
-    """A stage worker waits for groups, at most ``max_groups``. -> StageWork (empty after ``wait_ms``)"""
+    """A stage worker waits for at most ``max_groups`` groups. -> StageWork (empty after ``wait_ms``)"""
 
     stage: str
     worker: WorkerId
@@ -109,39 +114,39 @@ class GetStageWork(Message, frozen=True, kw_only=True):
     host: str = ""
     """As in ``GetGroups``."""
     held: list[int] = msgspec.field(default_factory=list[int])
-    """Tickets of groups that it has and goes on with. What else it was given here never came, and is given anew."""
+    """Tickets of the groups that the worker has. Other groups dealt to it here never arrived and are dealt again."""
     checks: bool = False
-    """The worker checks the sha256 of every payload itself; else the shard does before it answers."""
+    """The worker checks the sha256 of every payload itself; otherwise the shard does so before the reply."""
     most_bytes: Count = 64 << 20
-    """Of the answer's frames, but for its first group."""
+    """Maximum size of the reply's frames; its first group may exceed it."""
     calls: Count = 0
-    """Most calls of user code that the worker has under way at once; 0 where a model makes the columns."""
+    """Maximum number of concurrent calls of user code in the worker; 0 if a model makes the columns."""
 
 
 class StageItem(Part, frozen=True, kw_only=True):
-    """One group for a stage; ``ticket`` fences a worker that was given up on."""
+    """One group for a stage; ``ticket`` fences a worker that lost the group."""
 
     group: GroupId
     lease: LeaseId
     ticket: int
     row: dict[str, Any]
     frames: list[TensorSpec]
-    """What other stages made of it and this one needs. The packed payload is the frame behind these, or has a place."""
+    """Columns of other stages that this stage needs. The packed payload is the frame after these, or has a place."""
     sha: Sha
-    """Of the packed payload."""
+    """Hash of the packed payload."""
     place: Place | None = None
 
 
 class StageWork(Message, frozen=True, kw_only=True):
     items: list[StageItem]
     folder: str = ""
-    """Of the slabs."""
+    """Folder of the slabs."""
     waited_ms: Count = 0
-    """So long there was nothing: the rest of the time the answer was on its way."""
+    """Time for which the shard had no group; the rest of the round trip was transfer."""
 
 
 class StageResult(Part, frozen=True, kw_only=True):
-    """What a stage made of one group: float32 columns in frames, one value a sample, or the reason why it could not."""
+    """Result of a stage for one group: float32 columns in frames, or the reason for the failure."""
 
     group: GroupId
     lease: LeaseId
@@ -151,7 +156,7 @@ class StageResult(Part, frozen=True, kw_only=True):
 
 
 class PutStageResults(Message, frozen=True, kw_only=True):
-    """-> Results, one a group"""
+    """Return the results of a stage. -> Results, one for each group"""
 
     stage: str
     worker: WorkerId
@@ -159,42 +164,45 @@ class PutStageResults(Message, frozen=True, kw_only=True):
 
 
 class GetGroups(Message, frozen=True, kw_only=True):
-    """Payload of sealed groups. -> Groups; refused when one is corrupt (it is quarantined and the batch changes)"""
+    """Request the payload of sealed groups. -> Groups
+
+    Refused if a payload is corrupt: that group is quarantined and the batch changes.
+    """
 
     groups: list[GroupId]
     shas: list[str]
     host: str = ""
-    """Kernel boot id of the reader, who maps what lies in slabs if it is the server's; empty: all comes in frames."""
+    """Kernel boot id of the reader, which maps payload in slabs if it equals the server's; "": send all in frames."""
     checks: bool = False
-    """The reader checks the sha256 of every payload itself: each comes packed, as it is stored, and what stages made
-    of all of them in one frame a column."""
+    """The reader checks the sha256 of every payload itself: each is sent packed, as it is stored, and the stage columns
+    of all groups in one frame a column."""
 
 
 class GroupFrames(Part, frozen=True, kw_only=True):
-    """One group: all its arrays; or, for a reader that checks it, the packed payload."""
+    """One group: all its arrays, or the packed payload for a reader that checks it."""
 
     group: GroupId
     row: dict[str, Any]
     frames: list[TensorSpec]
     place: Place | None = None
-    """Where the packed payload lies."""
+    """Location of the packed payload in a slab."""
     packed: bool = False
-    """Its one frame is the packed payload, whose sha256 nobody has checked."""
+    """The only frame is the packed payload, with an unchecked sha256."""
 
 
 class MadeColumn(Part, frozen=True, kw_only=True):
-    """A column that stages made, of all groups of an answer: their values one behind the other in one float32 frame."""
+    """A stage column of all groups of a reply: their values, one group after another, in one float32 frame."""
 
     name: str
     counts: list[Count]
-    """Values of each group, in order; 0: it has no such column."""
+    """Number of values of each group, in order; 0 if the group has no such column."""
 
 
 class Groups(Message, frozen=True, kw_only=True):
-    """In the order asked: the frames of the columns, then those of each group, one after the other."""
+    """Payloads in the requested order: the frames of the columns, then those of each group, one after another."""
 
     groups: list[GroupFrames]
     folder: str = ""
-    """Of the slabs."""
+    """Folder of the slabs."""
     columns: list[MadeColumn] = msgspec.field(default_factory=list[MadeColumn])
-    """Of groups that come packed, or have a place; the others have theirs among their arrays."""
+    """Stage columns of groups that are packed or have a place; the other groups have theirs among their arrays."""

@@ -10,7 +10,7 @@ from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
-from staleflow.protocols.wire.messages.stages import MAX_FAILING, NAMED
+from staleflow.protocols.wire.messages.stages import MAX_FAILING, MAX_NAMED_GROUPS
 from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 
 
@@ -74,9 +74,9 @@ class StageLoadTable:
     def report(self, call: Call, body: StageLoads) -> None:
         """Store the report of one shard."""
         if not 0 <= body.shard < len(self._shards) or any(
-            len(load.groups) > NAMED or len(load.failing) > MAX_FAILING for load in body.loads
+            len(load.groups) > MAX_NAMED_GROUPS or len(load.failing) > MAX_FAILING for load in body.loads
         ):
-            most = f"{NAMED} groups or {MAX_FAILING} failing workers"
+            most = f"{MAX_NAMED_GROUPS} groups or {MAX_FAILING} failing workers"
             self._replies.refuse(call, Code.MALFORMED, f"shard {body.shard} does not exist, or names more than {most}")
             return
         if unknown := {load.stage for load in body.loads} - self._stages:

@@ -162,7 +162,7 @@ def test_paths_in_a_file_belong_to_its_folder_and_those_in_an_override_to_the_wo
 def test_the_home_of_nobody_is_named(write: Write, override: str, key: str, value: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(write(MINIMAL), [override])
-    assert str(error.value) == f'{key} is "{value}"; nobody of that name has a home directory here'
+    assert str(error.value) == f'{key} is "{value}"; no user of that name has a home directory here'
 
 
 def test_a_run_directory_gives_back_what_it_was_given(write: Write, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from staleflow.protocols.consistency.errors import RestoreError
 from staleflow.protocols.consistency.ids import GroupId, Version
+from staleflow.protocols.consistency.ledger import RetiredIds
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
-from staleflow.protocols.consistency.retired import Retired
 from staleflow.protocols.consistency.snapshot import Row
 from tests.protocols.consistency.scenes import Scene
 
@@ -101,7 +101,7 @@ def test_a_batch_whose_groups_changed_is_not_restored() -> None:
 
 
 def test_retired_ids_cost_a_bit_and_full_pages_nothing() -> None:
-    retired = Retired()
+    retired = RetiredIds()
     for id in (*range(64, 200), *range(63), 5000):
         retired.add(id)
     assert (retired.floor, sorted(retired.pages)) == (0, [0, 1, 2, 3, 5000 // 64])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from staleflow.protocols.wire.codec import ProtocolError
-from staleflow.protocols.wire.columns import joined, parted
+from staleflow.protocols.wire.columns import join_columns, split_columns
 from staleflow.protocols.wire.messages import MadeColumn
 from staleflow.protocols.wire.tensors import Array
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -22,16 +22,16 @@ def plain(made: list[dict[str, Array]]) -> list[dict[str, list[float]]]:
 
 def test_ragged_columns_of_many_groups_are_one_frame_each() -> None:
     made = [{REWARD: floats(1, 0), LOGPROBS: floats(-1, -2, -3)}, {REWARD: floats(0.5), LOGPROBS: floats()}]
-    columns, frames = joined(made)
+    columns, frames = join_columns(made)
     assert [(column.name, column.counts) for column in columns] == [(REWARD, [2, 1]), (LOGPROBS, [3, 0])]
     assert [frame.nbytes for frame in frames] == [12, 12]
-    assert plain(parted(columns, frames, 2)) == [{REWARD: [1, 0], LOGPROBS: [-1, -2, -3]}, {REWARD: [0.5]}]
+    assert plain(split_columns(columns, frames, 2)) == [{REWARD: [1, 0], LOGPROBS: [-1, -2, -3]}, {REWARD: [0.5]}]
 
 
 def test_a_column_that_only_some_groups_have_stays_with_them() -> None:
-    columns, frames = joined([{}, {REWARD: floats(1)}, {}])
-    assert plain(parted(columns, frames, 3)) == [{}, {REWARD: [1]}, {}]
-    assert joined([]) == ([], [])
+    columns, frames = join_columns([{}, {REWARD: floats(1)}, {}])
+    assert plain(split_columns(columns, frames, 3)) == [{}, {REWARD: [1]}, {}]
+    assert join_columns([]) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_column_that_only_some_groups_have_stays_with_them() -> None:
 )
 def test_what_is_no_column_is_refused_by_name(columns: list[MadeColumn], frames: list[bytes], says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        parted(columns, frames, 2)
+        split_columns(columns, frames, 2)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ from staleflow.protocols.consistency.events import Push
 from staleflow.protocols.consistency.groups import LEASED, Group
 from staleflow.protocols.consistency.ids import LeaseId
 from staleflow.protocols.consistency.leases import Leases
-from staleflow.protocols.consistency.ledger import Ledger
-from staleflow.protocols.consistency.lineage import Lineages
+from staleflow.protocols.consistency.ledger import Ledger, Lineages
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.protocols.consistency.window import Window
 from staleflow.protocols.wire.delta import comparable

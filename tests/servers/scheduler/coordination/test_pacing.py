@@ -7,7 +7,7 @@ from staleflow.protocols.consistency.effects import Delivered, Sealed
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Segment, Version, WorkerId
 from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
-from staleflow.protocols.coordination.admission import MEMORY, Pace
+from staleflow.protocols.coordination.admission import HISTORY_WEIGHT, Pace
 from staleflow.servers.scheduler.coordination.pacing import Pacing
 
 SHA = "0" * 64
@@ -122,8 +122,8 @@ def test_what_is_under_way_is_counted_over_time_in_batches() -> None:
     run.publish()
     pace = run.look(45_000)
     last_s = 25.0
-    assert pace.under_way_s - MEMORY * 0.0 == pytest.approx((2 * 4 + 1 * 6) / 2)
-    assert pace.seconds == pytest.approx(MEMORY * 10.0 + last_s)
+    assert pace.under_way_s - HISTORY_WEIGHT * 0.0 == pytest.approx((2 * 4 + 1 * 6) / 2)
+    assert pace.seconds == pytest.approx(HISTORY_WEIGHT * 10.0 + last_s)
 
 
 def test_a_batch_is_trained_from_its_delivery_until_its_version_is_out() -> None:
