@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.configs.schema import Config
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.sim.cost import StepCost
 from staleflow.sim.workload import Workload
 
@@ -26,7 +26,7 @@ def drawn(config: Config, groups: int) -> Floats:
     """[groups, samples]: lengths of the first groups of the prompt stream, the n-th under lease n, as a run draws them
     that deals them in this order."""
     workload = Workload(config)
-    deck = Deck(seed=config.seed, epochs=config.prompts.epochs)
+    deck = PromptQueue(seed=config.seed, epochs=config.prompts.epochs)
     deck.set_source(workload.rows, "simulated")
     found = [workload.samples(group, lease) for lease, group in enumerate(deck.upcoming(groups), start=1)]
     return np.array([[sample.length for sample in samples] for samples in found], np.float64)

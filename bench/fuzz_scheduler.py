@@ -179,8 +179,15 @@ class SchedulerTarget:
 
     def _state(self) -> Hashable:
         interpreter, phase = self._interpreter, self._service.phase
-        deck = interpreter.deck
-        return interpreter.machine.snapshot(), deck.rows, deck.waiting, phase.draining, phase.finished, phase.closed
+        prompts = interpreter.prompts
+        return (
+            interpreter.machine.snapshot(),
+            prompts.rows,
+            prompts.num_requeued,
+            phase.draining,
+            phase.finished,
+            phase.closed,
+        )
 
     async def settle(self) -> None:
         """Time passes; the ledger is checked, and compared with what a restart finds in the store."""

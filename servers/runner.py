@@ -1,7 +1,7 @@
-"""What the trajectory servers and the parameter server have in common: attached to the scheduler until stopped.
+"""Runner shared by the trajectory servers and the parameter server: attach to the scheduler and serve until stopped.
 
-The scheduler remembers who attached, so hello is said once; whoever of the two starts first waits for the other. Once
-stopped, answers that are under way have ``GRACE_S`` to leave; then everything ends.
+The scheduler stores each attachment, so a server sends ``Attach`` once; server and scheduler may start in either order.
+On shutdown, replies in progress have ``SHUTDOWN_TIMEOUT_S`` to finish, then the remaining tasks are cancelled.
 """
 
 import asyncio
@@ -20,45 +20,46 @@ from staleflow.process import readiness
 from staleflow.process.daemon import Stop
 from staleflow.protocols.wire.messages import Attach, AttachReply
 
-GRACE_S = 3.0
+SHUTDOWN_TIMEOUT_S = 3.0
+"""Time that running tasks have to finish during shutdown."""
 
 
 class Tasks:
-    """Tasks of a server: one that fails ends the process; all are cancelled at the end."""
+    """Background tasks of a server. A task that fails ends the process; all tasks are cancelled on shutdown."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run ``work`` beside everything else."""
+        """Run ``work`` in the background."""
         task = self._group.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     async def drain(self) -> None:
-        """Wait for what runs, at most ``GRACE_S``."""
+        """Wait for the running tasks, at most ``SHUTDOWN_TIMEOUT_S``."""
         if self._running:
-            await asyncio.wait(self._running, timeout=GRACE_S)
+            await asyncio.wait(self._running, timeout=SHUTDOWN_TIMEOUT_S)
 
     def cancel(self) -> None:
-        """End what runs, and what was begun while the rest was waited for."""
+        """Cancel the running tasks, including those started during ``drain``."""
         for task in self._running:
             task.cancel()
 
 
 class Service(Protocol):
-    """What a server does."""
+    """Interface of a server that ``serve_attached`` runs."""
 
     def on_call(self, call: Call) -> None: ...
     def on_drained(self) -> None: ...
     def on_gone(self, peer: str) -> None: ...
     async def work(self) -> None:
-        """Everything that is done once the scheduler knows this server; runs until cancelled."""
+        """Do the work that needs the scheduler; started once this server is attached, runs until cancelled."""
 
     def drain(self) -> None:
-        """Take nothing new; answer what merely waits."""
+        """Accept no new requests; reply to the requests that are only waiting."""
 
 
 async def serve_attached(
@@ -71,7 +72,10 @@ async def serve_attached(
     on_attached: Callable[[AttachReply], None] | None = None,
     transport: Transport = SOCKETS,
 ) -> None:
-    """Serve ``make(tasks)`` at ``bind`` until stopped. ``hello`` gets the bound address, ``on_attached`` the answer."""
+    """Serve ``make(tasks)`` at ``bind`` until stopped.
+
+    ``hello`` receives the bound address and returns the ``Attach`` to send; ``on_attached`` receives the reply.
+    """
     try:
         async with _config_errors(), asyncio.TaskGroup() as group:
             tasks = Tasks(group)
@@ -86,6 +90,7 @@ async def serve_attached(
             group.create_task(endpoint.serve())
             working = group.create_task(_work(scheduler, hello(endpoint.address), service, on_attached))
             await stop.wait()
+            # The endpoint closes after the tasks have drained: replies in progress still need it.
             service.drain()
             await tasks.drain()
             working.cancel()
@@ -113,13 +118,13 @@ async def _work(
 
 @asynccontextmanager
 async def _config_errors() -> AsyncGenerator[None]:
-    """A ``ConfigError`` or ``RunOver`` of any task leaves as itself and not as a group."""
+    """Raise a ``ConfigError`` or ``RunOver`` of any task as itself instead of inside an exception group."""
     try:
         yield
     except BaseExceptionGroup as group:
-        found: BaseException | None = group.subgroup((ConfigError, RunOver))
-        while isinstance(found, BaseExceptionGroup):
-            found = found.exceptions[0]
-        if found is None:
+        error: BaseException | None = group.subgroup((ConfigError, RunOver))
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is None:
             raise
-        raise found from None
+        raise error from None

@@ -14,6 +14,15 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"uvloop": uvloop.new_event_loop}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Models that the tests build are kept for this session, and not among the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.getbasetemp().parent / "cache"
+        patch.setenv("XDG_CACHE_HOME", str(path))
+        yield path
+
+
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A folder whose path leaves room for a Unix socket (107 bytes)."""

@@ -2,6 +2,7 @@
 
 from docs.generate.commands import commands
 from docs.generate.configuration import configuration
+from docs.generate.diagrams import architecture, machines, stages
 from docs.generate.life import life
 from docs.generate.metrics import metrics
 from docs.generate.timeline import timeline
@@ -12,6 +13,7 @@ def made() -> dict[str, str]:
     """The text of each page and picture."""
     pages = {"configuration": configuration(), "commands": commands(), "metrics": metrics()}
     pictures = {"life": life(), "window": window(), "timeline": timeline()}
+    pictures |= {"architecture": architecture(), "machines": machines(), "stages": stages()}
     return {
         **{f"reference/{name}.md": "\n".join(lines).strip() + "\n" for name, lines in pages.items()},
         **{f"pictures/{name}.svg": text for name, text in pictures.items()},

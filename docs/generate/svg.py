@@ -1,5 +1,6 @@
 """Plain pictures: boxes, arrows and words, in the colours of a light and of a dark page."""
 
+import math
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
@@ -49,3 +50,11 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     wings = f"M{x2 - dx:g} {y2 - dy:g}L{x2:g} {y2:g}"
     wings += f"L{x2 - dx:g} {y2 + dy:g}" if y1 == y2 else f"L{x2 + dx:g} {y2 - dy:g}"
     return f'<path class="line" d="M{x1:g} {y1:g}L{x2:g} {y2:g}{wings}"/>'
+
+
+def pointer(x1: float, y1: float, x2: float, y2: float) -> str:
+    """An arrow in any direction."""
+    angle = math.atan2(y2 - y1, x2 - x1)
+    wings = [(x2 - 8 * math.cos(angle + turn), y2 - 8 * math.sin(angle + turn)) for turn in (0.5, -0.5)]
+    head = "L".join((f"{wings[0][0]:.1f} {wings[0][1]:.1f}", f"{x2:g} {y2:g}", f"{wings[1][0]:.1f} {wings[1][1]:.1f}"))
+    return f'<path class="line" d="M{x1:g} {y1:g}L{x2:g} {y2:g}M{head}"/>'

@@ -1,4 +1,4 @@
-"""The scheduler's process: opens the store, takes up the run where it ended, and serves."""
+"""The scheduler process: open the store, resume the run from its last commit, and serve."""
 
 import asyncio
 import gc
@@ -22,9 +22,9 @@ from staleflow.servers.scheduler.ledger import identity as identities
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import TABLES, Interpreter
 from staleflow.servers.scheduler.lengths.expected import Lengths
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.prompts.stream import BLOCK, Clustering
-from staleflow.servers.scheduler.service import TICK_S, Service
+from staleflow.servers.scheduler.service import TICK_INTERVAL_S, Service
 from staleflow.store import crash_recovery
 from staleflow.store.base import Store, StoreCorrupt, StoreFull, StoreInUse
 from staleflow.store.checksummed import CheckedStore
@@ -35,20 +35,20 @@ from staleflow.trace.writer import Trace, TraceError
 log = logging.getLogger(__name__)
 
 GC_OBJECTS = 50_000
-"""New objects between two looks of the garbage collector: messages live shortly and hold no cycles."""
-LATER_S = 0.002
-"""Between two cycles when one was not enough."""
+"""Allocations between two garbage collections. Messages are short-lived and contain no reference cycles."""
+CYCLE_DELAY_S = 0.002
+"""Delay before the next coordination cycle when one cycle left work undone."""
 
 
 def serve(config: Config, run_dir: Path, session: str = "") -> int:
-    """Serve until SIGTERM; the process's exit code. ``session``: as of ``open_service``."""
+    """Serve until SIGTERM and return the exit code of the process. ``session``: see ``open_service``."""
     raise_file_limit()
     crash_recovery.note_crashes(run_dir / "scheduler")
 
     async def main(stop: Stop) -> None:
         store = open_store(config, run_dir)
         try:
-            gc.freeze()
+            gc.freeze()  # modules and constants live until the end: no collection needs to scan them
             gc.set_threshold(GC_OBJECTS, 20, 100)
             await serve_until(stop, config, run_dir, store, transport=server_sockets(config), session=session)
         finally:
@@ -58,7 +58,10 @@ def serve(config: Config, run_dir: Path, session: str = "") -> int:
 
 
 def open_store(config: Config, run_dir: Path) -> CheckedStore:
-    """The run's store, made if it is missing. ``ConfigError`` if it is in use, too small or not a store."""
+    """Open the store of the run, creating it if it is missing.
+
+    Raises ``ConfigError`` if the store is in use, too small, or not a store.
+    """
     settings, path = config.scheduler, run_dir / "scheduler"
     try:
         store = crash_recovery.open_store(
@@ -81,16 +84,19 @@ def open_service(
     session: str = "",
     running: Clock | None = None,
 ) -> tuple[Service, Interpreter]:
-    """The service as the store left it, with ``open`` in the trace. ``ConfigError`` if the store is of another run.
+    """Restore the service from the store and write the ``open`` line of the trace.
 
-    A new run is named ``run``, or gets a name of its own. ``lengths``: in place of the configured ranker. ``session``:
-    one that the store does not know resumes a run that was drained or had ended. ``running``: the clock of leases,
-    silence and every wait; ``clock`` if left out. The trace has the times of ``clock``.
+    Raises ``ConfigError`` if the store belongs to another run.
+
+    - ``run``: name of a new run; a name is generated if it is empty.
+    - ``lengths``: replaces the configured ranker.
+    - ``session``: a session that is not the stored one resumes a run that was drained or has finished.
+    - ``running``: clock for leases, silence and every timeout; ``clock`` if omitted. The trace uses ``clock``.
     """
     old, identity = identities.stored(store), identities.identify(store, config, run_dir, run)
     durability = config.scheduler.durability
     if not (run_dir / "trace.jsonl").exists() and identity.incarnation == 1:
-        _check_rest(run_dir, identity)  # before there is a trace of the new run
+        _check_rest(run_dir, identity)  # first, so that a rejected start leaves no trace file of the new run behind
     try:
         trace = Trace(
             run_dir / "trace.jsonl",
@@ -103,7 +109,9 @@ def open_service(
     except TraceError as error:
         raise ConfigError("trace", str(run_dir / "trace.jsonl"), str(error)) from error
     try:
-        interpreter = Interpreter(store, identities.limits(config), trace, _deck(config, lengths), running or clock)
+        interpreter = Interpreter(
+            store, identities.limits(config), trace, _prompt_queue(config, lengths), running or clock
+        )
     except RestoreError as error:
         raise ConfigError("run directory", str(run_dir), str(error)) from error
     identities.check_steps(old, config, interpreter.machine.version)
@@ -116,19 +124,19 @@ def open_service(
 
 
 def _check_rest(run_dir: Path, identity: Identity, lineage: int = 0, version: int = -1) -> None:
-    """``ConfigError`` when another part of the run directory is of another run, or newer than the ledger."""
-    for path, known in run_history.of_run(run_dir):
-        run_history.check_ledger(path, known, run=identity.run, lineage=lineage, version=version)
+    """Raise ``ConfigError`` if another part of the run directory belongs to another run or is newer than the ledger."""
+    for path, history in run_history.of_run(run_dir):
+        run_history.check_ledger(path, history, run=identity.run, lineage=lineage, version=version)
 
 
-def _deck(config: Config, lengths: Lengths | None) -> Deck:
-    """The order of prompts that the configuration asks for."""
+def _prompt_queue(config: Config, lengths: Lengths | None) -> PromptQueue:
+    """Build the prompt queue with the configured ranker and batch composition."""
     chosen = config.coordination
     clustering = None
     if chosen.composition == "length_clustered":
         clustering = Clustering(batch_size=config.trainer.batch_size, lookahead=chosen.lookahead)
     lengths = lengths or Lengths(chosen.ranker, ahead=clustering.block if clustering else BLOCK)
-    return Deck(seed=config.seed, epochs=config.prompts.epochs, lengths=lengths, clustering=clustering)
+    return PromptQueue(seed=config.seed, epochs=config.prompts.epochs, lengths=lengths, clustering=clustering)
 
 
 def _opened(config: Config, identity: Identity, interpreter: Interpreter) -> Open:
@@ -166,7 +174,7 @@ async def serve_until(
     transport: Transport = SOCKETS,
     session: str = "",
 ) -> None:
-    """Serve until stopped, or until this incarnation of the run is closed and its trace ended."""
+    """Serve until stopped, or until this incarnation of the run is closed and its trace has ended."""
     token = read_token(config.metrics.token)
     running = RunningClock(clock)
     service, interpreter = open_service(config, run_dir, store, clock, session=session, running=running)
@@ -183,8 +191,8 @@ async def serve_until(
     if isinstance(transport, Sockets):
         transport.on_stranger = service.on_stranger
     service.peers = lambda: endpoint.peers
-    service.later = lambda: asyncio.get_running_loop().call_later(LATER_S, service.wake)
-    log.info("scheduler serves at %s", endpoint.address)
+    service.schedule_wake = lambda: asyncio.get_running_loop().call_later(CYCLE_DELAY_S, service.wake)
+    log.info("scheduler listening on %s", endpoint.address)
     scraped = _scraped(config, service, token)
     serving = asyncio.create_task(endpoint.serve())
     ticking = asyncio.create_task(_tick(service, running))
@@ -192,7 +200,7 @@ async def serve_until(
     try:
         if scraped is not None:
             await scraped.start()
-            log.info("metrics are read at %s", scraped.url)
+            log.info("metrics served at %s", scraped.url)
         await asyncio.wait((serving, ticking, ended), return_when=asyncio.FIRST_COMPLETED)
         for task in (serving, ticking):
             if task.done():
@@ -210,7 +218,7 @@ async def serve_until(
 
 
 def _scraped(config: Config, service: Service, token: str) -> ScrapeServer | None:
-    """Where Prometheus reads; None where nobody asked for it."""
+    """Build the Prometheus endpoint; None if ``metrics.bind`` is empty."""
     bind = config.metrics.bind
     if not bind:
         return None
@@ -221,8 +229,9 @@ def _scraped(config: Config, service: Service, token: str) -> ScrapeServer | Non
 async def _tick(service: Service, clock: RunningClock) -> None:
     paused_s = 0.0
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(TICK_INTERVAL_S)
         service.tick()
         if clock.paused_s > paused_s:
-            log.warning("stood still for %.1f s; no lease or peer ages in that time", clock.paused_s - paused_s)
+            pause_s = clock.paused_s - paused_s
+            log.warning("scheduler was paused for %.1f s; leases and peers do not age during a pause", pause_s)
             paused_s = clock.paused_s

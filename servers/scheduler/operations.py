@@ -1,6 +1,6 @@
-"""Operations on groups, in batches: each is applied on its own, and answered in its place.
+"""Batched operations on groups: each is applied independently, and its result is returned at its index.
 
-What a shard sends again because an answer was lost has its effect once and is answered as before.
+Operations are idempotent: one that a shard resends after a lost reply has no second effect and returns the same result.
 """
 
 from typing import assert_never
@@ -25,139 +25,140 @@ from staleflow.protocols.wire.messages import (
     Result,
     Results,
 )
-from staleflow.servers.scheduler.coordination.backoff import Failures
-from staleflow.servers.scheduler.coordination.handoff import Yields
+from staleflow.servers.scheduler.coordination.backoff import Backoff
+from staleflow.servers.scheduler.coordination.handoff import Handoffs
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
-from staleflow.servers.scheduler.prompts.failures import Setbacks
-from staleflow.servers.scheduler.status.step_metrics import Metrics
+from staleflow.servers.scheduler.prompts.failures import PromptFailures
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.store.disk_errors import trouble
 
 MAX_TOKENS = 1 << 40
-"""Of one group: what is counted over a run still fits the store's 64 bits."""
+"""Maximum tokens of one group, so that the totals of a run fit the 64-bit integers of the store."""
 PEERS_WHY = (ReleaseWhy.ABORTED, ReleaseWhy.FILTERED)
-"""Reasons of release that a peer may give; the others are the ledger's own."""
+"""Release reasons that a peer may send; the others are reserved for the ledger."""
 LedgerOp = RegisterPush | RegisterOccupy | RegisterRelease | RegisterQuarantine | RegisterMissing
-"""Each is one event of the ledger."""
+"""Operations that map to exactly one ledger event."""
 _DONE = Result()
 
 
 class GroupOperations:
-    """Applies the operations of shards and workers."""
+    """Applies the operations of shards and rollout workers to the ledger."""
 
     def __init__(
         self,
         interpreter: Interpreter,
-        answers: Answers,
+        replies: PendingReplies,
         rejects: Rejects,
-        metrics: Metrics,
-        yields: Yields,
-        setbacks: Setbacks,
-        failures: Failures,
+        metrics: StepMetrics,
+        handoffs: Handoffs,
+        prompt_failures: PromptFailures,
+        backoff: Backoff,
         shards: int,
     ) -> None:
         self._interpreter = interpreter
         self._shards = shards
-        self._setbacks = setbacks
-        self._failures = failures
-        self._yields = yields
-        self._answers = answers
+        self._prompt_failures = prompt_failures
+        self._backoff = backoff
+        self._handoffs = handoffs
+        self._replies = replies
         self._rejects = rejects
         self._metrics = metrics
 
     def operations(self, call: Call, body: Operations) -> None:
-        results = [self._one(call, op) for op in body.ops]
-        self._answers.hold(call, Results(results=results))
+        results = [self._apply_one(call, op) for op in body.ops]
+        self._replies.add(call, Results(results=results))
 
-    def _one(self, call: Call, op: Op) -> Result:
+    def _apply_one(self, call: Call, op: Op) -> Result:
         peer = call.peer
         if call.role == Role.ROLLOUT and isinstance(op, RegisterRelease | RegisterYield) and not self._holds(peer, op):
             detail = f"{peer} does not hold lease {op.lease} of group {op.group}"
-            return self._no(peer, op, Code.STALE_LEASE, detail)
+            return self._reject(peer, op, Code.STALE_LEASE, detail)
         if isinstance(op, RegisterYield):
-            return self._yields.one(op)
+            return self._handoffs.hand_off(op)
         if isinstance(op, RegisterReject):
             self._rejects.push_refused(peer, op, op.code.value, self._interpreter.clock.now_ms(), count=op.count)
             return _DONE
         if isinstance(op, RegisterPush) and self._interpreter.full:
             self._rejects.push_refused(peer, op, Code.BUSY.value, self._interpreter.clock.now_ms())
             return Result(code=Code.BUSY, detail=f"the scheduler's {trouble(self._interpreter.full)}")
-        if nonsense := self._nonsense(op):
-            return self._no(peer, op, Code.MALFORMED, nonsense)
-        if isinstance(op, RegisterMissing) and not self._counts_on(op):
-            return self._no(
-                peer, op, Code.STALE, f"group {op.group}: nobody counts on {op.sha[:12]} in shard {op.shard}"
-            )
+        if reason := self._invalid_reason(op):
+            return self._reject(peer, op, Code.MALFORMED, reason)
+        if isinstance(op, RegisterMissing) and not self._expects(op):
+            detail = f"group {op.group}: the ledger does not expect {op.sha[:12]} in shard {op.shard}"
+            return self._reject(peer, op, Code.STALE, detail)
         return self._apply(peer, op)
 
     def _apply(self, peer: str, op: LedgerOp) -> Result:
-        """What the ledger says to something that may be asked."""
+        """Apply an operation that has passed the checks, and return the ledger's result."""
         event = self._event(op)
         try:
-            told = self._interpreter.apply(event)
+            effects = self._interpreter.apply(event)
         except TransitionError as error:
-            return self._no(peer, op, Code.DENIED, str(error))
-        if told and isinstance(refused := told[0], Rejected):
+            return self._reject(peer, op, Code.DENIED, str(error))
+        if effects and isinstance(refused := effects[0], Rejected):
             self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
             if refused.code is not Code.DUPLICATE:
                 return Result(code=refused.code, detail=refused.detail)
         elif isinstance(op, RegisterPush):
             self._metrics.pushed(op.samples)
-            self._interpreter.deck.lengths.observe(op.group, op.samples, truncated=op.truncated)
+            self._interpreter.prompts.lengths.observe(op.group, op.samples, truncated=op.truncated)
         if isinstance(op, RegisterPush) and op.occupies:
             return self._apply(peer, RegisterOccupy(group=op.group, lease=op.lease))
-        if isinstance(op, RegisterRelease) and told and isinstance(released := told[0], Released):
+        if isinstance(op, RegisterRelease) and effects and isinstance(released := effects[0], Released):
             retired = isinstance(event, events.Release) and event.retire
-            self._setbacks.released(op, released, self._interpreter.clock.now_ms())
-            self._failures.released(op, released, retired=retired)
+            self._prompt_failures.released(op, released, self._interpreter.clock.now_ms())
+            self._backoff.released(op, released, retired=retired)
             if op.why is ReleaseWhy.ABORTED:
-                self._put_off(op.group, retired=retired)
+                self._requeue_later(op.group, retired=retired)
         return _DONE
 
     def _holds(self, worker: str, op: RegisterRelease | RegisterYield) -> bool:
-        """Whether the group is still with that worker: what was pushed is no longer its own to give up. What the ledger
-        answers anyway (released or retired before) is left to it."""
-        held = self._interpreter.machine.group(op.group)
-        if held is None or held.lease != op.lease or held.state is State.RELEASED:
+        """Return whether ``worker`` still holds the lease: it may not release a group that is already pushed.
+
+        True also where the ledger itself returns the right result: an unknown, replaced or released lease.
+        """
+        group_view = self._interpreter.machine.group(op.group)
+        if group_view is None or group_view.lease != op.lease or group_view.state is State.RELEASED:
             return True
-        return held.worker == worker and held.state is State.LEASED
+        return group_view.worker == worker and group_view.state is State.LEASED
 
-    def _counts_on(self, op: RegisterMissing) -> bool:
-        held = self._interpreter.machine.group(op.group)
-        return held is not None and (held.shard, held.sha) == (op.shard, op.sha)
+    def _expects(self, op: RegisterMissing) -> bool:
+        group_view = self._interpreter.machine.group(op.group)
+        return group_view is not None and (group_view.shard, group_view.sha) == (op.shard, op.sha)
 
-    def _no(self, peer: str, op: Op, code: Code, detail: str) -> Result:
-        """What the ledger does not say no to: it was not asked, or raised."""
+    def _reject(self, peer: str, op: Op, code: Code, detail: str) -> Result:
+        """Record and return a rejection that did not come from the ledger: a failed check or a ``TransitionError``."""
         refused = Rejected(op=type(op).__name__, code=code, group=op.group)
         self._rejects.refused(peer, refused, self._interpreter.clock.now_ms())
         return Result(code=code, detail=detail)
 
-    def _nonsense(self, op: Op) -> str:
-        """Why nobody may ask for this in whatever state; empty when somebody may."""
+    def _invalid_reason(self, op: Op) -> str:
+        """Return why the operation is invalid in every state of the ledger; empty if it is valid."""
         if isinstance(op, RegisterPush) and sum([segment.tokens for segment in op.segments]) > MAX_TOKENS:
             return f"a group has at most {MAX_TOKENS} tokens"
         if isinstance(op, RegisterPush) and not 0 <= op.shard < self._shards:
             return f"shard is {op.shard}; it must be 0 to {self._shards - 1}"
         if isinstance(op, RegisterRelease) and op.why not in PEERS_WHY:
-            return f'why is "{op.why}"; a peer releases what is {" or ".join(PEERS_WHY)}'
+            return f'why is "{op.why}"; it must be {" or ".join(PEERS_WHY)}'
         return ""
 
-    def _put_off(self, group: GroupId, *, retired: bool) -> None:
-        """Deal a group that was given up again after two batches of others, then four, and so on.
+    def _requeue_later(self, group: GroupId, *, retired: bool) -> None:
+        """Requeue an aborted group behind two batches of fresh groups, then four, and so on; discard it if ``retired``.
 
-        At once it would keep its place as long as it fails; and at the end of the source the groups that failed least
-        come first.
+        Requeued without a delay, a failing group would be served next every time. At the end of the source, the groups
+        with the fewest failures come first.
         """
-        deck, batch_size = self._interpreter.deck, self._interpreter.limits.batch_size
-        deck.take(group)
+        prompts, batch_size = self._interpreter.prompts, self._interpreter.limits.batch_size
+        prompts.discard(group)
         if not retired:
-            deck.again(group, batch_size << min(self._failures.tried(group), 20))
+            prompts.requeue(group, batch_size << min(self._backoff.num_failures(group), 20))
 
     def _event(self, op: LedgerOp) -> events.Event:
         if isinstance(op, RegisterRelease):
-            held = self._interpreter.machine.group(op.group) if op.why is ReleaseWhy.ABORTED else None
-            retire = held is not None and held.lease == op.lease and self._failures.exhausts(held)
+            group_view = self._interpreter.machine.group(op.group) if op.why is ReleaseWhy.ABORTED else None
+            retire = group_view is not None and group_view.lease == op.lease and self._backoff.exhausts(group_view)
             return events.Release(group=op.group, lease=op.lease, why=op.why, retire=retire)
         return _event(op)
 

@@ -1,10 +1,10 @@
-"""Features of the prompts that come next, from the trajectory servers: they have the rows, the deck only numbers.
+"""Requests to the trajectory servers for features of the next prompts: they store the rows, the queue only row numbers.
 
-- An idle shard waits here (``PromptFeatures``). The reply names rows of the block that is being dealt and of the next
-  one, a chunk at a time, so memory holds what is about to be dealt and never a whole source.
-- Every shard has every row, because the groups of one row are on other shards in other epochs. Any waiting shard will
-  do.
-- What a shard was asked for when it fell silent is asked of the next.
+- An idle shard waits in a ``PromptFeatures`` call. The reply names rows of the current block of the prompt stream and
+  the next one, one chunk at a time, so memory holds the features of upcoming prompts and never of a whole source.
+- Every shard has every row, because the groups of one row are on other shards in other epochs. A request can go to any
+  waiting shard.
+- Rows requested from a shard that becomes silent are requested from another shard.
 """
 
 from collections import deque
@@ -16,50 +16,50 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import FEATURES, PromptFeatures, PromptFeaturesReply
 from staleflow.protocols.wire.tensors import Array, arrays
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.workers.registry import Registry
 
 CHUNK = 256
-"""Rows of one question: a shard describes them in some ten milliseconds."""
+"""Rows of one request: a shard computes their features in tens of milliseconds."""
 MAX_WAIT_MS = 60_000
 
 
-class Describing:
-    """Shards that wait, and what they were asked for."""
+class PromptFeatureRequests:
+    """Waiting shards, and the rows that were requested from each shard."""
 
-    def __init__(self, deck: Deck, registry: Registry) -> None:
-        self._deck = deck
+    def __init__(self, prompts: PromptQueue, registry: Registry) -> None:
+        self._prompts = prompts
         self._registry = registry
         self._waiting: deque[tuple[Call, int]] = deque()
-        """Calls, and when they are answered at latest."""
-        self._asked: dict[str, list[int]] = {}
-        """Rows that a shard was asked for, by peer."""
-        self._again: list[int] = []
-        """Rows whose shard fell silent."""
-        self._place = 0
-        """First place of the prompt stream that nobody was asked for."""
+        """Open calls, each with its deadline in milliseconds."""
+        self._requested: dict[str, list[int]] = {}
+        """Rows requested from each shard, by peer."""
+        self._to_request: list[int] = []
+        """Rows to request next, including those of shards that became silent."""
+        self._next_place = 0
+        """First place of the prompt stream whose row has not been requested."""
 
-    def described(self, call: Call, body: PromptFeatures, now_ms: int) -> None:
-        """Take features in; the call waits for the next rows. Anybody but a shard is refused."""
+    def receive(self, call: Call, body: PromptFeatures, now_ms: int) -> None:
+        """Store the features of a shard and keep its call for the next rows. Refuses peers that are not shards."""
         process = self._registry.get(call.peer)
         if process is None or process.role != "trajectories":
-            call.refuse(Code.DENIED, f"{call.peer} is no trajectory server of this run")
+            call.refuse(Code.DENIED, f"{call.peer} is not a trajectory server of this run")
             return
         try:
             features = self._checked(call, body)
         except ProtocolError as error:
             call.refuse(error.code, error.detail)
             return
-        self._asked.pop(call.peer, None)
+        self._requested.pop(call.peer, None)
         if features is not None:
-            self._deck.lengths.describe(body.rows, features)
+            self._prompts.lengths.describe(body.rows, features)
         self._waiting.append((call, now_ms + min(body.wait_ms, MAX_WAIT_MS)))
-        self.ask()
+        self.reply_waiting()
 
     def _checked(self, call: Call, body: PromptFeatures) -> Array | None:
         for row in body.rows:
-            if not 0 <= row < self._deck.rows:
-                raise ProtocolError(Code.MALFORMED, f"row {row} is none of {self._deck.rows}")
+            if not 0 <= row < self._prompts.rows:
+                raise ProtocolError(Code.MALFORMED, f"row is {row}; it must be 0 to {self._prompts.rows - 1}")
         features = arrays(body.frames, call.frames).get("features")
         if not body.rows and features is None:
             return None
@@ -70,39 +70,39 @@ class Describing:
             raise ProtocolError(Code.MALFORMED, "features holds a value that is not finite")
         return features
 
-    def ask(self) -> None:
-        """Answer those that wait, as far as there are rows to describe."""
+    def reply_waiting(self) -> None:
+        """Reply to waiting shards while rows without features remain."""
         while self._waiting and (rows := self._next()):
             call, _ = self._waiting.popleft()
             if call.done:
-                self._again += rows
+                self._to_request += rows
             else:
-                self._asked[call.peer] = rows
+                self._requested[call.peer] = rows
                 call.reply(PromptFeaturesReply(rows=rows))
 
     def _next(self) -> list[int]:
-        """Rows that nobody described and nobody was asked for; empty when there are none for now."""
-        lengths = self._deck.lengths
-        while not self._again:
-            soon = self._deck.soon()
-            start = max(self._place, soon.start)
-            places = range(start, min(start + CHUNK, soon.stop))
+        """Return up to ``CHUNK`` rows that have no features and are not requested yet; empty if none exist for now."""
+        lengths = self._prompts.lengths
+        while not self._to_request:
+            upcoming = self._prompts.next_places()
+            start = max(self._next_place, upcoming.start)
+            places = range(start, min(start + CHUNK, upcoming.stop))
             if not lengths.learns or not places:
                 return []
-            self._place = places.stop
-            asked = {row for rows in self._asked.values() for row in rows}
-            rows = dict.fromkeys(self._deck.rows_at(places))
-            self._again = [row for row in rows if row not in asked and not lengths.described(row)]
-        chunk, self._again = self._again[:CHUNK], self._again[CHUNK:]
+            self._next_place = places.stop
+            requested = {row for rows in self._requested.values() for row in rows}
+            rows = dict.fromkeys(self._prompts.rows_at(places))
+            self._to_request = [row for row in rows if row not in requested and not lengths.described(row)]
+        chunk, self._to_request = self._to_request[:CHUNK], self._to_request[CHUNK:]
         return chunk
 
-    def lost(self, peer: str) -> None:
-        """Nothing is heard of a process any more."""
-        self._again += self._asked.pop(peer, [])
-        self.ask()
+    def remove_peer(self, peer: str) -> None:
+        """Request the rows of a silent shard from another one. Other processes are ignored."""
+        self._to_request += self._requested.pop(peer, [])
+        self.reply_waiting()
 
     def answer_due(self, now_ms: int) -> None:
-        """Answer the calls that have waited long enough."""
+        """Reply without rows to the calls whose wait time has passed; their shards call again."""
         late = [call for call, due_ms in self._waiting if due_ms <= now_ms]
         self._waiting = deque((call, due_ms) for call, due_ms in self._waiting if due_ms > now_ms)
         for call in late:

@@ -1,6 +1,6 @@
 """Describes prompts to the scheduler, as it asks for them.
 
-Consumes rows that the deck is about to deal, produces their features; waits inside one call at a time.
+Consumes rows that the prompt queue is about to hand out, produces their features; waits inside one call at a time.
 """
 
 import asyncio

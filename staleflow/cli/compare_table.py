@@ -26,11 +26,12 @@ def gather(results: "Iterable[Result]", total: int, quiet: bool) -> "list[Result
 
 
 def show(results: "list[Result]", title: str) -> None:
-    """Print the table: where the terminal is too narrow for it, some columns below the others."""
+    """Print the table, a legend and a conclusion. On a narrow terminal some columns follow below the others."""
     from rich.console import Console
     from rich.text import Text
 
-    from staleflow.sim.compare import COLUMNS, NOTE
+    from staleflow.sim.compare import COLUMNS
+    from staleflow.sim.conclusion import LEGEND, conclusion
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -45,7 +46,12 @@ def show(results: "list[Result]", title: str) -> None:
             fitting -= 1
         console.print(_table(names, columns[:fitting]))
         columns = columns[fitting:]
-        console.print("" if columns else Text(NOTE, style="dim"))
+        console.print()
+    for line in LEGEND:
+        console.print(Text(line, style="dim"))
+    console.print()
+    for sentence in conclusion(results):
+        console.print(Text(sentence))
 
 
 def _table(names: "list[str]", columns: "list[tuple[str, list[Text]]]") -> "Table":

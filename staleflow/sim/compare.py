@@ -57,11 +57,6 @@ COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
 )
 """What a row says."""
 
-NOTE = (
-    "staleness: step - oldest version of a group's trained tokens; violations: trained groups or tokens beyond the "
-    "bound; length bias: mean length trained / drawn"
-)
-
 
 def compare(config: Config, peers: Sequence[str], *, steps: int | None = None) -> Iterator[Result]:
     """One result after the other: the choices of ``OWN``, then ``peers``. ``ConfigError`` before the first one."""

@@ -15,7 +15,7 @@ from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Attach, GetStatus, Reply, Status
 from staleflow.servers.scheduler.ledger.interpreter import TABLES
-from staleflow.servers.scheduler.main import LATER_S, open_service
+from staleflow.servers.scheduler.main import CYCLE_DELAY_S, open_service
 from staleflow.sim.asking import Ask, Stalled, nothing
 from staleflow.sim.book import Book, SimRecipe
 from staleflow.sim.check import check, fleet
@@ -68,7 +68,7 @@ class World:
         )
         self._endpoint = MemoryEndpoint(self._service.on_call, self.timeline.soon)
         self._service.peers = lambda: self._endpoint.peers
-        self._service.later = lambda: self.timeline.after(LATER_S, self._service.wake)
+        self._service.schedule_wake = lambda: self.timeline.after(CYCLE_DELAY_S, self._service.wake)
         self._interpreter.listen(effects.Released, self._on_released)
         self._interpreter.listen(effects.Dropped, self._on_dropped)
         simulation = config.simulation

@@ -1,6 +1,6 @@
-"""The pages become a site, without a warning; they name nothing elsewhere to be loaded.
+"""The pages become a site without a warning, and load nothing from another host.
 
-(The theme's own script fetches mermaid, for the pages whose diagrams are drawn with it.)
+The theme's own script would fetch mermaid for a diagram in its notation, so no page has one.
 """
 
 import re
@@ -43,3 +43,7 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
         for address in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', path.read_text())
     }
     assert loaded == set()
+
+
+def test_no_page_has_a_diagram_that_a_script_from_elsewhere_draws() -> None:
+    assert [str(path) for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text()] == []

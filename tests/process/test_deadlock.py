@@ -22,7 +22,7 @@ def test_a_filter_that_keeps_nothing_of_the_only_epoch_ends_the_run_with_the_rea
     assert run.process.returncode == 1, output
     why = (
         "step 0 can never be trained: 0 of 2 groups are ready and the prompts are used up: 1 x 8, 8 filtered. "
-        'What helps: raise prompts.epochs (0 goes round for ever), or set rollout.filter to "none"'
+        'Possible fixes: raise prompts.epochs (0 repeats the prompts without end), or set rollout.filter to "none"'
     )
     assert run.summary()["error"] == why
     assert f"the run failed: {why}" in output

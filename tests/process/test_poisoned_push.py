@@ -6,6 +6,7 @@ and no process is restarted.
 
 import asyncio
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -36,13 +37,21 @@ FOREIGN = 1_000_000
 """A token id of another tokenizer."""
 
 
+class Answered(NamedTuple):
+    """The answers to both pushes of a group."""
+
+    group: GroupId
+    foreign: Result
+    impossible: Result
+
+
 class Poisoner(actors.Rollout):
     """Pushes a foreign token with its first lease and, once that is refused, impossible log-probabilities."""
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir, "poisoner", capacity=1)
-        self.foreign: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self.impossible: asyncio.Future[GroupId] = asyncio.get_running_loop().create_future()
+        super().__init__(run_dir, "poisoner", capacity=1, stubborn=True)
+        self.answered: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._lease: Assign | None = None
 
     async def _pull(self, lineage: Lineage, version: Version) -> None:
         async with await self._puller.pull(lineage, version) as pulled:
@@ -56,16 +65,17 @@ class Poisoner(actors.Rollout):
     async def _push(self, lease: Assign) -> None:
         async with self._turned:
             await self._turned.wait_for(lambda: self._loaded >= (lease.lineage, lease.version))
-        if self.foreign.done():  # a lease after the first one: its goodbye gives it back
+        if self._lease is not None:  # a later lease: the goodbye gives it back
             return
+        self._lease = lease
         group = payload(lease.version, samples=GROUP_SIZE, tokens=3)
         group.token_ids[:] = 1
         group.token_ids[0] = FOREIGN
-        self.foreign.set_result(await self._pushed(lease, group.to_arrays()))
+        foreign = await self._pushed(lease, group.to_arrays())
         group.token_ids[0] = 1
         group.logprobs[:] = -60.0
-        assert (await self._pushed(lease, group.to_arrays())).code is None
-        self.impossible.set_result(lease.group)
+        impossible = await self._pushed(lease, group.to_arrays())
+        self.answered.set_result(Answered(lease.group, foreign, impossible))
 
     async def _pushed(self, lease: Assign, arrays: dict[str, np.ndarray]) -> Result:
         specs, frames = specs_and_frames(arrays)
@@ -73,19 +83,18 @@ class Poisoner(actors.Rollout):
         return (await self.shards[lease.shard].ask(PushGroups(items=[item]), Results, frames)).results[0]
 
 
-async def poison(run_dir: Path) -> tuple[Result, GroupId]:
-    """How the foreign token was answered, and the group that the trainer cannot train."""
+async def poison(run_dir: Path) -> Answered:
+    """How both pushes were answered."""
     poisoner = Poisoner(run_dir)
     working = asyncio.create_task(poisoner.run())
     try:
         async with asyncio.timeout(END_S):
-            pushed = asyncio.gather(poisoner.foreign, poisoner.impossible)
-            await asyncio.wait((working, pushed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, poisoner.answered), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 working.result()
-            found = await pushed
+            answered = await poisoner.answered
         await poisoner.scheduler.ask(Detach(worker=poisoner.me, why="done"), Done)
-        return found
+        return answered
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
@@ -97,10 +106,11 @@ def test_a_foreign_token_is_refused_and_a_group_that_cannot_be_trained_costs_its
     users.write_text(LOSS)
     with Run(run_dir, "smoke.toml", *SMALL, f"trainer.algorithm.loss={users}:careful") as run:
         run.wait_for("attach", 1, END_S, role="trajectories")
-        refused, group = asyncio.run(poison(run_dir))
+        group, refused, taken = asyncio.run(poison(run_dir))
         output = run.finish(END_S)
     assert refused.code is Code.MALFORMED
     assert f"token_ids holds {FOREIGN}; the model's vocabulary has " in refused.detail
+    assert taken.code is None
     assert run.process.returncode == 0, output
     assert run.count("reject", op="push", code="malformed") == 1
     assert [(event["group"], event["why"]) for event in run.events() if event["ev"] == "drop"] == [

@@ -75,7 +75,7 @@ async def test_only_the_end_of_the_run_is_no_mistake(run: Run) -> None:
 async def test_a_machine_is_told_of_the_end_before_the_trace_is_closed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "CLOSE_AFTER_MS", 600_000)
+    monkeypatch.setattr(service, "CLOSE_TIMEOUT_MS", 600_000)
 
     def look() -> bool:
         return has_ended(run.where.scheduler, "train", timeout_s=20.0)

@@ -52,7 +52,7 @@ class Slow:
 async def test_a_call_that_comes_while_a_server_stops_does_not_keep_it(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attached, "GRACE_S", 60.0)
+    monkeypatch.setattr(attached, "SHUTDOWN_TIMEOUT_S", 60.0)
     run, stop, made = make_run(), Stop(), list[Slow]()
     run.scheduler()
 

@@ -1,10 +1,10 @@
-"""Failures by instance and by prompt: which instance is held back, and when a prompt is given up for good.
+"""Failures by instance and by prompt: put failing instances on hold, and give failing prompts up.
 
-An instance that fails every group at once always has free places, so a strategy would serve it first and it would burn
-the prompt source. Its streak of failures holds it back, with exponential back-off, until it pushes a group.
+An instance that fails every group immediately always has free slots, so a strategy would serve it first and it would
+burn through the prompt source. A streak of failures puts it on hold, with exponential backoff, until it pushes a group.
 
-A failure counts as a try of its prompt only while its instance (or the stages) works otherwise: a broken instance must
-not cost a prompt. All of this is kept in memory; after a restart of the scheduler the counts start again.
+A failure counts against its prompt only while the instance (or the stages) succeeds on other prompts: a broken instance
+must not cost a prompt. All state is kept in memory; a restart of the scheduler resets the counts.
 """
 
 import logging
@@ -22,35 +22,35 @@ from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 log = logging.getLogger(__name__)
 
 HOLD_AFTER = 8
-"""Prompts that an instance fails one after the other, without a push, before it counts as failing."""
+"""Distinct prompts that an instance fails in a row, without a push, before it counts as failing."""
 LEASES_PER_FAILURE = 0.5
-"""Leases that an instance may still work on for each failure and count as failing. Failures are fast and groups take
-minutes: before its first push a healthy instance fails each bad prompt among those it works on."""
+"""An instance counts as failing only if it works on at most this many leases for each failure. Failures are fast and
+groups take minutes: before its first push, a healthy instance fails each bad prompt among its leases."""
 FIRST_HOLD_MS, MAX_HOLD_MS = 1_000, 30_000
-"""First and longest hold; each one is twice as long as the one before."""
+"""First and longest hold; each hold is twice as long as the one before."""
 PROBE = 1
-"""Groups at a time for a failing instance that is not on hold."""
+"""Concurrent groups of a failing instance between two holds."""
 MAX_TRIES = 3
-"""Failures after which a prompt is given up where no other instance could try it, or in the stages."""
+"""Failures after which a prompt is given up in the stages, or where no other instance can try it."""
 MAX_PROMPTS = 1_000
-"""Different prompts that are counted in one streak: more than chance, however many prompts there are."""
+"""Maximum number of distinct prompts counted in one streak: enough to exclude chance for a source of any size."""
 MAX_TRIED = 65_536
-"""Prompts whose failures are remembered."""
+"""Maximum number of groups whose failures are stored."""
 MAX_STREAKS = 4_096
-"""Instances whose failures are remembered."""
+"""Maximum number of instances whose failures are stored."""
 MAX_DETAIL = 500
-"""Characters of a reason."""
+"""Maximum characters of a reason."""
 
 
 @dataclass(slots=True)
 class Streak:
-    """Failures in a row, without a success in between."""
+    """Consecutive failures without a success in between."""
 
     count: int = 0
     prompts: set[int] = field(default_factory=set[int])
-    """Distinct rows of the prompt source among them, at most ``MAX_PROMPTS``."""
+    """Distinct failed rows of the prompt source, at most ``MAX_PROMPTS``."""
     hopeless: bool = True
-    """The engine refused each of them for good."""
+    """The engine refused every one of them permanently."""
     detail: str = ""
     first_ms: int = 0
     failing: bool = False
@@ -66,25 +66,25 @@ class Streak:
         if len(self.prompts) < MAX_PROMPTS:
             self.prompts.add(prompt)
 
-    def look(self, rows: int, working: int) -> None:
-        """Decide whether it fails by now, with ``working`` groups that may still succeed; only a success ends that."""
+    def update(self, rows: int, working: int) -> None:
+        """Update ``failing``. ``working``: groups that may still succeed. Only a success ends the failing state."""
         many = len(self.prompts) >= min(HOLD_AFTER, rows) or self.count >= HOLD_AFTER * MAX_TRIES
         self.failing = self.failing or (many and working <= LEASES_PER_FAILURE * self.count)
 
 
 @dataclass(slots=True)
-class Tried:
+class GroupFailures:
     """Failures of one group."""
 
     count: int = 0
     tries: int = 0
-    """Those that count against its prompt."""
+    """Failures that count against the prompt."""
     instances: set[str] = field(default_factory=set[str])
-    """Names of the instances of these."""
+    """Names of the instances with failures that count."""
 
 
-class Failures:
-    """Notes every group that is given up, and every success."""
+class Backoff:
+    """Tracks failures and successes of groups, and decides which instances are on hold."""
 
     def __init__(self, interpreter: Interpreter, instances: Instances, name_of: Callable[[WorkerId], str]) -> None:
         self._interpreter = interpreter
@@ -92,61 +92,65 @@ class Failures:
         self._name_of = name_of
         self._streaks: dict[WorkerId, Streak] = {}
         self._staged = Streak()
-        self._tried: dict[GroupId, Tried] = {}
-        self._seen: dict[WorkerId, tuple[bool, bool]] = {}
-        """What strategies were shown of each failing instance."""
+        self._group_failures: dict[GroupId, GroupFailures] = {}
+        self._shown: dict[WorkerId, tuple[bool, bool]] = {}
+        """(on trial, on hold) of each failing instance, as of the last snapshot."""
         self.newest_given_up = ""
-        """Reason of the newest prompt that was given up for good."""
+        """Failure reason of the prompt that was given up last."""
         interpreter.listen(Pushed, self._pushed)
         interpreter.listen(Occupied, self._occupied)
 
     # --- prompts ---------------------------------------------------------------------------------------------
 
-    def exhausts(self, held: GroupView) -> bool:
-        """Whether a failure of this group now is its last: it failed at two instances, or often enough at the only one,
-        while other prompts succeed there."""
-        staged, totals = held.state is State.PUSHED, self._interpreter.totals.counts
-        streak = self._staged if staged else self._streaks.get(held.worker)
+    def exhausts(self, group_view: GroupView) -> bool:
+        """Return whether one more failure of this group gives its prompt up.
+
+        True after failures on two instances, or after ``MAX_TRIES`` on the only working one (twice as many if others
+        work), while other prompts succeed there.
+        """
+        staged, totals = group_view.state is State.PUSHED, self._interpreter.totals.counts
+        streak = self._staged if staged else self._streaks.get(group_view.worker)
         if (streak is not None and streak.failing) or not (totals.occupies if staged else totals.pushes):
             return False
-        tried = self._tried.get(held.group) or Tried()
+        failures = self._group_failures.get(group_view.group) or GroupFailures()
         if staged:
-            return tried.tries + 1 >= MAX_TRIES
-        others = any(other.worker != held.worker and not self.fails(other.worker) for other in self._instances)
-        return bool(tried.instances - {self._name_of(held.worker)}) or tried.tries + 1 >= MAX_TRIES * (1 + others)
+            return failures.tries + 1 >= MAX_TRIES
+        others = any(other.worker != group_view.worker and not self.fails(other.worker) for other in self._instances)
+        limit = MAX_TRIES * (1 + others)
+        return bool(failures.instances - {self._name_of(group_view.worker)}) or failures.tries + 1 >= limit
 
-    def tried(self, group: GroupId) -> int:
-        """How often a group failed in this incarnation of the scheduler."""
-        tried = self._tried.get(group)
-        return 0 if tried is None else tried.count
+    def num_failures(self, group: GroupId) -> int:
+        """Return how often a group has failed since the scheduler started."""
+        failures = self._group_failures.get(group)
+        return 0 if failures is None else failures.count
 
     def released(self, op: RegisterRelease, effect: Released, *, retired: bool) -> None:
-        """A worker or a shard gave a group up. ``retired``: for good."""
+        """Count a group that a worker or a shard released as aborted. ``retired``: its prompt was given up."""
         if op.why is not ReleaseWhy.ABORTED:
             return
-        now_ms, rows = self._interpreter.clock.now_ms(), max(self._interpreter.deck.rows, 1)
+        now_ms, rows = self._interpreter.clock.now_ms(), max(self._interpreter.prompts.rows, 1)
         streak = self._staged if effect.pushed else self._streak(effect.worker)
         if retired:
-            self._tried.pop(effect.group, None)
+            self._group_failures.pop(effect.group, None)
             self.newest_given_up = op.detail[:MAX_DETAIL]
         else:
-            self._try(effect, counts=not streak.failing)
+            self._count_failure(effect, counts=not streak.failing)
         streak.add(effect.group % rows, op.detail, now_ms, hopeless=op.hopeless)
         if effect.pushed:
-            streak.look(rows, self._interpreter.machine.state_counts()["pushed"])
+            streak.update(rows, self._interpreter.machine.state_counts()["pushed"])
             return
         instance = self._instances.get(effect.worker)
-        streak.look(rows, 0 if instance is None else len(instance.leases))
+        streak.update(rows, 0 if instance is None else len(instance.leases))
         self._hold(effect.worker, streak, now_ms)
 
-    def _try(self, effect: Released, *, counts: bool) -> None:
-        tried = self._tried.setdefault(effect.group, Tried())
-        tried.count += 1
-        tried.tries += counts
+    def _count_failure(self, effect: Released, *, counts: bool) -> None:
+        failures = self._group_failures.setdefault(effect.group, GroupFailures())
+        failures.count += 1
+        failures.tries += counts
         if counts and not effect.pushed:
-            tried.instances.add(self._name_of(effect.worker))
-        if len(self._tried) > MAX_TRIED:
-            del self._tried[next(iter(self._tried))]
+            failures.instances.add(self._name_of(effect.worker))
+        if len(self._group_failures) > MAX_TRIED:
+            del self._group_failures[next(iter(self._group_failures))]
 
     def _streak(self, worker: WorkerId) -> Streak:
         streak = self._streaks.setdefault(worker, Streak())
@@ -156,29 +160,29 @@ class Failures:
 
     def _pushed(self, effect: Pushed) -> None:
         if self._streaks.pop(effect.worker, None) is not None:
-            self.look()
+            self.update()
 
     def _occupied(self, effect: Occupied) -> None:
-        self._tried.pop(effect.group, None)
+        self._group_failures.pop(effect.group, None)
         if self._staged.count:
             self._staged = Streak()
 
     # --- instances -------------------------------------------------------------------------------------------
 
     def fails(self, worker: WorkerId) -> bool:
-        """Whether an instance fails group after group."""
+        """Return whether an instance fails group after group."""
         streak = self._streaks.get(worker)
         return streak is not None and streak.failing
 
     def on_hold(self, worker: WorkerId) -> bool:
-        """Whether an instance starts nothing for now."""
+        """Return whether an instance may start no groups for now."""
         return self.on_trial(worker) and self._interpreter.clock.now_ms() < self._streaks[worker].until_ms
 
     def on_trial(self, worker: WorkerId) -> bool:
-        """Whether an instance is held back: on hold, or allowed ``PROBE`` groups at a time.
+        """Return whether an instance is restricted: on hold, or limited to ``PROBE`` concurrent groups.
 
-        One that only refuses prompts is not, unless another instance does better: the prompts may be at fault, and
-        refusing the bad ones is the way to the good ones.
+        An instance that only refuses prompts is not restricted unless another instance succeeds: the prompts may be at
+        fault, and refusing the bad ones leads to the good ones.
         """
         streak = self._streaks.get(worker)
         if streak is None or not streak.failing:
@@ -186,23 +190,23 @@ class Failures:
         return not streak.hopeless or any(not self.fails(other.worker) for other in self._instances)
 
     def all_refuse(self) -> int:
-        """Fewest different prompts that any instance refused for good in a row; 0 unless each one fails that way."""
+        """Return the minimum, over all instances, of distinct prompts permanently refused in a row; 0 if any works."""
         streaks = [self._streaks.get(instance.worker) for instance in self._instances]
         refusing = [s for s in streaks if s is not None and s.failing and s.hopeless]
         return min(len(s.prompts) for s in refusing) if refusing and len(refusing) == len(streaks) else 0
 
     def all_fail(self) -> Streak | None:
-        """The shortest streak where every instance fails group after group; None unless each one does."""
+        """Return the youngest streak if every instance fails group after group, else None."""
         streaks = [self._streaks.get(instance.worker) for instance in self._instances]
         failing = [streak for streak in streaks if streak is not None and streak.failing]
         return max(failing, key=lambda s: s.first_ms) if failing and len(failing) == len(streaks) else None
 
     def newest(self) -> str:
-        """Reason of a newest failure of any instance."""
+        """Return the failure reason of the instance whose streak started last."""
         return next((streak.detail for streak in reversed(self._streaks.values())), "")
 
     def holds(self) -> Iterator[Hold]:
-        """Every instance that is held back."""
+        """Iterate over the restricted instances."""
         now_ms = self._interpreter.clock.now_ms()
         for instance in self._instances:
             if self.on_trial(instance.worker):
@@ -217,14 +221,16 @@ class Failures:
             streak.hold_ms = min(2 * streak.hold_ms, MAX_HOLD_MS) or FIRST_HOLD_MS
             streak.until_ms = now_ms + streak.hold_ms
             seconds, name = streak.hold_ms / 1000, self._name_of(worker)
-            log.warning("%s held for %g s: its last %d groups failed: %s", name, seconds, streak.count, streak.detail)
-        self.look()
+            log.warning(
+                "%s on hold for %g s: its last %d groups failed: %s", name, seconds, streak.count, streak.detail
+            )
+        self.update()
 
-    def look(self) -> None:
-        """Let strategies look again at the instances whose hold has begun or is over."""
+    def update(self) -> None:
+        """Mark the instances whose hold has started or ended as changed."""
         failing = (worker for worker, streak in self._streaks.items() if streak.failing)
-        seen = {worker: (self.on_trial(worker), self.on_hold(worker)) for worker in failing}
-        for worker in dict.fromkeys((*seen, *self._seen)):
-            if seen.get(worker) != self._seen.get(worker):
+        shown = {worker: (self.on_trial(worker), self.on_hold(worker)) for worker in failing}
+        for worker in dict.fromkeys((*shown, *self._shown)):
+            if shown.get(worker) != self._shown.get(worker):
                 self._instances.touch(worker)
-        self._seen = seen
+        self._shown = shown

@@ -1,7 +1,7 @@
-"""The coordination cycle: a snapshot of the run, the strategy's orders, and what becomes of them.
+"""The coordination cycle: take a snapshot of the run, let the strategies decide, and execute their orders.
 
-Runs at most once a drain, only when something changed that a strategy looks at, and rests ten times as long as it took
-to decide: with many instances the ledger comes first.
+A cycle runs at most once per drain and only if an input of a strategy has changed. Afterwards it pauses ten times as
+long as the decision took, so that with many instances most of the time remains for the ledger.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,51 +14,52 @@ from staleflow.protocols.coordination.decide import Strategies, decide
 from staleflow.protocols.coordination.sync import MAX_AT_ONCE
 from staleflow.protocols.coordination.view import Load, Move, Order, Start
 from staleflow.protocols.wire.messages import InstanceStats
-from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.coordination.pacing import Pacing
 from staleflow.servers.scheduler.coordination.snapshots import MAX_STARTS, Snapshots
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 
-REST = 10
-"""Time between two decisions, as a multiple of what the last one took."""
+PAUSE_FACTOR = 10
+"""Pause between two decisions, as a multiple of the duration of the last one."""
 
 
 class Cycle:
-    """Turns orders into leases and commands."""
+    """Executes the orders of the strategies as leases and commands."""
 
     def __init__(
         self,
         interpreter: Interpreter,
         instances: Instances,
-        failures: Failures,
+        backoff: Backoff,
         config: Config,
         end: Callable[[], int],
-        asked: Callable[[], bool],
+        is_trainer_waiting: Callable[[], bool],
     ) -> None:
-        """``end``: the step before which the run is over. ``asked``: the trainer waits for a batch."""
+        """``end``: returns the end of the run, an exclusive step. ``is_trainer_waiting``: returns whether the trainer
+        waits for its current batch."""
         self._interpreter = interpreter
         self._instances = instances
         self._strategies = strategies(config.coordination)
-        self._pacing = Pacing(interpreter.limits, asked)
+        self._pacing = Pacing(interpreter.limits, is_trainer_waiting)
         interpreter.listen(Delivered, self._pacing.on_delivered)
-        self._snapshots = Snapshots(interpreter, instances, failures, config, end, self._pacing)
+        self._snapshots = Snapshots(interpreter, instances, backoff, config, end, self._pacing)
         self.unfinished = False
-        """Another cycle should follow soon."""
+        """The cycle left work undone; another one should follow soon."""
         self._not_before_ns = 0
 
     @property
     def resting(self) -> bool:
-        """The last decision took long enough that the next one has to wait yet."""
+        """True if the pause after the last decision is not over yet."""
         return self._interpreter.clock.now_ns() < self._not_before_ns
 
-    def heard(self, worker: WorkerId, stats: InstanceStats) -> None:
-        """An instance says how it is; what its steps cost is learned from it."""
+    def observe(self, worker: WorkerId, stats: InstanceStats) -> None:
+        """Update the cost model of an instance from its report, if a strategy uses one."""
         if self._snapshots.costs is not None:
             self._snapshots.costs.observe(worker, stats)
 
     def run(self, now_ms: int, *, may_start: bool) -> None:
-        """One cycle. ``may_start`` False: weights are still loaded, but nothing new begins."""
+        """Run one cycle. With ``may_start`` False, it starts no groups but still orders instances to load weights."""
         self.unfinished = False
         started_ns = self._interpreter.clock.now_ns()
         if not self._instances.changed:
@@ -67,10 +68,10 @@ class Cycle:
             self.unfinished = True
             return
         self._instances.changed = False
-        self._pacing.look(self._interpreter.machine, now_ms)
+        self._pacing.update(self._interpreter.machine, now_ms)
         orders = decide(self._snapshots.take(now_ms, may_start=may_start), self._strategies)
         ended_ns = self._interpreter.clock.now_ns()
-        self._not_before_ns = ended_ns + REST * (ended_ns - started_ns)
+        self._not_before_ns = ended_ns + PAUSE_FACTOR * (ended_ns - started_ns)
         self._carry_out(orders, now_ms)
 
     def _carry_out(self, orders: Sequence[Order], now_ms: int) -> None:
@@ -92,21 +93,21 @@ class Cycle:
             self._instances.changed = self.unfinished = True
 
     def _start(self, order: Start) -> None:
-        """Deal and lease. The ledger has the last word: what it has no room for goes back to the deck."""
-        deck, snapshots = self._interpreter.deck, self._snapshots
+        """Take groups from the prompt queue and lease them. A group that the ledger rejects returns to the queue."""
+        prompts, snapshots = self._interpreter.prompts, self._snapshots
         for group in order.groups:
-            deck.deal_group(group)
-            told = self._interpreter.apply(events.Reserve(group=group, worker=order.worker, version=order.version))
-            if told and isinstance(told[0], Rejected) and told[0].code is not Code.DUPLICATE:
-                deck.again(group)
+            prompts.pop_group(group)
+            effects = self._interpreter.apply(events.Reserve(group=group, worker=order.worker, version=order.version))
+            if effects and isinstance(effects[0], Rejected) and effects[0].code is not Code.DUPLICATE:
+                prompts.requeue(group)
                 return
             snapshots.last_served = order.worker
-            if snapshots.homes is not None:
-                snapshots.homes.given(group % deck.rows, order.worker)
+            if snapshots.affinity is not None:
+                snapshots.affinity.record(group % prompts.rows, order.worker)
 
 
 def strategies(chosen: Coordination) -> Strategies:
-    """What ``decide`` has to know of the configuration."""
+    """Return the settings of the configuration that ``decide`` needs."""
     return Strategies(
         routing=chosen.routing,
         min_gain=chosen.min_gain,

@@ -1,6 +1,7 @@
-"""One rollout instance, and the commands it was told.
+"""State of one rollout instance and its command queue.
 
-Commands are numbered and kept until a report acknowledges them; a number that was sent never changes its meaning.
+Commands are numbered and kept until a report acknowledges them. A number that was sent is never reused for another
+command.
 """
 
 from collections.abc import Mapping
@@ -10,14 +11,14 @@ from staleflow.protocols.consistency.groups import GroupView
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Command, InstanceStats, Pull
 
-PULL_PATIENCE_MS = 10_000
-"""After this an order to load weights is given again, and the instance may start groups with those it has."""
+PULL_TIMEOUT_MS = 10_000
+"""Timeout of a pull: then it is ordered again, and the instance may start groups with its loaded weights."""
 PULL_RETRY_MS = 1_000
-"""A pull that failed is ordered again after this."""
+"""Delay before a failed pull is ordered again."""
 
 
 class CommandQueue:
-    """Commands ``first, first + 1, ...`` that are not acknowledged."""
+    """Commands that are not acknowledged, with consecutive numbers from ``acked + 1``."""
 
     __slots__ = ("acked", "last", "pending", "sent")
 
@@ -26,30 +27,30 @@ class CommandQueue:
         self.sent = 0
         self.pending: list[Command] = []
         self.last: Command | None = None
-        """Given last, for those who look on."""
+        """The newest command, for status."""
 
     def add(self, command: Command) -> int:
-        """Queue a command; its number."""
+        """Queue a command and return its number."""
         self.last = command
         self.pending.append(command)
         return self.acked + len(self.pending)
 
     def acknowledge(self, number: int) -> None:
-        """Everything up to ``number`` was taken over; one that was never given comes from an earlier incarnation."""
+        """Remove the commands up to ``number``. A number that was never sent belongs to an earlier incarnation."""
         if number <= self.acked:
             return
         del self.pending[: number - self.acked if number <= self.sent else 0]
         self.acked = number
         self.sent = max(self.sent, number)
 
-    def unsend(self) -> list[Command]:
-        """Forget what was never sent; returns it."""
+    def discard_unsent(self) -> list[Command]:
+        """Remove and return the commands that were never sent."""
         kept = max(self.sent - self.acked, 0)
         never, self.pending = self.pending[kept:], self.pending[:kept]
         return never
 
     def take(self) -> list[Command]:
-        """All of it, to be sent now."""
+        """Return all pending commands and mark them as sent."""
         self.sent = self.acked + len(self.pending)
         return list(self.pending)
 
@@ -62,8 +63,8 @@ class Instance:
         "call",
         "capacity",
         "commands",
+        "drain_sent",
         "due_ms",
-        "knows_end",
         "leases",
         "pull",
         "pull_ms",
@@ -80,35 +81,35 @@ class Instance:
         self.stats = InstanceStats()
         self.commands = CommandQueue()
         self.leases: dict[LeaseId, tuple[GroupId, int]] = {}
-        """Its leases: the group, and the number of the command that assigned it (0: by an earlier incarnation)."""
+        """Leases with their group and the number of the assigning command (0: by an earlier incarnation)."""
         self.pushed: dict[LeaseId, None] = {}
-        """Leases that ended well and that the worker may still report."""
+        """Pushed leases that the worker may still report."""
         self.aborting: dict[LeaseId, int] = {}
-        """Leases that it was told to abort, and the number of that command."""
+        """Leases with an abort command, and the number of that command."""
         self.pull: tuple[Lineage, Version] | None = None
-        """Weights that it was told to load and has not reported."""
+        """Weights of the pull command that is not completed."""
         self.pull_ms = 0
-        """When it was told, or may be told again after a failure."""
+        """Time of the pull command; after a failed pull, the time from which it may be repeated."""
         self.reported = (Lineage(0), Version(-1))
-        """Newest weights that it reported as loaded, and that the trace has."""
+        """Newest weights that it reported as loaded and that the trace contains."""
         self.stuck = False
-        """The last order to load weights was not carried out."""
+        """The last pull command failed or timed out."""
         self.call: Call | None = None
-        """Its open report."""
+        """The open report."""
         self.due_ms = 0
-        self.knows_end = False
-        """It was told that there is no more work."""
+        self.drain_sent = False
+        """The drain notice was sent."""
 
     def loaded(self) -> tuple[Lineage, Version]:
-        """The weights that it reported last."""
+        """Return the weights of its last report."""
         return self.stats.lineage, self.stats.version
 
     def will_have(self, lineage: Lineage, version: Version) -> bool:
-        """Whether these weights or newer ones are loaded, or on their way by the newest order."""
+        """Return whether these weights or newer ones are loaded or ordered by the newest pull."""
         return (lineage, version) <= (self.loaded() if self.pull is None else self.pull)
 
-    def hear(self, stats: InstanceStats) -> None:
-        """What its engine says."""
+    def update_stats(self, stats: InstanceStats) -> None:
+        """Store the engine statistics of a report, and complete the pull that they confirm."""
         self.stats = stats
         if self.pull == self.loaded():
             self.pull = None
@@ -116,16 +117,16 @@ class Instance:
             self.stuck = False
 
     def reload(self, leases: Mapping[LeaseId, GroupView]) -> None:
-        """Its leases are these now, and what was not sent was never ordered; leases that no sent command assigned were
-        assigned by an earlier incarnation."""
-        if any(isinstance(command, Pull) for command in self.commands.unsend()):
+        """Replace the leases and remove unsent commands. Leases without a sent command count as assigned by an earlier
+        incarnation."""
+        if any(isinstance(command, Pull) for command in self.commands.discard_unsent()):
             self.pull, self.pull_ms = None, 0
         sent = self.commands.sent
-        known = {lease: number for lease, (_, number) in self.leases.items() if number <= sent}
-        self.leases = {lease: (held.group, known.get(lease, 0)) for lease, held in leases.items()}
+        numbers = {lease: number for lease, (_, number) in self.leases.items() if number <= sent}
+        self.leases = {lease: (view.group, numbers.get(lease, 0)) for lease, view in leases.items()}
 
     def aborts(self, lease: LeaseId) -> bool:
-        """Whether it was told to abort a lease, and has not acknowledged that."""
+        """Return whether an abort of the lease is pending, not acknowledged."""
         return self.aborting.get(lease, 0) > self.commands.acked
 
     def order_pull(self, lineage: Lineage, version: Version, now_ms: int) -> None:
@@ -135,13 +136,13 @@ class Instance:
         self.pull_ms = now_ms
 
     def pull_failed(self, now_ms: int) -> None:
-        """It said so; the order may be given again a little later."""
+        """Note a failed pull; it may be repeated after ``PULL_RETRY_MS``."""
         self.pull = None
         self.pull_ms = now_ms + PULL_RETRY_MS
         self.stuck = True
 
     def pulling(self, now_ms: int) -> bool:
-        """Loading, or not to be told to load yet."""
+        """Return whether a pull is in progress, or the delay after a failed one is not over."""
         if self.pull is None:
             return now_ms < self.pull_ms
-        return now_ms < self.pull_ms + PULL_PATIENCE_MS
+        return now_ms < self.pull_ms + PULL_TIMEOUT_MS

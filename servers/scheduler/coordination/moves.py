@@ -1,7 +1,7 @@
-"""Groups on their way from one instance to another.
+"""Moves of groups from one instance to another.
 
-An order is kept until its lease ends one way or the other: moved, pushed, released, or not given up within
-``PATIENCE_MS``. In memory only: whoever yields without an order that is known goes on as before.
+A move is pending until its lease ends (moved, pushed or released), or until ``MOVE_TIMEOUT_MS`` have passed. Moves are
+kept in memory only: an instance that yields a lease without a pending move is refused and continues the group.
 """
 
 from collections.abc import Generator, Iterable
@@ -11,97 +11,97 @@ from dataclasses import dataclass
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.coordination.view import Move
 
-PATIENCE_MS = 10_000
-"""A source that has not yielded by then was too busy to; the group may be ordered to move again."""
+MOVE_TIMEOUT_MS = 10_000
+"""Time that an instance has to yield a group; after that, the group may be ordered to move again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
-    """One order under way."""
+class PendingMove:
+    """A pending move."""
 
     order: Move
     since_ms: int
 
 
 class Moves:
-    """Orders by lease, and where what was written of a moved group is found."""
+    """Pending moves by lease, and the location of the partial output of moved groups."""
 
     def __init__(self) -> None:
-        self.pending: dict[LeaseId, Moving] = {}
-        self._brought: dict[GroupId, Move] = {}
-        """What the current lease of a group goes on from."""
-        self._brought_sha: dict[GroupId, str] = {}
-        """Of what is found there."""
-        self._left: tuple[Move, str] | None = None
+        self.pending: dict[LeaseId, PendingMove] = {}
+        self._sources: dict[GroupId, Move] = {}
+        """The move that started the current lease of a group: the lease continues its partial output."""
+        self._source_shas: dict[GroupId, str] = {}
+        """SHA-256 of that partial output."""
+        self._leaving: tuple[Move, str] | None = None
 
     def order(self, order: Move, now_ms: int) -> None:
-        """A group has been told to move."""
-        self.pending[order.lease] = Moving(order, now_ms)
+        """Record a move whose yield command was queued."""
+        self.pending[order.lease] = PendingMove(order, now_ms)
 
     def coming(self, worker: WorkerId) -> int:
-        """Groups on their way to an instance."""
+        """Return the number of groups that are moving to an instance."""
         return sum(moving.order.to == worker for moving in self.pending.values())
 
     def end(self, lease: LeaseId) -> Move | None:
-        """The lease is over, or its order is; the order."""
+        """Discard and return the move of a lease; None if there is none."""
         moving = self.pending.pop(lease, None)
         return None if moving is None else moving.order
 
     def expire(self, now_ms: int) -> list[Move]:
-        """Give up what takes too long."""
-        return self._give_up(moving for moving in self.pending.values() if moving.since_ms + PATIENCE_MS <= now_ms)
+        """Discard and return the moves that have timed out."""
+        return self._give_up(moving for moving in self.pending.values() if moving.since_ms + MOVE_TIMEOUT_MS <= now_ms)
 
-    def lose(self, worker: WorkerId) -> list[Move]:
-        """An instance is gone: what was to come from it or to go there stays where it is, if anywhere."""
+    def remove_instance(self, worker: WorkerId) -> list[Move]:
+        """Discard and return the moves from and to an instance that is gone."""
         return self._give_up(m for m in self.pending.values() if worker in (m.order.worker, m.order.to))
 
-    def _give_up(self, found: Iterable[Moving]) -> list[Move]:
-        orders = [moving.order for moving in found]
+    def _give_up(self, moves: Iterable[PendingMove]) -> list[Move]:
+        orders = [moving.order for moving in moves]
         for order in orders:
             del self.pending[order.lease]
         return orders
 
-    # --- what was written --------------------------------------------------------------------------------------
+    # --- partial output ----------------------------------------------------------------------------------------
 
     @contextmanager
     def leaving(self, order: Move, sha: str) -> Generator[None]:
-        """Meanwhile the group is leased anew: the new lease continues from what this one left (``sha``)."""
-        self._left = order, sha
+        """Context in which the moved group is leased again: the new lease continues this one's partial output."""
+        self._leaving = order, sha
         try:
             yield
         finally:
-            self._left = None
+            self._leaving = None
 
     def is_leaving(self, lease: LeaseId) -> bool:
-        """Whether the end of this lease is half of a move."""
-        return self._left is not None and self._left[0].lease == lease
+        """Return whether this lease ends because its group is moving."""
+        return self._leaving is not None and self._leaving[0].lease == lease
 
-    def arrives(self, group: GroupId) -> None:
-        """A lease of the group was granted; only the first one after ``leaving`` goes on from anything."""
-        if self._left is not None and self._left[0].group == group:
-            (self._brought[group], self._brought_sha[group]), self._left = self._left, None
+    def lease_granted(self, group: GroupId) -> None:
+        """Record that the group was leased again. Only the first lease within ``leaving`` continues partial output."""
+        if self._leaving is not None and self._leaving[0].group == group:
+            (self._sources[group], self._source_shas[group]), self._leaving = self._leaving, None
 
     def partial(self, group: GroupId) -> LeaseId:
-        """The lease under which the shard has what the current one goes on from; 0: it began the group."""
-        brought = self._brought.get(group)
-        return LeaseId(0) if brought is None else brought.lease
+        """Return the lease under which the shard stores the partial output to continue; 0 if there is none."""
+        source = self._sources.get(group)
+        return LeaseId(0) if source is None else source.lease
 
     def partial_sha(self, group: GroupId) -> str:
-        """The sha256 of what the shard has under ``partial``; empty: nothing."""
-        return self._brought_sha.get(group, "")
+        """Return the SHA-256 of the output stored under ``partial``; empty if there is none."""
+        return self._source_shas.get(group, "")
 
     def written(self, group: GroupId) -> float:
-        """Expected tokens of one sample that the current lease goes on from; 0.0: it began the group."""
-        brought = self._brought.get(group)
-        return 0.0 if brought is None else brought.written
+        """Return the expected tokens of one sample in the partial output; 0.0 if there is none."""
+        source = self._sources.get(group)
+        return 0.0 if source is None else source.written
 
     def forget(self, group: GroupId) -> None:
-        """The current lease of a group is over."""
-        self._brought.pop(group, None)
-        self._brought_sha.pop(group, None)
+        """Discard the partial output of a group whose lease has ended."""
+        self._sources.pop(group, None)
+        self._source_shas.pop(group, None)
 
     def clear(self) -> None:
-        """A restart, or a rollback: nobody moves, and what was written may be of abandoned versions."""
+        """Discard everything after a failed commit or a rollback: partial output may be of abandoned versions."""
         self.pending.clear()
-        self._brought.clear()
-        self._brought_sha.clear()
+        self._sources.clear()
+        self._source_shas.clear()

@@ -1,4 +1,4 @@
-"""What steps are like: how much is under way, how long the trainer waits and why. ``just_in_time`` goes by it."""
+"""Pace of the train steps for ``just_in_time``: groups in flight, and how long and why the trainer waits."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,16 @@ from staleflow.protocols.coordination.admission import Pace, Step, paced
 
 
 class Pacing:
-    """Looked at once a cycle; what lay between two looks was as the earlier one found it. In memory only."""
+    """Sampled once a cycle: each sample stands for the time until the next one. Kept in memory only."""
 
-    def __init__(self, limits: Limits, asked: Callable[[], bool]) -> None:
-        """``asked``: the trainer waits for a batch that is not sealed."""
+    def __init__(self, limits: Limits, is_trainer_waiting: Callable[[], bool]) -> None:
+        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
         self._most = limits.max_staleness + 1.0
         self._batch_size = limits.batch_size
         self.pace = Pace(lead=self._most)
         self.waits = False
         """The trainer waits for a batch."""
-        self._asked = asked
+        self._is_trainer_waiting = is_trainer_waiting
         self._starved = False
         self._delivered = -1
         self._looked_ms = -1
@@ -34,11 +34,11 @@ class Pacing:
         self._delivered = effect.step
 
     def trains(self, version: int) -> bool:
-        """The trainer has a batch of which no version has come yet."""
+        """Return whether the trainer has a batch whose version is not published yet."""
         return self._delivered >= version >= 0 and not self.waits
 
-    def look(self, machine: Machine, now_ms: int) -> None:
-        """Count what has passed; after a new version, what the last step was like decides the pace."""
+    def update(self, machine: Machine, now_ms: int) -> None:
+        """Add the time since the last sample. After a new version, compute the pace from the completed step."""
         passed_ms = now_ms - self._looked_ms
         self._under_way_ms += self._under_way * passed_ms
         if self.waits and self._starved:
@@ -50,11 +50,11 @@ class Pacing:
         counts = machine.state_counts()
         self._under_way = counts["leased"] + counts["pushed"]
         self._looked_ms = now_ms
-        self.waits = machine.version >= 0 and self._asked()
+        self.waits = machine.version >= 0 and self._is_trainer_waiting()
         self._starved = self.waits and machine.starved()
 
     def _next(self, version: int, now_ms: int) -> None:
-        """Another version. The first step is how a run begins, and a rollback is no step: neither counts."""
+        """Finish a step at a new version. The first step of a run and rollbacks are ignored: they show no pace."""
         passed_ms = now_ms - self._began_ms
         if version == self._version + 1 and version > 1 and passed_ms > 0:
             step = Step(

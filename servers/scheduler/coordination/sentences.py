@@ -1,71 +1,71 @@
-"""What a step waits for, as one plain sentence. Pure: the scheduler says it, a replay of its trace says the same."""
+"""Sentences that explain what a step waits for. Pure functions: a replay of the trace produces the same sentences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-NAMED = 2
-"""Groups and workers that a sentence names; the others are counted."""
+MAX_NAMED = 2
+"""Maximum number of groups or workers named in a sentence; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """One group that keeps a step from being sealed."""
+    """A pinning group: the next step cannot be sealed without it."""
 
     group: int
     version: int
     worker: str
-    """Who generates it, as people call it; empty once it is pushed."""
+    """Name of the worker that generates the group; empty once it is pushed."""
     stages: Sequence[str] = ()
-    """That a pushed group waits for or is in, as far as that is known."""
+    """Stages that the pushed group waits for or is in, if known."""
     so_far_s: float | None = None
-    """Since its lease, or since its push."""
+    """Seconds since its lease, or since its push."""
     left_s: float | None = None
-    """About so much longer it takes."""
+    """Estimated seconds until it finishes."""
     lost_within_s: float | None = None
-    """Its worker is silent, and the lease ends so soon."""
+    """Seconds until the lease ends if its worker is silent; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """An instance that fails group after group."""
+    """A restricted instance: it fails group after group."""
 
     worker: str
     left_s: float
-    """Time until it may try again; 0 while it tries."""
+    """Seconds until it may retry; 0 while it retries."""
     failed: int
-    """Groups in a row."""
+    """Failed groups in a row."""
     detail: str
     """Reason of the newest failure."""
 
 
-def held(holds: Sequence[Hold]) -> str:
-    """Name the instances that are held back, and the reason of the first one."""
+def restricted(holds: Sequence[Hold]) -> str:
+    """Name the first restricted instance with its reason, and count the others."""
     first = holds[0]
-    until = f"for {seconds(first.left_s)}" if first.left_s else "to one group at a time"
-    others = f" ({len(holds) - 1} more are held back)" if len(holds) > 1 else ""
-    return f"{first.worker} is held {until}: its last {first.failed} groups failed: {first.detail}{others}"
+    limit = f"on hold for {seconds(first.left_s)}" if first.left_s else "limited to one group at a time"
+    others = f" ({len(holds) - 1} more instances are restricted)" if len(holds) > 1 else ""
+    return f"{first.worker} is {limit}: its last {first.failed} groups failed: {first.detail}{others}"
 
 
 def silent(name: str, silent_s: float, waits: str) -> str:
-    """Process ``name`` is not heard; ``waits``: what waits for it."""
+    """Explain that process ``name`` is silent. ``waits``: the consequence."""
     return f"{name} has been silent for {seconds(silent_s)}: {waits}"
 
 
 def restarted(name: str, restarts: int, within_s: float) -> str:
-    """The trainer ``name`` is in a crash loop."""
+    """Explain that the trainer ``name`` is in a crash loop."""
     return f"{name} was restarted {restarts} times in the last {seconds(within_s)}; its log has the reason"
 
 
 def pinned(step: int, pins: Sequence[Pin], count: int, policy: str) -> str:
-    """Step ``step`` has its groups, but older ones must be trained with it: which, where, how long, and what then.
+    """Explain that ``step`` has enough groups but waits for older ones: which, where, for how long, and the policy.
 
-    ``pins``: the first of them, one at least, out of ``count``.
+    ``pins``: the first of ``count`` pinning groups, at least one.
     """
     return f"step {step} waits for {_groups(pins, count)}, {_where(pins)}{_time(pins)}; policy: {policy}"
 
 
 def starved(step: int, need: int, counts: Mapping[str, int], left_s: float | None = None) -> str:
-    """Step ``step`` has too few groups. ``counts``: groups by state; ``left_s``: until there are enough."""
+    """Explain that ``step`` has too few groups. ``counts``: groups by state; ``left_s``: estimated seconds left."""
     parts = f"{_are(counts['leased'])} being generated, {_are(counts['pushed'])} in stages"
     parts += "" if left_s is None else f", about {seconds(left_s)} left"
     streamed = f" ({counts['claimed']} with the trainer)" if counts.get("claimed") else ""
@@ -73,7 +73,7 @@ def starved(step: int, need: int, counts: Mapping[str, int], left_s: float | Non
 
 
 def seconds(value: float) -> str:
-    """20 s, 3 min or 2.5 h, as people say it."""
+    """Format a duration for people: 20 s, 3 min or 2.5 h."""
     if value < 90:
         return f"{max(round(value), 1)} s"
     return f"{value / 60:.0f} min" if value < 5400 else f"{value / 3600:.1f} h"
@@ -104,7 +104,7 @@ def _where(pins: Sequence[Pin]) -> str:
 
 
 def _time(pins: Sequence[Pin]) -> str:
-    """Of the group that takes longest: the step waits for it."""
+    """Describe the remaining or elapsed time of the slowest group, which decides when the step can be sealed."""
     if any(pin.lost_within_s is not None for pin in pins):
         return ""
     left = [pin.left_s for pin in pins if pin.left_s is not None]
@@ -115,8 +115,8 @@ def _time(pins: Sequence[Pin]) -> str:
 
 
 def _some(names: Sequence[str], count: int = 0) -> str:
-    """The first names; ``count``: how many there are, when more than are given."""
+    """Join the first names and count the rest. ``count``: total number, if larger than ``len(names)``."""
     count = max(count, len(names))
-    if count <= NAMED:
+    if count <= MAX_NAMED:
         return " and ".join(names)
-    return f"{', '.join(names[:NAMED])} and {count - NAMED} more"
+    return f"{', '.join(names[:MAX_NAMED])} and {count - MAX_NAMED} more"

@@ -1,4 +1,4 @@
-"""The snapshot of a cycle. What did not change since the last one is not looked at again."""
+"""The snapshot of a coordination cycle. Views of unchanged instances are reused from the last snapshot."""
 
 from collections.abc import Callable
 
@@ -10,37 +10,37 @@ from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.coordination import view
 from staleflow.protocols.coordination.view import Flight, Next, Snapshot
 from staleflow.protocols.wire.messages import Assign
-from staleflow.servers.scheduler.coordination.backoff import PROBE, Failures
+from staleflow.servers.scheduler.coordination.backoff import PROBE, Backoff
 from staleflow.servers.scheduler.coordination.costs import Costs
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.coordination.pacing import Pacing
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.prompts.affinity import Homes
+from staleflow.servers.scheduler.prompts.affinity import Affinity
 
 MAX_STARTS = 128
-"""Groups that one cycle starts, so that nobody else waits for more than some milliseconds of leases."""
-FLIGHTS_MS = 500
-"""Between two looks at every leased group; what moves need not do so at once."""
+"""Maximum number of groups started in one cycle: granting them blocks other requests for a few milliseconds."""
+FLIGHTS_INTERVAL_MS = 500
+"""Interval between two scans of all leased groups; moves are not urgent."""
 
 
 class Snapshots:
-    """Sees what the chosen strategies look at, and no more."""
+    """Builds snapshots with only the inputs that the configured strategies use."""
 
     def __init__(
         self,
         interpreter: Interpreter,
         instances: Instances,
-        failures: Failures,
+        backoff: Backoff,
         config: Config,
         end: Callable[[], int],
         pacing: Pacing,
     ) -> None:
-        """``end``: the step before which the run is over."""
+        """``end``: returns the end of the run, an exclusive step."""
         chosen = config.coordination
         self._interpreter = interpreter
         self._instances = instances
-        self._failures = failures
+        self._backoff = backoff
         self._end = end
         self._pacing = pacing
         self._started = samples_started(config.rollout)
@@ -48,21 +48,21 @@ class Snapshots:
         self._moves = chosen.migration != "none"
         self._counts_orders = self._by_cost or chosen.sync != "greedy"
         self._flights_ms = 0
-        self._seen: tuple[int, int] = (-1, -1)
+        self._viewed: tuple[int, int] = (-1, -1)
         self._views: dict[WorkerId, view.Instance] = {}
         self.costs = Costs() if self._by_cost or chosen.migration == "throughput" else None
-        """What each instance's steps cost, if a strategy asks for it."""
-        self.homes = Homes() if chosen.routing == "sticky" else None
-        """Where each prompt was, if a strategy asks for it."""
+        """Cost models of the instances, if a strategy needs them."""
+        self.affinity = Affinity() if chosen.routing == "sticky" else None
+        """Last instance of each prompt, if a strategy needs it."""
         self.last_served: WorkerId | None = None
-        """Who got the last group; the owner keeps it."""
+        """Instance that got the last group; updated by the owner."""
 
     def take(self, now_ms: int, *, may_start: bool) -> Snapshot:
-        """``may_start`` False: without groups to start."""
+        """Build a snapshot; with ``may_start`` False, without groups to start."""
         machine, limits = self._interpreter.machine, self._interpreter.limits
         newest = machine.version
         lineage = machine.lineage_of(newest) if newest >= 0 else machine.lineage
-        self._look(lineage, newest, now_ms)
+        self._update_views(lineage, newest, now_ms)
         views = tuple(self._views.values())
         room = self._room(views, newest) if may_start else {}
         counts = machine.state_counts()
@@ -93,14 +93,14 @@ class Snapshots:
         )
 
     def _room(self, views: tuple[view.Instance, ...], newest: Version) -> dict[Version, int]:
-        versions = {seen.version for seen in views if seen.usable}
+        versions = {instance_view.version for instance_view in views if instance_view.usable}
         if newest >= 0:
             versions.add(newest)
         machine = self._interpreter.machine
         return {version: machine.room(version) for version in sorted(versions)}
 
     def _useful(self, counts: dict[str, int]) -> int:
-        """Groups that could be started and that a step to come can still train; spares come on top."""
+        """Return how many more groups the remaining steps can train, spares included."""
         limits = self._interpreter.limits
         steps_left = self._end() - self._interpreter.machine.next_step
         if steps_left <= 0:
@@ -109,24 +109,24 @@ class Snapshots:
         return max(0, steps_left * limits.batch_size + limits.max_spares - live)
 
     def _next(self, count: int) -> tuple[Next, ...]:
-        deck = self._interpreter.deck
-        groups = deck.upcoming(count)
+        prompts = self._interpreter.prompts
+        groups = prompts.upcoming(count)
         if self._by_cost:
-            lengths = deck.lengths.expected_of(groups)
+            lengths = prompts.lengths.expected_of(groups)
             return tuple([Next(group=g, length=length) for g, length in zip(groups, lengths, strict=True)])
-        if self.homes is not None:
-            return tuple([Next(group=g, home=self.homes.of(g % deck.rows)) for g in groups])
+        if self.affinity is not None:
+            return tuple([Next(group=g, home=self.affinity.of(g % prompts.rows)) for g in groups])
         return tuple([Next(group=g) for g in groups])
 
     # --- instances ---------------------------------------------------------------------------------------------
 
-    def _look(self, lineage: Lineage, newest: Version, now_ms: int) -> None:
-        """Bring the views up to date: those of instances that changed, or all of them when the newest version did."""
+    def _update_views(self, lineage: Lineage, newest: Version, now_ms: int) -> None:
+        """Update the views of changed instances, or all views after a change of the newest version or lineage."""
         touched = self._instances.take_touched()
         if self.costs is not None:
             touched += self.costs.fit()
-        if self._seen != (lineage, newest):
-            self._seen = (lineage, newest)
+        if self._viewed != (lineage, newest):
+            self._viewed = (lineage, newest)
             touched = [*dict.fromkeys((*self._views, *touched))]
         for worker in touched:
             instance = self._instances.get(worker)
@@ -152,11 +152,11 @@ class Snapshots:
             behind=newest >= 0 and not (same_lineage and stats.version == newest),
             pulling=instance.pulling(now_ms),
             stuck=instance.stuck,
-            on_hold=self._failures.on_hold(instance.worker),
+            on_hold=self._backoff.on_hold(instance.worker),
             held=len(instance.leases) + coming,
             coming=coming,
             ordered=sum([type(command) is Assign for command in pending]) if pending else 0,
-            capacity=PROBE if self._failures.on_trial(instance.worker) else instance.capacity,
+            capacity=PROBE if self._backoff.on_trial(instance.worker) else instance.capacity,
             running=stats.running,
             waiting=stats.waiting,
             slots=stats.slots,
@@ -171,29 +171,29 @@ class Snapshots:
 
     def _pinning(self, now_ms: int) -> tuple[Flight, ...]:
         machine = self._interpreter.machine
-        held = (machine.group(group) for group in machine.pins())
-        return tuple([self._flight(v, now_ms) for v in held if v is not None and v.state is State.LEASED])
+        group_view = (machine.group(group) for group in machine.pins())
+        return tuple([self._flight(v, now_ms) for v in group_view if v is not None and v.state is State.LEASED])
 
     def _flights(self, now_ms: int) -> tuple[Flight, ...]:
-        """Every leased group that is not on its way elsewhere, at most twice a second."""
+        """Return the leased groups that are not moving; empty within ``FLIGHTS_INTERVAL_MS`` of the last scan."""
         if now_ms < self._flights_ms:
             return ()
-        self._flights_ms = now_ms + FLIGHTS_MS
+        self._flights_ms = now_ms + FLIGHTS_INTERVAL_MS
         machine = self._interpreter.machine
         moving = self._instances.moves.pending
         leases = (item for instance in self._instances for item in instance.leases.items())
-        held = (machine.group(group) for lease, (group, _) in leases if lease not in moving)
-        return tuple([self._flight(v, now_ms) for v in held if v is not None and v.state is State.LEASED])
+        group_view = (machine.group(group) for lease, (group, _) in leases if lease not in moving)
+        return tuple([self._flight(v, now_ms) for v in group_view if v is not None and v.state is State.LEASED])
 
-    def _flight(self, held: GroupView, now_ms: int) -> Flight:
+    def _flight(self, group_view: GroupView, now_ms: int) -> Flight:
         return Flight(
-            group=held.group,
-            lease=held.lease,
-            worker=held.worker,
-            version=held.version,
-            deadline=held.deadline,
-            spare=held.spare,
-            age_ms=now_ms - held.granted_ms,
-            length=self._interpreter.deck.lengths.expected(GroupId(held.group)),
-            written=self._instances.moves.written(held.group),
+            group=group_view.group,
+            lease=group_view.lease,
+            worker=group_view.worker,
+            version=group_view.version,
+            deadline=group_view.deadline,
+            spare=group_view.spare,
+            age_ms=now_ms - group_view.granted_ms,
+            length=self._interpreter.prompts.lengths.expected(GroupId(group_view.group)),
+            written=self._instances.moves.written(group_view.group),
         )

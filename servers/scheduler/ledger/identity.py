@@ -1,4 +1,4 @@
-"""Which run a store belongs to. What the bound is a promise about may not change under it."""
+"""Identity of the run that a store belongs to. Settings that the staleness bound depends on may not change in a run."""
 
 import secrets
 from pathlib import Path
@@ -15,7 +15,7 @@ _KEY = b"identity"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Stored with the first transaction of a run; ``incarnation`` rises by one at each start."""
+    """Identity of a run, stored with the first transaction of each start; ``incarnation`` counts the starts."""
 
     run: str
     config_sha: str
@@ -25,10 +25,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identify(store: Store, config: Config, run_dir: Path, run: str = "") -> Identity:
-    """The identity that this start will have. ``ConfigError`` if the store is of another configuration.
+    """Return the identity of this start. Raises ``ConfigError`` if the store belongs to another configuration.
 
-    ``trainer.steps`` may differ: a run that is resumed may have more. ``run`` names a run that begins; empty: a name of
-    its own.
+    ``trainer.steps`` may differ: a resumed run may have more. ``run``: name of a new run, generated if empty.
     """
     old, sha = stored(store), config_sha(config)
     if old is None:
@@ -40,14 +39,14 @@ def identify(store: Store, config: Config, run_dir: Path, run: str = "") -> Iden
 
 
 def stored(store: Store) -> Identity | None:
-    """The identity of the newest start; None for a new store."""
+    """Return the identity of the newest start; None for a new store."""
     with store.read() as txn:
         raw = txn.get("meta", _KEY)
     return None if raw is None else msgspec.msgpack.decode(raw, type=Identity)
 
 
 def _steps(identity: Identity) -> int:
-    """``trainer.steps`` of the newest start; 0 where this version of staleflow does not know the configuration."""
+    """Return ``trainer.steps`` of the newest start; 0 if this version of staleflow cannot read the configuration."""
     try:
         return from_json(identity.config).trainer.steps
     except ConfigError:
@@ -55,28 +54,30 @@ def _steps(identity: Identity) -> int:
 
 
 def check_steps(old: Identity | None, config: Config, version: int) -> None:
-    """``ConfigError`` where ``trainer.steps`` was lowered below the steps that are trained. A training loop of the
-    user's own may train more than the configuration asks for."""
+    """Raise ``ConfigError`` if ``trainer.steps`` was lowered below the number of trained steps.
+
+    An unchanged value is accepted: a custom training loop may train more steps than the configuration has.
+    """
     steps = config.trainer.steps
     if old is not None and steps < version and steps < _steps(old):
         raise ConfigError("trainer.steps", steps, f"{version} steps are trained already: use at least as many")
 
 
 def _differs(run_dir: Path, old: Identity, config: Config) -> ConfigError:
-    found = difference(from_json(old.config), config)
-    if found is None:
+    change = difference(from_json(old.config), config)
+    if change is None:
         return ConfigError("run directory", str(run_dir), "it belongs to another configuration")
-    key, theirs, ours = found
+    key, theirs, ours = change
     return ConfigError(key, ours, f"the run in {run_dir} was started with {theirs}; use another run directory")
 
 
 def save(txn: Write, identity: Identity) -> None:
-    """Put the identity into the first transaction of this incarnation."""
+    """Write the identity; called in the first transaction of each incarnation."""
     txn.put("meta", _KEY, msgspec.msgpack.encode(identity))
 
 
 def limits(config: Config) -> Limits:
-    """The constants of the ledger."""
+    """Return the limits of the ledger for a configuration."""
     staleness = config.staleness
     spares = round((config.rollout.redundancy.groups - 1.0) * config.trainer.batch_size * (staleness.max_staleness + 1))
     return Limits(

@@ -1,10 +1,10 @@
-"""Events in; effects carried out in order; one transaction a group commit.
+"""Interpreter of the ledger: apply events, execute their effects in order, and group-commit the results.
 
-- Each effect becomes a line of the trace and then goes to whoever asked to hear of its kind.
-- ``commit`` makes the changed groups, the deck, the totals and the trace durable together. Until it returns True no
-  answer that depends on them may leave.
-- When a commit fails, everything goes back to the last one: ledger, deck and totals are read from the store, and no
-  other is tried before a probe says that the store takes writes again.
+- Each effect is written to the trace and then passed to the listeners of its type.
+- ``commit`` makes the changed groups, the prompt queue, the totals and the trace durable in one transaction. No reply
+  that depends on them may be sent before it returns True.
+- A failed commit restores ledger, queue and totals from the store. No commit is attempted until a probe has shown that
+  the store accepts writes.
 """
 
 import logging
@@ -19,8 +19,8 @@ from staleflow.protocols.consistency.machine import Machine
 from staleflow.servers.scheduler.ledger import rows as ledger_rows
 from staleflow.servers.scheduler.ledger.rows import LedgerRows
 from staleflow.servers.scheduler.ledger.totals import Totals
-from staleflow.servers.scheduler.prompts import queue as deck
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts import queue as prompt_queue
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.store.base import FULL_SHARE, Store, StoreCorrupt, StoreError, StoreFull, Write
 from staleflow.store.disk_errors import Resource
 from staleflow.trace import writer as trace
@@ -29,32 +29,33 @@ from staleflow.trace.writer import Trace
 
 log = logging.getLogger(__name__)
 
-TABLES = ("meta", ledger_rows.TABLE, "workers", "room", *trace.TABLES, *deck.TABLES)
+TABLES = ("meta", ledger_rows.TABLE, "workers", "room", *trace.TABLES, *prompt_queue.TABLES)
 
-_ROOM_AGAIN = 0.85
-"""Overload ends below this share of the map."""
+_OVERLOAD_END_SHARE = 0.85
+"""Overload ends below this used share of the map. Below ``FULL_SHARE``, so that the state does not flap."""
 
 _PROBE_BYTES = 65_536
+"""Bytes that a probe writes and deletes: several pages of the map."""
 
 
 class Interpreter:
-    """The only one who applies events to the ledger and writes to the store."""
+    """The only component that applies events to the ledger and writes to the store."""
 
-    def __init__(self, store: Store, limits: Limits, trace: Trace, deck: Deck, clock: Clock = WALL) -> None:
+    def __init__(self, store: Store, limits: Limits, trace: Trace, prompts: PromptQueue, clock: Clock = WALL) -> None:
         self.store = store
         self.clock = clock
         self.limits = limits
         self.trace = trace
-        self.deck = deck
+        self.prompts = prompts
         self.totals = Totals()
         self.machine = Machine(limits)
         self._rows = LedgerRows()
         self.full: Resource = ""
-        """What keeps the store from taking writes, or nothing."""
+        """The exhausted or failing resource of the store, or ""."""
         self.failed = False
-        """A commit failed, and the store was not seen to take writes since."""
-        self._told = self._told_durably = False
-        """Overload has begun, and the trace says so: with the next commit, and as it was committed last."""
+        """A commit failed, and no probe has succeeded since."""
+        self._overload_traced = self._overload_committed = False
+        """The trace reports overload: including uncommitted lines, and as of the last commit."""
         self._opening: Open | None = None
         self._listeners: dict[type, list[Callable[[Any], None]]] = {}
         self._extra: list[Callable[[Write], None]] = []
@@ -64,23 +65,23 @@ class Interpreter:
 
     @property
     def served_s(self) -> float:
-        """Seconds that this scheduler and the ones before it have served the run."""
+        """Seconds that all incarnations of the scheduler have served the run."""
         return self._served_before_s + (self.clock.now_ms() - self._started_ms) / 1000
 
     def listen(self, effect: type, listener: Callable[[Any], None]) -> None:
-        """Call ``listener`` with every effect of that type. It may note things; it may not apply events."""
+        """Call ``listener`` with every effect of that type. A listener updates its own state; it applies no events."""
         self._listeners.setdefault(effect, []).append(listener)
 
     def load(self) -> None:
-        """Become what was committed last."""
+        """Restore ledger, queue and totals as of the last commit."""
         with self.store.read() as txn:
             self.machine = self._rows.load(txn, self.limits, self.clock.now_ms())
-            self.deck.load(txn)
+            self.prompts.load(txn)
             self.totals.load(txn)
         self._touched = False
 
     def apply(self, event: Event) -> tuple[Effect, ...]:
-        """Apply one event; its effects are traced and told in order, and durable with the next commit."""
+        """Apply one event; trace its effects and notify listeners in order. The next commit makes them durable."""
         effects = self.machine.apply(event, self.clock.now_ms())
         for effect in effects:
             kind = type(effect)
@@ -93,35 +94,39 @@ class Interpreter:
         return effects
 
     def open(self, line: Open) -> None:
-        """Begin the trace of this incarnation. Nothing else of it is durable before this line is."""
+        """Start the trace of this incarnation. This line is durable before any other line of the incarnation."""
         self._opening = line
         self.trace.add(line)
 
     def with_commit(self, write: Callable[[Write], None]) -> None:
-        """Let ``write`` take part in the next transaction."""
+        """Call ``write`` in the next transaction; it is called again if the commit fails."""
         self._extra.append(write)
 
     @property
     def dirty(self) -> bool:
-        """Whether anything waits for a commit."""
-        return self._touched or self.trace.waiting or bool(self._extra) or self.deck.changed
+        """True if uncommitted changes exist."""
+        return self._touched or self.trace.waiting or bool(self._extra) or self.prompts.changed
 
-    def look_at_room(self) -> tuple[bool, float] | None:
-        """Overload begins (True) at 90 % of the map or after a failed commit, and ends (False) well below it."""
+    def check_room(self) -> tuple[bool, float] | None:
+        """Update the overload state; return (on, used share of the map) if it changed, else None.
+
+        Overload starts at 90 % of the map or after a failed commit. It ends below 85 % once the store accepts writes.
+        """
         used = self.store.used_share()
-        if not self._told and (self.full or used >= FULL_SHARE):
+        if not self._overload_traced and (self.full or used >= FULL_SHARE):
             self.full = self.full or "map"
-            self._told = True
+            self._overload_traced = True
             return True, used
-        if self._told and used < _ROOM_AGAIN and not self.failed:
+        if self._overload_traced and used < _OVERLOAD_END_SHARE and not self.failed:
             self.full = ""
-            self._told = False
+            self._overload_traced = False
             return False, used
         return None
 
     def probe(self) -> None:
-        """After a failure: see whether the store takes writes again. What the trace's file has leaves the store."""
+        """After a failed commit, check whether the store accepts writes again, and commit the pending trace lines."""
         try:
+            # Writing first lets the trace remove lines from the store that are in its file already, which frees pages.
             with self.store.write() as txn:
                 self._write(txn)
             self._written()
@@ -133,14 +138,14 @@ class Interpreter:
             self.trace.forget()
             raise
         except StoreError as error:
-            log.debug("the store takes no writes yet: %s", error)
-            self._forget()
+            log.debug("the store still rejects writes: %s", error)
+            self._undo()
         else:
             self.failed = False
-            log.info("the store takes writes again")
+            log.info("the store accepts writes again")
 
     def commit(self) -> bool:
-        """Make everything since the last commit durable; False when it could not be, and then it never happened."""
+        """Make all changes since the last commit durable. Return False if that failed; the changes are then undone."""
         if not self.dirty:
             return True
         try:
@@ -150,8 +155,8 @@ class Interpreter:
             self.trace.forget()
             raise
         except StoreError as error:
-            log.error("commit failed, new work is refused until the store takes writes again: %s", error)
-            self._forget()
+            log.error("commit failed, new work is refused until the store accepts writes again: %s", error)
+            self._undo()
             self.load()
             self.full = error.resource if isinstance(error, StoreFull) else "failing"
             self.failed = True
@@ -159,31 +164,31 @@ class Interpreter:
         self._written()
         return True
 
-    def _forget(self) -> None:
-        """The lines since the last commit never happened, but that an incarnation has begun."""
+    def _undo(self) -> None:
+        """Discard the trace lines since the last commit, except the ``open`` line of this incarnation."""
         self.trace.forget()
-        self._told = self._told_durably
+        self._overload_traced = self._overload_committed
         if self._opening is not None:
             self.trace.add(self._opening)
 
     def _written(self) -> None:
-        """A transaction is durable: its lines may go to the file."""
+        """Update the state after a durable transaction, and write its trace lines to the file."""
         self._opening = None
-        self._told_durably = self._told
+        self._overload_committed = self._overload_traced
         self._touched = False
         self._extra.clear()
-        self.deck.saved()
+        self.prompts.saved()
         try:
             self.trace.committed()
-        except OSError as error:
-            log.warning("%s lags: %s", self.trace.path, error)
+        except OSError as error:  # the lines stay in the store, and the next commit writes them
+            log.warning("%s lags behind the store: %s", self.trace.path, error)
 
     def _write(self, txn: Write) -> None:
         if self._touched:
             self._rows.save(txn, self.machine)
             self.totals.counts.served_s = self.served_s
             self.totals.save(txn)
-        self.deck.save(txn)
+        self.prompts.save(txn)
         for write in self._extra:
             write(txn)
         self.trace.commit(txn)

@@ -1,6 +1,6 @@
-"""The limits of the model that is trained: stored when a trainer joins, given to the shards, which wait here.
+"""Limits of the trained model: stored when a trainer joins and sent to the waiting shards.
 
-Stored, because leases outlive a restart of the scheduler: a push may come before the trainer is back.
+They are stored because leases outlive a restart of the scheduler: a push may arrive before the trainer has rejoined.
 """
 
 import msgspec
@@ -9,44 +9,44 @@ from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import GetModelLimits, ModelLimits
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 
 MAX_WAIT_MS = 60_000
 _MODEL = b"model"
 
 
-class KnownLimits:
-    """Limits of the trainer that joined last; None before the first."""
+class CurrentModelLimits:
+    """Model limits of the trainer that joined last, and the shards that wait for a change."""
 
-    def __init__(self, interpreter: Interpreter, answers: Answers) -> None:
+    def __init__(self, interpreter: Interpreter, replies: PendingReplies) -> None:
         self._interpreter = interpreter
-        self._answers = answers
+        self._replies = replies
         self._waiting: list[tuple[Call, GetModelLimits, int]] = []
-        """Calls, and when each is answered at the latest."""
+        """Open calls with the limits that the shard has, and the deadline in milliseconds."""
         with interpreter.store.read() as txn:
             raw = txn.get("meta", _MODEL)
         self._model = None if raw is None else msgspec.msgpack.decode(raw, type=ModelLimits)
 
-    def joined(self, model: ModelLimits) -> None:
-        """A trainer has joined with this model."""
+    def update(self, model: ModelLimits) -> None:
+        """Store the limits of a trainer that has joined, and send them to the waiting shards."""
         self._model = model
         self._interpreter.with_commit(lambda txn: txn.put("meta", _MODEL, msgspec.msgpack.encode(model)))
         waiting, self._waiting = self._waiting, []
         for call, body, due_ms in waiting:
-            self._answer(call, body, due_ms)
+            self._reply_or_wait(call, body, due_ms)
 
     def get(self, call: Call, body: GetModelLimits) -> None:
-        """Answer with what the shard does not know, or keep the call until there is something."""
-        self._answer(call, body, self._interpreter.clock.now_ms() + min(body.wait_ms, MAX_WAIT_MS))
+        """Reply with limits that differ from those of the shard, or keep the call until such limits exist."""
+        self._reply_or_wait(call, body, self._interpreter.clock.now_ms() + min(body.wait_ms, MAX_WAIT_MS))
 
-    def _answer(self, call: Call, body: GetModelLimits, due_ms: int) -> None:
+    def _reply_or_wait(self, call: Call, body: GetModelLimits, due_ms: int) -> None:
         if self._model is not None and self._model != body.known:
-            self._answers.hold(call, self._model)
+            self._replies.add(call, self._model)
         else:
             self._waiting.append((call, body, due_ms))
 
     def answer_due(self, now_ms: int) -> None:
-        """Refuse the calls that have waited long enough; their clients send them again."""
+        """Refuse the calls whose wait time has passed; their clients retry."""
         late = [call for call, _, due_ms in self._waiting if due_ms <= now_ms]
         self._waiting = [waiting for waiting in self._waiting if waiting[2] > now_ms]
         for call in late:

@@ -1,7 +1,7 @@
-"""Where the run is in its life, as far as it is not in the ledger.
+"""Life cycle of the run outside the ledger: draining, finished, failed.
 
-What was acknowledged of it is stored with the commit of the answer. A scheduler that starts again within its session
-continues in that phase; the first start of a new session (``--resume``) clears it.
+A change is stored in the same commit as its reply. A scheduler that restarts within a session continues in the stored
+phase; the first start of a new session (``--resume``) clears it.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ _KEY = b"phase"
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What survives the process."""
+    """The durable part of a ``Phase``."""
 
     session: str = ""
-    """The start of the run, or its newest resumption."""
+    """Id of the start of the run, or of its newest resumption."""
     drained: str = ""
     finished: bool = False
     error: str = ""
@@ -25,42 +25,42 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Phase:
-    """Only ever moves forward, but for ``suspected`` and ``stuck``."""
+    """Phase of the run. It only moves forward, except for ``suspected`` and ``stuck``."""
 
     session: str = ""
     suspected: str = ""
-    """Why no further step may ever be trained: nothing new starts until the groups under way have shown it."""
+    """Why further steps may be impossible. No new leases until the groups in flight confirm or refute it."""
     stuck: str = ""
-    """Why no further step can ever be trained, as things are now."""
+    """Why no further step can be trained in the current state; empty otherwise."""
     stopping: bool = False
-    """This process of the scheduler ends; the run does not."""
+    """This scheduler process is shutting down; the run continues."""
     drained: str = ""
-    """Why the run was asked to end early; empty while it was not."""
+    """Why a drain was requested; empty if it was not."""
     finished: bool = False
-    """The trainer reported its end, or a drained run has no trainer."""
+    """The trainer has reported its end, or a drained run has no trainer."""
     error: str = ""
     """Why the trainer gave up."""
     closed: bool = False
-    """The trace is closed: nothing changes any more."""
+    """The trace is closed; no state changes after this."""
 
     @property
     def ending(self) -> bool:
-        """The run ends, or has ended: only a new session continues it."""
+        """True if the run is drained or finished: only a new session continues it."""
         return self.finished or bool(self.drained)
 
     @property
     def draining(self) -> bool:
-        """No new leases."""
+        """True if no new leases are granted."""
         return self.stopping or self.ending
 
     def save(self, txn: Write) -> None:
-        """Put it into the transaction of the answer that announces it."""
+        """Write the phase; called in the transaction that its reply waits for."""
         stored = Stored(session=self.session, drained=self.drained, finished=self.finished, error=self.error)
         txn.put("meta", _KEY, msgspec.msgpack.encode(stored))
 
 
 def load(txn: Read, session: str) -> Phase:
-    """The stored phase. A ``session`` that is not the stored one begins a new phase, which its caller saves."""
+    """Return the stored phase, or a new one if ``session`` is not the stored session; the caller saves it."""
     raw = txn.get("meta", _KEY)
     stored = Stored() if raw is None else msgspec.msgpack.decode(raw, type=Stored)
     if session and session != stored.session:

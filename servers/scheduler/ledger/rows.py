@@ -1,6 +1,6 @@
-"""The ledger's rows in the store: each under its place, so that rows which change together share pages.
+"""Rows of the ledger in the store, keyed by their place, so that rows that change together share pages.
 
-Group ids come in a shuffled order and would dirty a page of the map each; leases come in order.
+Group ids arrive in shuffled order, so keys by group would dirty one page of the map per row; leases arrive in order.
 """
 
 import msgspec
@@ -17,19 +17,19 @@ _decode = msgspec.msgpack.Decoder(list[int | str | bool]).decode
 
 
 class LedgerRows:
-    """What is stored of a ledger, and where."""
+    """Reader and writer of the stored rows; knows the place of each row."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
 
     def save(self, txn: Write, machine: Machine) -> None:
-        """Bring the rows that changed, and the globals, into a transaction."""
+        """Write the changed rows and the globals."""
         places = self._places
         for key in machine.take_dirty():
             row = machine.row(key)
             before = places.get(key)
             place = -1 if row is None else machine.place(key)
-            if before is not None and before != place:
+            if before is not None and before != place:  # deleted, or leased again at another place
                 del places[key]
                 txn.delete(TABLE, number_key(before))
             if row is not None:
@@ -38,7 +38,7 @@ class LedgerRows:
         txn.put("meta", _LEDGER, _encode(machine.globals_row()))
 
     def load(self, txn: Read, limits: Limits, now_ms: int) -> Machine:
-        """The machine that was saved last, and where its rows are; a new machine when nothing was."""
+        """Return the last saved machine and remember the places of its rows; a new machine if nothing was saved."""
         self._places.clear()
         raw = txn.get("meta", _LEDGER)
         if raw is None:

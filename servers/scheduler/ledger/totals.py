@@ -1,4 +1,4 @@
-"""What happened since the run began, as counts. Stored with the ledger, so they go on over restarts."""
+"""Counters since the start of the run. They are stored with the ledger and continue across restarts."""
 
 import msgspec
 
@@ -18,7 +18,7 @@ _KEY = b"totals"
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """Every count."""
+    """The counters, as stored."""
 
     reserves: int = 0
     pushes: int = 0
@@ -28,13 +28,13 @@ class Counts(msgspec.Struct, kw_only=True):
     rejects: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     steps: int = 0
     tokens_trained: int = 0
-    """Without the masked ones."""
+    """Without masked tokens."""
     tokens_masked: int = 0
     tokens_pushed: int = 0
     tokens_generated: int = 0
-    """As the engines count them, those thrown away included."""
+    """As counted by the engines, including discarded tokens."""
     moves: int = 0
-    """Groups that went on at another instance."""
+    """Groups that continued on another instance."""
     staleness: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     """Groups trained, by their staleness."""
     samples_pushed: int = 0
@@ -42,22 +42,22 @@ class Counts(msgspec.Struct, kw_only=True):
     served_s: float = 0.0
     """Seconds that schedulers have served this run, up to the last commit."""
     violations: int = 0
-    """Groups delivered beyond the bound. Anything but 0 is a bug."""
+    """Groups delivered beyond the staleness bound. Anything but 0 is a bug."""
 
 
 class Totals:
-    """The counts, and how each effect changes them."""
+    """Updates the counters from effects."""
 
     def __init__(self) -> None:
         self.counts = Counts()
 
     def load(self, txn: Read) -> None:
-        """Become what was saved last."""
+        """Restore the last saved counters."""
         raw = txn.get("meta", _KEY)
         self.counts = Counts() if raw is None else msgspec.msgpack.decode(raw, type=Counts)
 
     def save(self, txn: Write) -> None:
-        """Put the counts into a transaction."""
+        """Write the counters."""
         txn.put("meta", _KEY, msgspec.msgpack.encode(self.counts))
 
     def reserved(self, _: Reserved) -> None:
@@ -77,11 +77,11 @@ class Totals:
         _add(self.counts.drops, effect.why.value)
 
     def sealed(self, effect: Sealed, oldest: Version) -> None:
-        """``oldest``: no group of the batch may be of an older version."""
+        """Count violations. ``oldest``: the minimum version that the bound allows in this batch."""
         self.counts.violations += sum(member.version < oldest for member in effect.members)
 
     def consumed(self, effect: Consumed, sealed: Sealed, samples: int) -> None:
-        """``sealed``: its batch, of ``samples`` trajectories."""
+        """Count a trained step. ``sealed``: its batch, of ``samples`` trajectories."""
         counts = self.counts
         counts.steps += 1
         for member in sealed.members:

@@ -1,8 +1,8 @@
-"""The trainer's side: joining, waiting for a sealed batch, versions, checkpoints, the end.
+"""Requests of the trainer: join, wait for a sealed batch, register versions and checkpoints, finish.
 
-A ``GetBatch`` waits here until the ledger has sealed its step; nobody asks twice. When it has waited its time it is
-told, in one sentence, what the step waits for. A ``GetClaims`` waits for less: groups are claimed for it as they come,
-which fixes them as the beginning of the batch, until there are as many as it asked for.
+A ``GetBatch`` waits here until the ledger has sealed its step, so trainers do not poll. On timeout it is refused with a
+sentence that explains what the step waits for. A ``GetClaims`` needs no sealed batch: groups are claimed for it as they
+become ready, which fixes them as the first members of the batch, until it has the requested number.
 """
 
 import logging
@@ -34,29 +34,30 @@ from staleflow.protocols.wire.messages import (
     RegisterVersionReply,
 )
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.model_limits import KnownLimits
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.model_limits import CurrentModelLimits
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 
 log = logging.getLogger(__name__)
 
 REMEMBERED_JOINS = 64
+"""Connections whose last join is stored, to recognize a resent request."""
 MIN_UNTRAINABLE = 8
-"""Groups that the trainer may fail to train one after another in any run, however small its batches."""
+"""Untrainable groups in a row that are always allowed, even with smaller batches."""
 MAX_WHY_CHARS = 500
-"""Of what a trainer says of groups that it cannot train: it is logged and shown."""
+"""Maximum length of the reason for untrainable groups: it is logged and displayed."""
 _JOINS = b"joins"
 
 
-class JoinedBy(msgspec.Struct, frozen=True, array_like=True):
-    """The request that began a trainer term."""
+class JoinRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The request that started a trainer term."""
 
     id: int
     term: TrainerTerm
 
 
-class Waiting:
-    """A rank that waits for the batch of a step, or for groups of it."""
+class WaitingCall:
+    """An open call of a rank that waits for the batch of a step, or for groups of it."""
 
     __slots__ = ("body", "call", "due_ms")
 
@@ -67,87 +68,87 @@ class Waiting:
 
 
 class Training:
-    """Answers the trainer's requests."""
+    """Handles the requests of the trainer."""
 
     def __init__(
         self,
         interpreter: Interpreter,
-        answers: Answers,
+        replies: PendingReplies,
         rejects: Rejects,
         why: Callable[[], str],
         steps: int,
-        known_limits: KnownLimits,
+        model_limits: CurrentModelLimits,
     ) -> None:
         self._interpreter = interpreter
-        self._answers = answers
+        self._replies = replies
         self._rejects = rejects
         self._why = why
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitingCall] = []
         self._sealed = False
         self._end = steps
-        self._known_limits = known_limits
+        self._model_limits = model_limits
         self._untrainable = 0
-        """Groups that the trainer could not train since the last step that it did."""
+        """Groups that the trainer could not train since its last trained step."""
         interpreter.listen(Sealed, self._on_sealed)
         interpreter.listen(Consumed, self._on_consumed)
         with interpreter.store.read() as txn:
             raw = txn.get("meta", _JOINS)
-        self._joins = {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, JoinedBy])
-        """By connection."""
+        self._joins = {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, JoinRequest])
+        """The newest join of each connection."""
 
-    def last(self) -> int:
-        """The step before which the run is over: that of the configuration, unless the trainer asks for later ones."""
+    def end_step(self) -> int:
+        """Return the end of the run, exclusive: ``trainer.steps``, or more if the trainer has requested later steps."""
         return self._end
 
     @property
-    def waits(self) -> bool:
-        """Whether any rank waits for a batch."""
+    def has_waiting(self) -> bool:
+        """True if any rank is waiting for a batch."""
         return bool(self._waiting)
 
-    def asked(self) -> bool:
-        """Whether the trainer waits for the step that it would train now: not while it trains the one before."""
+    def is_trainer_waiting(self) -> bool:
+        """Return whether the trainer waits for its current step; a request for a later step is prefetch."""
         step = Step(self._interpreter.machine.version)
         return any(waiting.body.step == step for waiting in self._waiting)
 
     def join(self, call: Call, body: Join) -> None:
         machine = self._interpreter.machine
-        known = self._joins.get(call.route)
-        if known is not None and call.id <= known.id and known.term <= machine.trainer_term:
-            moved_on = known.term < machine.trainer_term or body.version < machine.version
-            if call.id < known.id or moved_on:  # an echo: its sender had the answer, or was fenced, long ago
-                self._fenced(call, known.term)
+        previous = self._joins.get(call.route)
+        if previous is not None and call.id <= previous.id and previous.term <= machine.trainer_term:
+            moved_on = previous.term < machine.trainer_term or body.version < machine.version
+            if call.id < previous.id or moved_on:  # a stale duplicate: its sender has its reply or was fenced
+                self._fenced(call, previous.term)
                 return
         event = events.Join(trainer=body.trainer, lineage=body.lineage, version=body.version)
-        told = self._interpreter.apply(event)
-        if self._refuse(call, told):
+        outcome = self._interpreter.apply(event)
+        if self._refuse(call, outcome):
             return
         machine = self._interpreter.machine
         self._remember(call, machine.trainer_term)
-        self._known_limits.joined(body.model)
-        joined = JoinReply(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
-        self._answers.hold(call, joined)
+        self._model_limits.update(body.model)
+        reply = JoinReply(trainer_term=machine.trainer_term, lineage=machine.lineage, version=machine.version)
+        self._replies.add(call, reply)
         self._sealed = True
 
     def _remember(self, call: Call, term: TrainerTerm) -> None:
-        """Whose join began which term: what comes of that request again, however late, begins no other."""
+        """Store which request started the term, so that a late duplicate of it does not start another term."""
         self._joins.pop(call.route, None)
-        self._joins[call.route] = JoinedBy(call.id, term)
+        self._joins[call.route] = JoinRequest(call.id, term)
         while len(self._joins) > REMEMBERED_JOINS:
             del self._joins[next(iter(self._joins))]
         self._interpreter.with_commit(lambda txn: txn.put("meta", _JOINS, msgspec.msgpack.encode(self._joins)))
 
     def next_batch(self, call: Call, body: GetBatch | GetClaims) -> None:
-        """Answered by ``deliver``, or when it has waited its time."""
+        """Queue a request for a batch or for claims; ``deliver`` or ``answer_due`` replies to it."""
         machine = self._interpreter.machine
         if body.trainer_term != machine.trainer_term:
             self._fenced(call, body.trainer_term)
             return
         if body.step < machine.version:
-            self._answers.refuse(
+            self._replies.refuse(
                 call, Code.STALE, f"step {body.step} is consumed; version {machine.version} is published"
             )
             return
-        self._waiting.append(Waiting(call, body, self._interpreter.clock.now_ms()))
+        self._waiting.append(WaitingCall(call, body, self._interpreter.clock.now_ms()))
         self._end = max(self._end, body.step + 1)
         self._sealed = True
 
@@ -156,85 +157,89 @@ class Training:
             return
         sealed = self._interpreter.machine.sealed_batch(body.step)
         if sealed is not None and sealed.batch == body.batch:
-            self._answers.hold(call, Done())
+            self._replies.add(call, Done())
         else:
-            self._answers.refuse(call, Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
+            self._replies.refuse(call, Code.CONFLICT, f"batch {body.batch} is not the sealed batch of step {body.step}")
 
     def quarantine(self, call: Call, body: QuarantineGroups) -> None:
-        """Drop groups of a batch, as those with damaged bytes are; ``denied`` when too many fail one after another."""
+        """Quarantine groups of a batch that cannot be trained; refuse with ``DENIED`` if too many fail in a row."""
         if not self.current(call, body.trainer_term):
             return
         machine = self._interpreter.machine
-        found = [group for group in dict.fromkeys(body.groups) if _in_batch(machine.group(group))]
+        groups = [group for group in dict.fromkeys(body.groups) if _in_batch(machine.group(group))]
         limit, why = max(self._interpreter.limits.batch_size, MIN_UNTRAINABLE), body.why[:MAX_WHY_CHARS]
-        self._untrainable += len(found)
+        self._untrainable += len(groups)
         if self._untrainable > limit:
-            told = f"{self._untrainable} groups in a row cannot be trained, more than {limit}"
-            detail = f"{told}: the model, the algorithm or the engines are at fault, not single groups. Last: {why}"
-            self._answers.refuse(call, Code.DENIED, detail)
+            failure = f"{self._untrainable} groups in a row cannot be trained, more than {limit}"
+            detail = f"{failure}: the model, the algorithm or the engines are at fault, not single groups. Last: {why}"
+            self._replies.refuse(call, Code.DENIED, detail)
             return
-        for group in found:
-            log.error("group %d is quarantined, the trainer cannot train it: %s", group, why)
+        for group in groups:
+            log.error("group %d quarantined: the trainer cannot train it: %s", group, why)
             self._interpreter.apply(events.Quarantine(group=group))
         self._sealed = True
-        self._answers.hold(call, Done())
+        self._replies.add(call, Done())
 
     def deliver(self) -> None:
-        """Hand out the batches that are sealed by now and the groups that may be claimed; turn away who was fenced."""
+        """Reply to the calls whose batch is sealed or whose groups can be claimed; refuse fenced callers."""
         if not self._sealed and not any(isinstance(waiting.body, GetClaims) for waiting in self._waiting):
             return
         self._sealed = False
         machine = self._interpreter.machine
-        still: list[Waiting] = []
+        remaining: list[WaitingCall] = []
         for waiting in self._waiting:
             call, body = waiting.call, waiting.body
             if call.done:
                 continue
             if body.trainer_term != machine.trainer_term:
                 self._fenced(call, body.trainer_term)
-            elif isinstance(body, GetClaims) and self._claimed(call, body):
+            elif isinstance(body, GetClaims) and self._handle_claims(call, body):
                 continue
             elif (sealed := machine.sealed_batch(body.step)) is not None:
-                self._hand_out(waiting, sealed)
+                self._deliver_batch(waiting, sealed)
             else:
-                still.append(waiting)
-        self._waiting = still
+                remaining.append(waiting)
+        self._waiting = remaining
 
-    def _claimed(self, call: Call, body: GetClaims) -> bool:
-        """Claim what may be claimed for it. True when it was answered; False while it waits, or the step is sealed."""
-        machine, held = self._interpreter.machine, len(body.held)
+    def _handle_claims(self, call: Call, body: GetClaims) -> bool:
+        """Claim groups for a ``GetClaims``.
+
+        Return True if the call was handled. Return False if it must wait, or if the step is sealed and ``deliver``
+        replies with the batch.
+        """
+        machine, num_held = self._interpreter.machine, len(body.held)
         turn = body.step == machine.next_step
         if machine.sealed_batch(body.step) is not None or (
-            machine.num_claimed == held and turn and machine.claimable() is None
+            machine.num_claimed == num_held and turn and machine.claimable() is None
         ):
             return False
         members = machine.claims() if turn else ()
-        if [member.lease for member in members[:held]] != body.held:
-            self._answers.refuse(call, Code.CONFLICT, f"step {body.step} no longer begins with what was given out")
+        if [member.lease for member in members[:num_held]] != body.held:
+            self._replies.refuse(call, Code.CONFLICT, f"step {body.step} no longer starts with the claimed groups")
             return True
-        wanted = held + body.count
+        wanted = num_held + body.count
         while turn and machine.num_claimed < wanted and (group := machine.claimable()) is not None:
             self._interpreter.apply(events.Claim(group=group, step=body.step, trainer_term=body.trainer_term))
-            turn = body.step == machine.next_step  # the last one seals it
+            turn = body.step == machine.next_step  # claiming the last group of a batch seals it
         if not turn or machine.num_claimed < wanted:
             return False
         members = machine.claims()
-        some = [_ref(member) for member in members[held:wanted]]
+        some = [_ref(member) for member in members[num_held:wanted]]
         limits, lineage = self._interpreter.limits, machine.lineage
-        self._answers.hold(
+        self._replies.add(
             call, Claims(lineage=lineage, step=body.step, members=some, mask_below=_mask_below(limits, body.step))
         )
         return True
 
-    def _hand_out(self, waiting: Waiting, sealed: Sealed) -> None:
+    def _deliver_batch(self, waiting: WaitingCall, sealed: Sealed) -> None:
         body = waiting.body
-        told = self._interpreter.apply(
+        outcome = self._interpreter.apply(
             events.Deliver(batch=sealed.batch, trainer_term=body.trainer_term, rank=body.rank)
         )
-        if self._refuse(waiting.call, told):
+        if self._refuse(waiting.call, outcome):
             return
-        delivered = next(effect for effect in told if isinstance(effect, Delivered))
-        self._answers.hold(waiting.call, self._batch(sealed, delivered.attempt))
+        delivered = next(effect for effect in outcome if isinstance(effect, Delivered))
+        self._replies.add(waiting.call, self._batch(sealed, delivered.attempt))
 
     def _batch(self, sealed: Sealed, attempt: int) -> Batch:
         return Batch(
@@ -248,19 +253,19 @@ class Training:
         )
 
     def answer_due(self, now: int) -> None:
-        """Tell those that have waited long enough what their step waits for."""
+        """Refuse the calls whose wait time has passed, with the reason why their step waits."""
         late = [waiting for waiting in self._waiting if waiting.due_ms <= now]
         if late:
-            why = self._why()
+            why = self._why()  # built once for all ranks; they request the batch again at once
             self._waiting = [waiting for waiting in self._waiting if waiting.due_ms > now]
             for waiting in late:
                 if not waiting.call.done:
                     waiting.call.refuse(Code.BUSY, why, retry_after_ms=1)
 
     def end(self, why: str) -> None:
-        """Release the trainer that waits for a step which is not sealed although nothing is under way any more.
+        """Reply ``NoMoreBatches`` to the trainer if its step is not sealed although no group is in flight.
 
-        A step further ahead waits: once the one before it is trained, it may be sealed from what is occupied.
+        A step further ahead keeps waiting: it may still be sealed from occupied groups once the step before is trained.
         """
         machine = self._interpreter.machine
         if machine.next_step > machine.version + 1:
@@ -269,10 +274,10 @@ class Training:
         self._waiting = [waiting for waiting in self._waiting if waiting.body.step < machine.next_step]
         for waiting in over:
             if not waiting.call.done:
-                self._answers.hold(waiting.call, NoMoreBatches(why=why))
+                self._replies.add(waiting.call, NoMoreBatches(why=why))
 
     def give_up(self, why: str) -> None:
-        """Turn away all that wait: no batch can ever come."""
+        """Refuse all waiting calls: no further batch is possible."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             if not one.call.done:
@@ -280,12 +285,12 @@ class Training:
 
     def register_version(self, call: Call, body: RegisterVersion) -> None:
         if body.batch is None and body.version != 0:
-            self._again(call, body)
+            self._accept_again(call, body)
             return
         lineage = self._interpreter.machine.lineage_of(body.version)
         if self.is_current(body.trainer_term) and body.lineage != lineage:
             detail = f"version {body.version} belongs to lineage {lineage}, not to {body.lineage}"
-            self._answers.refuse(call, Code.BAD_VERSION, detail)
+            self._replies.refuse(call, Code.BAD_VERSION, detail)
             return
         if body.batch is None:
             event: events.Event = events.Publish(trainer_term=body.trainer_term, sha=body.sha, nbytes=body.nbytes)
@@ -298,41 +303,42 @@ class Training:
                 nbytes=body.nbytes,
             )
         if not self._refuse(call, self._interpreter.apply(event)):
-            self._answers.hold(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
+            self._replies.add(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
 
-    def _again(self, call: Call, body: RegisterVersion) -> None:
-        """The newest version once more, from a trainer that came back with it: the parameter server has lost it."""
+    def _accept_again(self, call: Call, body: RegisterVersion) -> None:
+        """Accept the newest version again, from a restarted trainer, after the parameter server has lost it."""
         if not self.current(call, body.trainer_term):
             return
         machine = self._interpreter.machine
         if (body.lineage, body.version) != (machine.lineage_of(machine.version), machine.version):
             detail = f"version {body.version} needs the batch it was trained on"
-            self._answers.refuse(call, Code.BAD_VERSION, detail)
+            self._replies.refuse(call, Code.BAD_VERSION, detail)
         elif machine.newest_sha not in ("", body.sha):
             detail = f"version {body.version} was published as {machine.newest_sha}"
-            self._answers.refuse(call, Code.CONFLICT, detail)
+            self._replies.refuse(call, Code.CONFLICT, detail)
         else:
-            self._answers.hold(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
+            self._replies.add(call, RegisterVersionReply(lineage=body.lineage, version=body.version))
 
     def register_checkpoint(self, call: Call, body: RegisterCheckpoint) -> None:
-        """Only from who joined: to believe another's is to let the versions go that the trainer can come back at."""
+        """Register a checkpoint of the joined trainer. Other peers are refused: their reports could release versions
+        that the trainer can resume from."""
         if not self.current(call, body.trainer_term):
             return
-        joined = self._interpreter.machine.trainer
-        if call.peer != joined:
+        trainer = self._interpreter.machine.trainer
+        if call.peer != trainer:
             refused = Rejected(op=type(body).__name__, code=Code.DENIED)
             self._rejects.refused(call.peer, refused, self._interpreter.clock.now_ms())
-            self._answers.refuse(call, Code.DENIED, f"{call.peer} is not the trainer, {joined} is")
+            self._replies.refuse(call, Code.DENIED, f"{call.peer} is not the trainer, {trainer} is")
             return
         event = events.Checkpointed(
             trainer_term=body.trainer_term, lineage=body.lineage, version=body.version, keep=body.keep
         )
         if not self._refuse(call, self._interpreter.apply(event)):
             _, oldest = self._interpreter.machine.oldest_checkpoint
-            self._answers.hold(call, RegisterCheckpointReply(oldest=oldest))
+            self._replies.add(call, RegisterCheckpointReply(oldest=oldest))
 
     def current(self, call: Call, term: TrainerTerm) -> bool:
-        """Whether ``term`` is that of the trainer in charge; otherwise the call is refused."""
+        """Return whether ``term`` is the current trainer term; otherwise refuse the call."""
         if self.is_current(term):
             return True
         self._fenced(call, term)
@@ -343,19 +349,19 @@ class Training:
 
     def _fenced(self, call: Call, term: TrainerTerm) -> None:
         now = self._interpreter.machine.trainer_term
-        detail = f"trainer term {term} is over, {now} is in charge"
+        detail = f"trainer term {term} is over; the current term is {now}"
         self._rejects.refused(
             call.peer, Rejected(op=type(call.body).__name__, code=Code.FENCED), self._interpreter.clock.now_ms()
         )
-        self._answers.refuse(call, Code.FENCED, detail)
+        self._replies.refuse(call, Code.FENCED, detail)
 
-    def _refuse(self, call: Call, told: tuple[Effect, ...]) -> bool:
-        """Pass a no of the ledger on. One that only says "done before" is a yes."""
-        for effect in told:
+    def _refuse(self, call: Call, outcome: tuple[Effect, ...]) -> bool:
+        """Refuse the call if the ledger rejected it. ``DUPLICATE`` counts as success."""
+        for effect in outcome:
             if isinstance(effect, effects.Rejected):
                 self._rejects.refused(call.peer, effect, self._interpreter.clock.now_ms())
                 if effect.code is not Code.DUPLICATE:
-                    self._answers.refuse(call, effect.code, effect.detail)
+                    self._replies.refuse(call, effect.code, effect.detail)
                     return True
         return False
 
@@ -367,7 +373,7 @@ class Training:
 
 
 def _in_batch(group: GroupView | None) -> bool:
-    """Whether the trainer may have it: sealed, or claimed for a batch that is not."""
+    """Return whether the group is sealed, or claimed for a batch that is not sealed yet."""
     return group is not None and (group.state is State.SEALED or group.claimed)
 
 
@@ -385,5 +391,5 @@ def _ref(member: Member) -> MemberRef:
 
 
 def _mask_below(limits: Limits, step: Step) -> Version:
-    """Tokens of older versions are context only; -1 where every token is trained."""
+    """Return the version below which tokens are masked (context only); -1 if every token is trained."""
     return Version(max(step - limits.max_staleness, -1) if limits.bound is Bound.TOKEN else -1)

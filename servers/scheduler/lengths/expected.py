@@ -1,9 +1,11 @@
-"""How many tokens a prompt's samples are expected to have.
+"""Expected number of tokens of a prompt's samples.
 
-- What a prompt row had before comes first; a model of the prompt's features stands in for rows never seen, and counts
-  as one more observation of the others.
-- Everything is in logarithms: lengths differ by factors. What nothing is known of is 0, and so is what came too late.
-- Nothing here waits: features come by themselves (``describing``), lessons are short and taken between messages.
+- Observed lengths of a prompt row come first. A model of the prompt's features predicts rows that were never observed,
+  and counts as one more observation of the others.
+- Everything is computed in logarithms, because lengths differ by factors. The expectation is 0 for a row without
+  observations whose features are missing or arrive too late.
+- Nothing in this module blocks: features arrive asynchronously (``prompt_features``), and training steps of the model
+  are short and run between messages.
 """
 
 import math
@@ -27,33 +29,34 @@ if TYPE_CHECKING:
 
 Ranker = Literal["none", "history", "learned"]
 
-JUDGED = 512
-"""Groups over which the ranking is judged, out of a longer time: where lengths are clustered, all of late are alike."""
+MAX_JUDGED = 512
+"""Groups that the ranking quality is computed from, spread over a longer time: with clustered lengths, all recent
+groups are alike."""
 
 
 class Lengths:
-    """Expected lengths of one run. The deck keeps ``rows`` and stores what is to be stored."""
+    """Expected lengths of one run. The prompt queue sets ``rows`` and calls ``save``."""
 
     def __init__(self, ranker: Ranker = "none", *, ahead: int = 1024) -> None:
-        """``ahead``: prompts that may be asked about before they are dealt."""
+        """``ahead``: number of upcoming prompts whose length may be requested."""
         self._ranks = ranker != "none"
         self._history = LengthHistory()
         self._log = LengthLog()
         self.rows = 0
         """Rows of the prompt source."""
         self._pairs: deque[tuple[float, float]] = deque(maxlen=max(4 * ahead, 4096))
-        """Expected before it was seen, and seen: mean log-lengths of the last groups."""
+        """(Expected before the observation, observed) mean log-lengths of the last groups."""
         self._observed = 0
         self._judged = (0, 0.0)
-        """Groups observed when the ranking was judged last, and tau."""
+        """Number of observed groups at the last computation of the quality, and its tau."""
         self._remembered = max(4 * ahead, 8192)
-        """Prompts and groups that the model knows at once."""
+        """Maximum number of prompts and groups in the model's memory."""
         self._model: LengthModel | None = None
         if ranker == "learned":
             self._model = _length_model(self._remembered)
 
     def load(self, txn: Read) -> None:
-        """Take up what earlier incarnations observed; nothing when there is something already."""
+        """Load the observations of earlier incarnations; no-op if observations exist, as after a failed commit."""
         if not self._ranks or not self._history.empty:
             return
         old = txn.count(TABLE) * CHUNK - self._remembered
@@ -64,23 +67,23 @@ class Lengths:
 
     @property
     def changed(self) -> bool:
-        """Whether there is something to save."""
+        """True if unsaved changes exist."""
         return self._log.changed
 
     def save(self, txn: Write) -> None:
-        """Write what was observed since the last ``saved``, by the chunk."""
+        """Write the full chunks of observations since the last call of ``saved``."""
         self._log.save(txn)
 
     def saved(self) -> None:
-        """What was saved is durable."""
+        """Note that the changes of ``save`` are durable."""
         self._log.saved()
 
     def expected(self, group: GroupId) -> float:
-        """Tokens of one sample of ``group``; 0.0 when nothing is known of its prompt."""
+        """Return the expected tokens of one sample of ``group``; 0.0 if unknown."""
         return self.expected_of((group,))[0]
 
     def expected_of(self, groups: Sequence[GroupId]) -> list[float]:
-        """``expected`` of each, in one go."""
+        """Return ``expected`` of each group."""
         if not self._ranks or not self.rows or (self._model is None and self._history.empty):
             return [0.0] * len(groups)
         logarithms = self._expected([group % self.rows for group in groups])
@@ -89,16 +92,16 @@ class Lengths:
 
     def _expected(self, rows: Sequence[int]) -> Array:
         means, weights = self._history.of(rows)
-        known = np.where(weights > 0, means, np.nan)
+        history = np.where(weights > 0, means, np.nan)
         if self._model is None:
-            return known
+            return history
         modelled = self._model.of(rows)
         both = (weights * means + modelled) / (weights + 1.0)
-        return np.where(weights == 0, modelled, np.where(np.isnan(modelled), known, both))
+        return np.where(weights == 0, modelled, np.where(np.isnan(modelled), history, both))
 
     def observe(self, group: GroupId, samples: Sequence[int], *, truncated: bool) -> None:
-        """``group`` was pushed with samples of these lengths. One that was cut off says nothing, unless it was longer
-        than expected all the same."""
+        """Record the sample lengths of a pushed group. A truncated group is ignored unless it exceeds the expectation:
+        otherwise its true length is unknown."""
         if not self._ranks or not self.rows or not samples:
             return
         row = group % self.rows
@@ -122,40 +125,40 @@ class Lengths:
 
     @property
     def learns(self) -> bool:
-        """Whether features are of any use."""
+        """True if a model uses features."""
         return self._model is not None
 
     @property
     def num_described(self) -> int:
-        """Rows whose features are known."""
+        """Number of rows with features."""
         return 0 if self._model is None else self._model.num_described
 
     def described(self, row: int) -> bool:
-        """Whether the features of a row are known."""
+        """Return whether the features of a row are known."""
         return self._model is not None and self._model.features(row) is not None
 
     def describe(self, rows: Sequence[int], features: Array) -> None:
-        """Features of prompt rows, float16 [len(rows), FEATURES] and finite."""
+        """Store features of prompt rows: float16 [len(rows), FEATURES], finite."""
         if self._model is not None:
             self._model.describe(rows, features)
 
     def learn(self) -> None:
-        """A short lesson, when there is something to learn from."""
+        """Run one short training step of the model if enough new groups exist."""
         if self._model is not None:
             self._model.learn()
 
-    # --- how well it ranks ---------------------------------------------------------------------------------------
+    # --- ranking quality -----------------------------------------------------------------------------------------
 
     def quality(self) -> dict[str, float]:
-        """Kendall's tau between expected and seen, and of how many groups: 1 ranks all pairs right, 0 is chance."""
+        """Return Kendall's tau of expected and observed lengths (1: perfect, 0: chance), and the number of groups."""
         if self._judged[0] != self._observed:
-            step = len(self._pairs) // JUDGED + 1
+            step = len(self._pairs) // MAX_JUDGED + 1
             self._judged = (self._observed, kendall_tau(list(islice(self._pairs, 0, None, step))))
         return {"length/ranker_tau": self._judged[1], "length/ranker_n": len(self._pairs)}
 
 
 def _length_model(remembered: int) -> "LengthModel":
-    """scikit-learn takes two seconds and 100 MB: it is imported only when lengths are to be learned."""
+    """Build the model. Imported lazily: scikit-learn takes two seconds and 100 MB."""
     try:
         from staleflow.servers.scheduler.lengths.model import LengthModel
     except ImportError as error:
@@ -165,9 +168,9 @@ def _length_model(remembered: int) -> "LengthModel":
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b of (x, y): pairs in the same order minus pairs in opposite order, over those that differ.
+    """Return Kendall's tau-b of (x, y): concordant minus discordant pairs, over the pairs that are not tied.
 
-    0.0 where one of the two is the same everywhere. Takes the square of ``len(pairs)``.
+    0.0 if x or y is constant. Time and memory are quadratic in ``len(pairs)``.
     """
     if len(pairs) < 2:
         return 0.0

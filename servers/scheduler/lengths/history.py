@@ -1,6 +1,6 @@
-"""What the samples of each prompt row were long, in bounded memory.
+"""Observed sample lengths of each prompt row, in bounded memory.
 
-One slot for each row modulo ``SLOTS``: with more rows than slots the newer row of two takes the place of the older.
+A row uses the slot row modulo ``SLOTS``: with more rows than slots, a newer row overwrites an older one.
 """
 
 import math
@@ -12,45 +12,45 @@ import numpy as np
 from staleflow.protocols.wire.tensors import Array
 
 SLOTS = 1 << 20
-"""Rows that are remembered at once: 16 bytes each, taken as they are needed."""
+"""Maximum number of stored rows, 16 bytes each; the arrays grow on demand."""
 KEEP = 0.7
-"""Weight that what is known keeps when something newer comes: the last three observations decide."""
+"""Decay of the old weight at each new observation: about the last three observations dominate."""
 _FIRST = 1 << 12
-"""Slots at the beginning."""
+"""Initial number of slots."""
 
 
 class LengthHistory:
-    """Mean log-length by row. Read by the thousand and written one by one, where NumPy's scalars would be slow."""
+    """Mean log-length by row. ``array`` instead of NumPy: rows are written one by one, where NumPy scalars are slow."""
 
     def __init__(self) -> None:
         self._rows = array("q", [-1]) * _FIRST
         self._means = array("f", [0.0]) * _FIRST
         self._weights = array("f", [0.0]) * _FIRST
         self.empty = True
-        """Nothing was ever added."""
+        """No observation was ever added."""
 
     def of(self, rows: Sequence[int]) -> tuple[Array, Array]:
-        """Mean log-length of each row's samples, and its weight in observations; 0 when nothing is remembered."""
-        asked = np.asarray(rows, np.int64)
-        slots = asked % SLOTS
+        """Return the mean log-length of each row's samples, and its weight in observations; weight 0 if unknown."""
+        requested = np.asarray(rows, np.int64)
+        slots = requested % SLOTS
         slots[slots >= len(self._rows)] = 0
-        known = np.frombuffer(self._rows, np.int64)[slots] == asked
-        weights = np.where(known, np.frombuffer(self._weights, np.float32)[slots], 0.0)
+        stored = np.frombuffer(self._rows, np.int64)[slots] == requested
+        weights = np.where(stored, np.frombuffer(self._weights, np.float32)[slots], 0.0)
         return np.frombuffer(self._means, np.float32)[slots], weights
 
     def mean(self, row: int) -> float:
-        """Of one row; not a number when nothing is remembered."""
+        """Return the mean log-length of one row; NaN if unknown."""
         slot = row % SLOTS
         return self._means[slot] if slot < len(self._rows) and self._rows[slot] == row else math.nan
 
     def add(self, row: int, length: float) -> None:
-        """One more observation of a row: the mean logarithm of its samples' tokens."""
+        """Add an observation of a row. ``length``: mean logarithm of its samples' token counts."""
         slot = row % SLOTS
         while slot >= len(self._rows):
             self._grow()
-        known = self._rows[slot] == row
-        weight = self._weights[slot] * KEEP + 1.0 if known else 1.0
-        before = self._means[slot] if known else length
+        stored = self._rows[slot] == row
+        weight = self._weights[slot] * KEEP + 1.0 if stored else 1.0
+        before = self._means[slot] if stored else length
         self._rows[slot], self._weights[slot] = row, weight
         self._means[slot] = before + (length - before) / weight
         self.empty = False

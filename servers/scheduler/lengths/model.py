@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Log-lengths of prompts that were never seen, from their features: scikit-learn's linear regression by SGD, online.
+"""Online prediction of log-lengths from prompt features, for prompts without observations: linear regression by SGD.
 
-Each lesson takes what is new and a sample of what was learned before, so that no phase of the run, in which all lengths
-are alike, makes it forget the others. Features are scaled to mean 0 and deviation 1 and cut off at ``MOST``.
+Each training step uses new groups and a sample of earlier ones (experience replay), so that a phase in which all
+lengths are alike does not erase the others. Features are standardized and clipped at ``MAX_DEVIATIONS`` deviations.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from sklearn.preprocessing import StandardScaler
 from staleflow.protocols.wire.messages import FEATURES
 from staleflow.protocols.wire.tensors import Array
 
-LEAST = 32
-"""Groups seen before anything is expected."""
-LESSON = 16
-"""New groups that are worth a lesson."""
-NEW = 256
-"""New groups of one lesson at most."""
-REPEATED = 512
-"""Groups of one lesson that were learned before."""
-MOST = 3.0
-"""Features beyond this many deviations count as this."""
+MIN_GROUPS = 32
+"""Minimum number of groups before the first training step."""
+MIN_NEW_GROUPS = 16
+"""Minimum number of new groups for a training step."""
+MAX_NEW_GROUPS = 256
+"""Maximum number of new groups in a training step."""
+NUM_REPLAYED = 512
+"""Number of replayed groups in a training step."""
+MAX_DEVIATIONS = 3.0
+"""Features are clipped at this many standard deviations."""
 
 
 class LengthModel:
-    """Knows the features of the last ``remembered`` prompt rows that were described, and learns from as many groups."""
+    """Length model with the features of the last ``remembered`` described rows and as many training groups."""
 
     def __init__(self, *, remembered: int) -> None:
         self._scaler = StandardScaler()
@@ -38,27 +38,27 @@ class LengthModel:
         self._rows = np.full(remembered, -1, np.int64)
         self._features = np.zeros((remembered, FEATURES), np.float16)
         self._described = 0
-        self._seen = np.zeros((remembered, FEATURES), np.float16)
+        self._groups = np.zeros((remembered, FEATURES), np.float16)
         self._lengths = np.zeros(remembered, np.float32)
-        self._num_seen = self._num_learned = 0
+        self._num_groups = self._num_learned = 0
         self._offset = 0.0
-        """Log-length of the first lesson: the regressor learns what differs from it."""
+        """Mean log-length of the first training step; the regressor learns the difference from it."""
         self._mean, self._scale, self._slope = np.zeros(FEATURES), np.ones(FEATURES), np.zeros(FEATURES)
         self._level = 0.0
         self._random = np.random.default_rng(0)
 
     @property
     def num_described(self) -> int:
-        """Rows whose features are known."""
+        """Number of rows with features."""
         return len(self._slots)
 
     def features(self, row: int) -> Array | None:
-        """Of a described row; None when it was not, or too long ago."""
+        """Return the features of a row; None if they were never stored or have been overwritten."""
         slot = self._slots.get(row)
         return None if slot is None else self._features[slot]
 
     def describe(self, rows: Sequence[int], features: Array) -> None:
-        """Features [len(rows), FEATURES] of prompt rows."""
+        """Store the features of prompt rows, [len(rows), FEATURES]."""
         for row, values in zip(rows, features, strict=True):
             slot = self._slots.get(row)
             if slot is None:
@@ -70,39 +70,39 @@ class LengthModel:
             self._features[slot] = values
 
     def add(self, features: Array, length: float) -> None:
-        """A group of a prompt with these features had this mean log-length."""
-        slot = self._num_seen % len(self._lengths)
-        self._seen[slot] = features
+        """Add a training group: the features of its prompt and its mean log-length."""
+        slot = self._num_groups % len(self._lengths)
+        self._groups[slot] = features
         self._lengths[slot] = length
-        self._num_seen += 1
+        self._num_groups += 1
 
     def learn(self) -> None:
-        """One lesson, when there is enough that is new; about a millisecond."""
-        new = min(self._num_seen - self._num_learned, len(self._lengths))
-        if new < LESSON or self._num_seen < LEAST:
+        """Run a training step if there are enough new groups; takes about a millisecond."""
+        new = min(self._num_groups - self._num_learned, len(self._lengths))
+        if new < MIN_NEW_GROUPS or self._num_groups < MIN_GROUPS:
             return
-        have = min(self._num_seen, len(self._lengths))
-        fresh = np.arange(self._num_seen - min(new, NEW), self._num_seen) % len(self._lengths)
-        chosen = np.concatenate((self._random.integers(0, have, REPEATED), fresh))
+        have = min(self._num_groups, len(self._lengths))
+        fresh = np.arange(self._num_groups - min(new, MAX_NEW_GROUPS), self._num_groups) % len(self._lengths)
+        chosen = np.concatenate((self._random.integers(0, have, NUM_REPLAYED), fresh))
         lengths = self._lengths[chosen].astype(np.float64)
-        self._scaler.partial_fit(self._seen[fresh].astype(np.float64))
+        self._scaler.partial_fit(self._groups[fresh].astype(np.float64))
         self._mean, self._scale = np.asarray(self._scaler.mean_), np.asarray(self._scaler.scale_)
         if not self._num_learned:
             self._offset = float(lengths.mean())
-        self._regressor.partial_fit(self._scaled(self._seen[chosen]), lengths - self._offset)
+        self._regressor.partial_fit(self._scaled(self._groups[chosen]), lengths - self._offset)
         self._slope = np.asarray(self._regressor.coef_)
         self._level = self._offset + float(np.asarray(self._regressor.intercept_)[0])
-        self._num_learned = self._num_seen
+        self._num_learned = self._num_groups
 
     def of(self, rows: Sequence[int]) -> Array:
-        """Expected log-lengths [len(rows)]; not a number for rows without features, and before the first lesson."""
-        found = np.full(len(rows), np.nan)
+        """Return expected log-lengths, [len(rows)]; NaN for rows without features, and before the first training."""
+        expected = np.full(len(rows), np.nan)
         if not self._num_learned:
-            return found
+            return expected
         slots = np.array([self._slots.get(row, -1) for row in rows], dtype=np.int64)
-        known = slots >= 0
-        found[known] = self._scaled(self._features[slots[known]]) @ self._slope + self._level
-        return found
+        described = slots >= 0
+        expected[described] = self._scaled(self._features[slots[described]]) @ self._slope + self._level
+        return expected
 
     def _scaled(self, features: Array) -> Array:
-        return np.clip((features.astype(np.float64) - self._mean) / self._scale, -MOST, MOST)
+        return np.clip((features.astype(np.float64) - self._mean) / self._scale, -MAX_DEVIATIONS, MAX_DEVIATIONS)

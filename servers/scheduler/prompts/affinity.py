@@ -1,15 +1,15 @@
-"""Which instance had a prompt last. In memory only, and of the prompts that were dealt last."""
+"""Affinity of prompts to instances: the instance that last sampled each prompt. Kept in memory only."""
 
 from collections import OrderedDict
 
 from staleflow.protocols.consistency.ids import WorkerId
 
-MOST = 65_536
-"""Prompts that are remembered."""
+MAX_PROMPTS = 65_536
+"""Maximum number of stored prompts; the least recently leased ones are discarded."""
 
 
-class Homes:
-    """By row of the prompt source, so that a prompt's next epoch finds it too."""
+class Affinity:
+    """The last instance of each prompt, by row of the prompt source, so that it holds across epochs."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[int, WorkerId] = OrderedDict()
@@ -17,9 +17,9 @@ class Homes:
     def of(self, row: int) -> WorkerId | None:
         return self._of.get(row)
 
-    def given(self, row: int, worker: WorkerId) -> None:
-        """The prompt is there now."""
+    def record(self, row: int, worker: WorkerId) -> None:
+        """Record that the prompt was leased to ``worker``."""
         self._of[row] = worker
         self._of.move_to_end(row)
-        if len(self._of) > MOST:
+        if len(self._of) > MAX_PROMPTS:
             self._of.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Groups that came to nothing, as far as it says why nothing comes at all. In memory: it is soon known again."""
+"""Streaks of failed groups, so that ``why`` can explain a stall. Kept in memory: a restart soon observes them again."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,17 @@ from staleflow.protocols.consistency.effects import Occupied, Pushed, Released, 
 from staleflow.protocols.wire.messages import RegisterRelease
 
 MAX_DETAIL = 500
-"""Characters of what was said of one."""
+"""Maximum characters of a stored reason."""
 
 
 @dataclass(slots=True)
-class Row:
-    """How often the same thing happened in a row, and the last time."""
+class FailureStreak:
+    """Number of failures in a row, and the reason of the newest one."""
 
     count: int = 0
     detail: str = ""
     first_ms: int = 0
-    """When the row began."""
+    """Time of the first failure of the streak."""
 
     def add(self, detail: str, now_ms: int = 0) -> None:
         self.first_ms = self.first_ms if self.count else now_ms
@@ -27,19 +27,19 @@ class Row:
         self.count = 0
 
 
-class Setbacks:
-    """Every count begins anew with the first group that gets further."""
+class PromptFailures:
+    """Failure streaks by kind. A group that gets past the point of failure ends the streak."""
 
     def __init__(self) -> None:
-        self.filtered = Row()
-        """The filter did not want them."""
-        self.failed = Row()
-        """A stage gave them up."""
-        self.given_up = Row()
-        """A worker gave them up before they were written."""
+        self.filtered = FailureStreak()
+        """Groups that the filter rejected."""
+        self.failed = FailureStreak()
+        """Groups that a stage gave up."""
+        self.given_up = FailureStreak()
+        """Groups that a rollout worker gave up before it pushed them."""
 
     def released(self, op: RegisterRelease, effect: Released, now_ms: int) -> None:
-        """A shard or a worker let go of a group."""
+        """Count a group that a shard or a worker released."""
         if op.why is ReleaseWhy.FILTERED:
             self.filtered.add(op.detail)
             self.failed.end()

@@ -1,4 +1,4 @@
-"""A seeded permutation of the prompt rows, another one each epoch, place by place: a billion rows cost nothing."""
+"""A seeded permutation of the prompt rows for each epoch, computed by place: memory does not grow with the rows."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ _WORD, _ODD, _OTHER = np.uint64(0xFFFF_FFFF), np.uint64(0x9E37_79B1), np.uint64(
 
 
 def permuted(start: int, count: int, rows: int, *, seed: int, epoch: int) -> list[int]:
-    """Places ``start`` .. ``start + count - 1`` of a permutation of ``range(rows)``; another epoch, another order.
+    """Return places ``start`` .. ``start + count - 1`` of the permutation of ``range(rows)`` for a seed and an epoch.
 
-    Four Feistel rounds over the smallest square of a power of two that holds the rows, again for those that fall
-    outside of them.
+    Four Feistel rounds over the smallest even power of two that is at least ``rows``; values outside the range are
+    mapped again until they fall inside (cycle walking), which keeps the mapping a permutation.
     """
     half = max(((rows - 1).bit_length() + 1) // 2, 1)
     mask = (1 << half) - 1

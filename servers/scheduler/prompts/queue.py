@@ -1,7 +1,7 @@
-"""Which prompt is next: what has to be dealt again, then the prompt stream in the order of the composition.
+"""Order of prompts: requeued groups that are due, then the prompt stream in the order of the composition.
 
-- Group id = epoch * rows + row. A group is dealt once, and again only after it was put back (``again``).
-- The deck changes in memory; ``save`` writes what changed into the transaction of the ledger's group commit.
+- Group id = epoch * rows + row. A group is handed out once, and again only after ``requeue``.
+- The queue changes in memory; ``save`` writes the changes into the transaction of the ledger's group commit.
 """
 
 from bisect import bisect_left, insort
@@ -12,196 +12,197 @@ import msgspec
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.scheduler.lengths import log as length_log
 from staleflow.servers.scheduler.lengths.expected import Lengths
-from staleflow.servers.scheduler.prompts.stream import Clustering, Fresh
+from staleflow.servers.scheduler.prompts.stream import Clustering, PromptStream
 from staleflow.store.base import Read, Write, key_number, number_key
 
 TABLES = ("deck", "again", length_log.TABLE)
-"""Tables that a store needs for a deck."""
+"""Store tables of the prompt queue."""
 
 _STATE = b"state"
-_AT_ONCE = 512
-"""Groups that are put in order at least, when any are asked for."""
+_MIN_ORDERED = 512
+"""Minimum number of groups to put in order at once."""
 
 
-class DeckState(msgspec.Struct, frozen=True):
-    """What is stored of the deck itself."""
+class QueueState(msgspec.Struct, frozen=True):
+    """Stored state of the queue itself."""
 
     rows: int = 0
     prompts_sha: str = ""
     cursor: int = 0
-    """Groups dealt for the first time."""
+    """Number of fresh groups handed out."""
     ahead: bytes = b""
-    """Which of them were dealt out of turn: ``Fresh.ahead``."""
+    """Bitmap of the groups among them that were handed out of order: ``PromptStream.ahead``."""
 
 
-class Deck:
-    """The order of prompts of one run. ``epochs`` 0 goes round for ever."""
+class PromptQueue:
+    """Order of the prompts of one run. ``epochs`` 0 repeats the source without end."""
 
     def __init__(
         self, *, seed: int, epochs: int, lengths: Lengths | None = None, clustering: Clustering | None = None
     ) -> None:
         self.lengths = lengths or Lengths()
-        """What is expected of each prompt."""
-        self._fresh = Fresh(seed=seed, epochs=epochs, expected=self.lengths.expected_of, clustering=clustering)
+        """Expected length of each prompt's samples."""
+        self._stream = PromptStream(seed=seed, epochs=epochs, expected=self.lengths.expected_of, clustering=clustering)
         self._batch = clustering.batch_size if clustering else 0
-        """Fresh groups after which the order of the others is looked at again; 0: never."""
-        self._state = DeckState()
+        """Number of fresh groups after which the remaining ones are put in order again; 0: never."""
+        self._state = QueueState()
         self._moved = False
-        """``_state`` is older than what it describes."""
-        self._again: list[tuple[int, int]] = []
-        """When it is due (a count of fresh groups dealt), and the group; sorted."""
+        """The stream has advanced since ``_state`` was written."""
+        self._requeued: list[tuple[int, int]] = []
+        """Requeued groups: (number of fresh groups handed out at which it is due, group), sorted."""
         self._due: dict[int, int] = {}
         self._changes: dict[tuple[int, int], bool] = {}
         self._upcoming: list[GroupId] = []
         self._arranged = True
-        """The order of fresh groups is that of the lengths expected about now."""
+        """The fresh groups are ordered by the current expected lengths."""
 
     def load(self, txn: Read) -> None:
-        """Become what was saved last."""
+        """Restore the last saved state."""
         raw = txn.get("deck", _STATE)
-        self._state = DeckState() if raw is None else msgspec.msgpack.decode(raw, type=DeckState)
+        self._state = QueueState() if raw is None else msgspec.msgpack.decode(raw, type=QueueState)
         self._moved = False
-        self._fresh.restore(self._state.rows, self._state.cursor, self._state.ahead)
+        self._stream.restore(self._state.rows, self._state.cursor, self._state.ahead)
         self.lengths.rows = self.rows
         self.lengths.load(txn)
-        self._again = [(key_number(key[:8]), key_number(key[8:])) for key in txn.keys("again")]
-        self._due = {group: due for due, group in self._again}
+        self._requeued = [(key_number(key[:8]), key_number(key[8:])) for key in txn.keys("again")]
+        self._due = {group: due for due, group in self._requeued}
         self._changes = {}
         self._upcoming = []
 
     def save(self, txn: Write) -> None:
-        """Write what changed since the last ``saved``."""
+        """Write the changes since the last call of ``saved``."""
         if self._moved:
-            fresh = self._fresh
-            self._state = msgspec.structs.replace(self._state, cursor=fresh.dealt, ahead=fresh.ahead())
+            fresh = self._stream
+            self._state = msgspec.structs.replace(self._state, cursor=fresh.num_popped, ahead=fresh.ahead())
             txn.put("deck", _STATE, msgspec.msgpack.encode(self._state))
-        for (due, group), there in self._changes.items():
+        for (due, group), queued in self._changes.items():
             key = number_key(due) + number_key(group)
-            if there:
+            if queued:
                 txn.put("again", key, b"")
             else:
                 txn.delete("again", key)
         self.lengths.save(txn)
 
     def saved(self) -> None:
-        """What was saved is durable."""
+        """Note that the changes of ``save`` are durable: a failed commit must write them again."""
         self._moved = False
         self._changes.clear()
         self.lengths.saved()
 
     @property
     def changed(self) -> bool:
-        """Whether there is something to save."""
+        """True if unsaved changes exist."""
         return bool(self._changes) or self._moved or self.lengths.changed
 
     @property
     def endless(self) -> bool:
-        """Whether every row comes round again."""
-        return self._fresh.endless
+        """True if every row is repeated without end."""
+        return self._stream.endless
 
     @property
     def rows(self) -> int:
-        """Rows of the prompt source; 0 before a trajectory server has said so."""
-        return self._fresh.rows
+        """Rows of the prompt source; 0 before a trajectory server has reported them."""
+        return self._stream.rows
 
     @property
     def prompts_sha(self) -> str:
-        """sha256 of the prompt source."""
+        """SHA-256 of the prompt source."""
         return self._state.prompts_sha
 
     @property
-    def waiting(self) -> int:
-        """Groups that wait to be dealt again."""
-        return len(self._again)
+    def num_requeued(self) -> int:
+        """Number of requeued groups."""
+        return len(self._requeued)
 
-    def waiting_groups(self) -> Iterator[GroupId]:
-        """The groups that wait to be dealt again."""
-        return (GroupId(group) for _, group in self._again)
+    def requeued_groups(self) -> Iterator[GroupId]:
+        """Iterate over the requeued groups, in the order in which they are due."""
+        return (GroupId(group) for _, group in self._requeued)
 
     def set_source(self, rows: int, prompts_sha: str) -> bool:
-        """The prompt source, said by a shard; False when it is not the one this run began with."""
+        """Set the prompt source that a shard reports; return False if the run started with another one."""
         if not self.rows:
             self._state = msgspec.structs.replace(self._state, rows=rows, prompts_sha=prompts_sha)
             self._moved = True
-            self._fresh.restore(rows, 0, b"")
+            self._stream.restore(rows, 0, b"")
             self.lengths.rows = rows
         return (rows, prompts_sha) == (self.rows, self.prompts_sha)
 
-    def left(self) -> int:
-        """Groups that can still be dealt; a large number when there is no end."""
-        return self._fresh.left() + len(self._again) if self.rows else 0
+    def num_left(self) -> int:
+        """Number of groups that can still be handed out; a large number for an endless source."""
+        return self._stream.num_left() + len(self._requeued) if self.rows else 0
 
-    def soon(self) -> range:
-        """Places of the prompt stream that are dealt next: of this block and the one behind it."""
-        return self._fresh.soon() if self.rows else range(0)
+    def next_places(self) -> range:
+        """Places of the prompt stream that come next: the rest of the current block, and the next block."""
+        return self._stream.next_places() if self.rows else range(0)
 
     def rows_at(self, places: range) -> list[int]:
-        """The prompt row at each place."""
-        return [group % self.rows for group in self._fresh.groups(places)]
+        """Return the prompt row at each place."""
+        return [group % self.rows for group in self._stream.groups(places)]
 
     def upcoming(self, count: int) -> list[GroupId]:
-        """The groups to be dealt next, in order, at most ``count``: those due again come before fresh ones.
+        """Return at most ``count`` next groups, in order: requeued groups that are due come before fresh ones.
 
-        Cheap when asked again; what is dealt may be any of them.
+        The result is cached between calls. ``pop_group`` accepts any of these groups.
         """
         if not self._arranged:
-            self._fresh.arrange()
+            self._stream.arrange()
             self._upcoming = []
             self._arranged = True
-        if len(self._upcoming) < min(count, self.left()):
-            self._upcoming = self._merged(max(count, _AT_ONCE))
+        if len(self._upcoming) < min(count, self.num_left()):
+            self._upcoming = self._merged(max(count, _MIN_ORDERED))
         return self._upcoming[:count]
 
     def _merged(self, count: int) -> list[GroupId]:
-        """What is due again and what is fresh, each in its turn; at the end of the source what is not due yet, too."""
-        fresh = self._fresh.first(count)
+        """Merge requeued and fresh groups by due time; at the end of the source, include those that are not due yet."""
+        fresh = self._stream.peek(count)
         merged: list[GroupId] = []
-        again = 0
-        for dealt, group in enumerate(fresh, start=self._fresh.dealt):
-            while again < len(self._again) and self._again[again][0] <= dealt:
-                merged.append(GroupId(self._again[again][1]))
-                again += 1
+        position = 0
+        for num_popped, group in enumerate(fresh, start=self._stream.num_popped):
+            while position < len(self._requeued) and self._requeued[position][0] <= num_popped:
+                merged.append(GroupId(self._requeued[position][1]))
+                position += 1
             merged.append(GroupId(group))
-        if len(fresh) == self._fresh.left():  # the end of the source: nothing else makes the others due
-            merged += [GroupId(group) for _, group in self._again[again : again + count]]
+        # At the end of the source no fresh groups follow, so the count would never reach the other due times.
+        if len(fresh) == self._stream.num_left():
+            merged += [GroupId(group) for _, group in self._requeued[position : position + count]]
         return merged[:count]
 
-    def deal(self) -> GroupId | None:
-        """The first of ``upcoming``; None when the source is used up."""
+    def pop(self) -> GroupId | None:
+        """Hand out the first of ``upcoming``; None if the source is exhausted."""
         first = self.upcoming(1)
         if not first:
             return None
-        self.deal_group(first[0])
+        self.pop_group(first[0])
         return first[0]
 
-    def deal_group(self, group: GroupId) -> None:
-        """Deal exactly this one of the last ``upcoming``. ``KeyError`` when it does not wait to be dealt."""
+    def pop_group(self, group: GroupId) -> None:
+        """Hand out one group of the last ``upcoming``. Raises ``KeyError`` if it is neither fresh nor requeued."""
         if group in self._upcoming:
             self._upcoming.remove(group)
         if group in self._due:
             self._forget(group)
             return
-        self._fresh.deal(group)
+        self._stream.pop(group)
         self._moved = True
-        if self._batch and self._fresh.dealt % self._batch == 0:
+        if self._batch and self._stream.num_popped % self._batch == 0:
             self._arranged = False
 
-    def again(self, group: GroupId, after: int = 0) -> None:
-        """Deal ``group`` again, once ``after`` more fresh groups were dealt."""
-        self.take(group)
-        due = self._fresh.dealt + after if after else 0
-        insort(self._again, (due, group))
+    def requeue(self, group: GroupId, after: int = 0) -> None:
+        """Hand ``group`` out again, once ``after`` more fresh groups have been handed out; 0 puts it first."""
+        self.discard(group)
+        due = self._stream.num_popped + after if after else 0
+        insort(self._requeued, (due, group))
         self._due[group] = due
         self._changes[due, group] = True
         self._upcoming = []
 
-    def take(self, group: GroupId) -> None:
-        """``group`` was leased again without being dealt; harmless when it is not waiting."""
+    def discard(self, group: GroupId) -> None:
+        """Remove a requeued group, for example because the ledger leased it again itself; no-op if it is not queued."""
         if group in self._due:
             self._forget(group)
             self._upcoming = []
 
     def _forget(self, group: GroupId) -> None:
         item = (self._due.pop(group), group)
-        del self._again[bisect_left(self._again, item)]
+        del self._requeued[bisect_left(self._requeued, item)]
         self._changes[item] = False

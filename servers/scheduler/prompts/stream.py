@@ -1,8 +1,8 @@
-"""Groups that were never dealt, in the order in which they will be.
+"""The stream of fresh groups, in the order in which they are handed out.
 
 Place p of the run is row p mod rows of the permutation of epoch p // rows; its group is epoch * rows + row. Groups are
-drawn by the block. What is kept of it all is how many were dealt, and which of them out of turn: so a restart, whatever
-the order was, neither loses nor repeats a prompt, and another order may go on from there.
+drawn in blocks. Only the number of groups handed out and a bitmap of those handed out of order are stored: a restart
+neither loses nor repeats a prompt in any order, and the run may continue with another order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,26 +14,26 @@ from staleflow.protocols.coordination.composition import clustered
 from staleflow.servers.scheduler.prompts.permutation import permuted
 
 BLOCK = 512
-"""Places that are drawn at once when their order is the permutation's."""
-_FOR_EVER = 1 << 40
-"""Stands for the end of a source that has none."""
+"""Places to draw at once when their order is that of the permutation."""
+_ENDLESS = 1 << 40
+"""Number of groups of an endless source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clustering:
-    """Blocks of ``lookahead`` batches are dealt in order of expected length."""
+    """Hand out blocks of ``lookahead`` batches in order of expected length."""
 
     batch_size: int
     lookahead: int
 
     @property
     def block(self) -> int:
-        """Groups that are put in order together."""
+        """Number of groups that are put in order together."""
         return self.batch_size * self.lookahead
 
 
-class Fresh:
-    """The prompt stream from its first group that was not dealt."""
+class PromptStream:
+    """The prompt stream from its first group that was not handed out."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Fresh:
         expected: Callable[[Sequence[GroupId]], Sequence[float]],
         clustering: Clustering | None = None,
     ) -> None:
-        """``epochs`` 0 goes round for ever. Without ``clustering`` the order is the permutation's.
+        """``epochs`` 0 repeats the source without end. Without ``clustering``, the order is that of the permutation.
 
-        ``expected``: tokens of a sample of each group, 0 for those that nothing is known of.
+        ``expected``: returns the expected tokens of one sample of each group, 0 where unknown.
         """
         self._seed = seed
         self._epochs = epochs
@@ -53,57 +53,57 @@ class Fresh:
         self._clustering = clustering
         self._block = BLOCK if clustering is None else clustering.block
         self.rows = 0
-        self.dealt = 0
-        """Groups dealt so far."""
+        self.num_popped = 0
+        """Number of groups handed out so far."""
         self._ahead: int = 0
         self._base: int = 0
-        """Places before this one were all dealt,"""
+        """All places before this one were handed out."""
         self._drawn: int = 0
-        """and before this one all drawn."""
+        """All places before this one were drawn."""
         self._waiting: dict[int, int] = {}
-        """Drawn and not dealt: group and place, in order."""
+        """Place by group: drawn but not handed out, in order."""
 
-    def restore(self, rows: int, dealt: int, ahead: bytes) -> None:
-        """Go on behind ``dealt`` groups, those out of turn included, which ``ahead`` marks (see there)."""
+    def restore(self, rows: int, num_popped: int, ahead: bytes) -> None:
+        """Continue after ``num_popped`` groups, including those out of order, which ``ahead`` marks (see ``ahead``)."""
         self.rows = rows
-        self.dealt = dealt
+        self.num_popped = num_popped
         self._ahead = int.from_bytes(ahead, "little")
-        self._base = self._drawn = dealt - self._ahead.bit_count()
+        self._base = self._drawn = num_popped - self._ahead.bit_count()
         self._waiting = {}
 
     def ahead(self) -> bytes:
-        """Bit i: the place i behind the first one that was not dealt was dealt out of turn."""
+        """Bitmap of places handed out of order. Bit i is the place i after the first one that was not handed out."""
         return self._ahead.to_bytes((self._ahead.bit_length() + 7) // 8, "little")
 
     @property
     def endless(self) -> bool:
-        """Whether there is always another epoch."""
+        """True if the source is repeated without end."""
         return not self._epochs
 
-    def left(self) -> int:
-        """Groups that can still be dealt; a large number when there is no end."""
-        return self._end() - self.dealt
+    def num_left(self) -> int:
+        """Number of groups that can still be handed out; a large number for an endless source."""
+        return self._end() - self.num_popped
 
     def _end(self) -> int:
-        return 0 if not self.rows else self._epochs * self.rows if self._epochs else _FOR_EVER
+        return 0 if not self.rows else self._epochs * self.rows if self._epochs else _ENDLESS
 
-    def first(self, count: int) -> list[int]:
-        """The next ``count`` groups, fewer at the end of the source."""
+    def peek(self, count: int) -> list[int]:
+        """Return the next ``count`` groups, fewer at the end of the source."""
         while len(self._waiting) < count and self._drawn < self._end():
             self._draw()
         return list(islice(self._waiting, count))
 
-    def deal(self, group: int) -> None:
-        """``group`` is one of ``first``; it never comes again."""
+    def pop(self, group: int) -> None:
+        """Hand out ``group``, one of ``peek``; it never returns to the stream."""
         place = self._waiting.pop(group)
-        self.dealt += 1
+        self.num_popped += 1
         self._ahead |= 1 << (place - self._base)
-        passed = (~self._ahead & self._ahead + 1).bit_length() - 1
+        passed = (~self._ahead & self._ahead + 1).bit_length() - 1  # number of trailing ones
         self._ahead >>= passed
         self._base += passed
 
     def arrange(self) -> None:
-        """Put what is left of each block in order again, by what is known now."""
+        """Put the remaining groups of each block in order again, by the current expected lengths."""
         waiting, self._waiting = self._waiting, {}
         blocks: dict[int, list[tuple[int, int]]] = {}
         for group, place in waiting.items():
@@ -111,33 +111,34 @@ class Fresh:
         for drawn in blocks.values():
             self._append(sorted(drawn, key=lambda item: item[1]))
 
-    def soon(self) -> range:
-        """Places of this block and the next one, from the first that was not dealt."""
+    def next_places(self) -> range:
+        """Places of the current block and the next one, from the first that was not handed out."""
         return range(self._base, min((self._base // self._block + 2) * self._block, self._end()))
 
     def groups(self, places: range) -> list[int]:
-        """The group at each place."""
-        found: list[int] = []
+        """Return the group at each place."""
+        groups: list[int] = []
         start = places.start
         while start < places.stop:
             epoch, first = divmod(start, self.rows)
             count = min(places.stop - start, self.rows - first)
             part = permuted(first, count, self.rows, seed=self._seed, epoch=epoch)
-            found += [epoch * self.rows + row for row in part]
+            groups += [epoch * self.rows + row for row in part]
             start += count
-        return found
+        return groups
 
     def _draw(self) -> None:
-        """One more block, without what was dealt of it."""
+        """Draw one more block, without the groups of it that were handed out before a restart."""
         places = range(self._drawn, min((self._drawn // self._block + 1) * self._block, self._end()))
         self._drawn = places.stop
         drawn = zip(self.groups(places), places, strict=True)
         self._append([(g, p) for g, p in drawn if not self._ahead >> (p - self._base) & 1])
 
     def _append(self, drawn: list[tuple[int, int]]) -> None:
-        """``drawn``: groups of one block and their places, by place."""
+        """Append one block in its order. ``drawn``: its groups with their places, sorted by place."""
         if self._clustering is not None and drawn:
             lengths = self._expected([GroupId(group) for group, _ in drawn])
+            # Alternating directions put the long groups of two blocks side by side, where they wait for each other.
             longest_first = drawn[0][1] // self._block % 2 == 1
             drawn = [drawn[position] for position in clustered(lengths, longest_first=longest_first)]
         self._waiting.update(drawn)

@@ -1,18 +1,17 @@
-"""Nothing can ever progress: when that is certain, the run ends with the reason; while it is likely, ``why`` says it.
+"""Deadlock detection: end a run that can no longer progress, with the reason; while that is only likely, explain it.
 
-A suspicion comes first. It stops new leases, and a group that succeeds meanwhile clears it. It becomes certain when
-nothing is leased or pushed any more; groups that are pushed do not delay the end where a stage fails every group. So no
-run ends while anything under way may still help. Suspicious is only what no engine, stage or trainer that is attached
-could change:
+A suspicion comes first: it stops new leases, and a group that succeeds meanwhile clears it. It becomes a certainty when
+no group is leased or pushed; pushed groups do not count if a stage fails every group. So a run never ends while a group
+in flight may still help. A suspicion arises only from conditions that no attached engine, stage or trainer can change:
 
 - the step needs groups, and the prompts are used up;
-- each prompt that is left failed ``MANY_TIMES``;
-- every instance refused a thousand different prompts in a row, or every prompt there is, without a push in between;
-- no group of this run ever passed the stages, or the environment: all failed, for a minute, and many of them;
+- each remaining prompt has failed ``MIN_FAILURES``;
+- every instance refused a thousand distinct prompts in a row, or all prompts, without a push in between;
+- no group of this run ever passed the stages, or the environment: many groups failed, over at least a minute;
 - no group of this run ever passed the stages, each worker of one stage has failed every group for a minute, and no
-  group under way has passed that stage.
+  group in flight has passed that stage.
 
-A rollout worker that was lost in the last minutes may come back and serve what the others do not.
+A rollout worker that was lost in the last minutes prevents a suspicion: it may return and serve the prompts.
 """
 
 from collections.abc import Callable
@@ -22,101 +21,106 @@ from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import StageFailing
-from staleflow.servers.scheduler.coordination.backoff import MAX_PROMPTS, Failures
+from staleflow.servers.scheduler.coordination.backoff import MAX_PROMPTS, Backoff
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.prompts.failures import Setbacks
+from staleflow.servers.scheduler.prompts.failures import PromptFailures
 
-MANY_TIMES = 5
-"""Failures of each prompt that is left before none is expected to succeed."""
-FAILED_BATCHES, FAILING_MS = 10, 60_000
-"""Batches' worth of groups that failed in a stage while none ever succeeded, and for how long any failures must last: a
-service that starts late is waited for."""
+MIN_FAILURES = 5
+"""Number of failures of each remaining prompt after which none is expected to succeed."""
+FAILED_BATCHES, MIN_FAILING_MS = 10, 60_000
+"""Minimum number of failed groups, in batches, and minimum duration of the failures, if no group ever succeeded: an
+external service may start late."""
 FEW_BATCHES = 4
-"""Batches' worth of groups that came to nothing, one after the other, are worth a word."""
+"""Number of filtered groups in a row, in batches, after which ``likely`` reports it."""
 
 
 class Deadlock:
-    """Looks at the ledger, the deck and what came to nothing lately; keeps no state."""
+    """Detects deadlocks from the ledger, the prompt queue and recent failures; keeps no state."""
 
     def __init__(
         self,
         config: Config,
         interpreter: Interpreter,
-        setbacks: Setbacks,
-        failures: Failures,
-        awaits: Callable[[str], bool],
+        prompt_failures: PromptFailures,
+        backoff: Backoff,
+        may_return: Callable[[str], bool],
         stage_fails: Callable[[int], tuple[str, StageFailing] | None],
         name_of: Callable[[WorkerId], str],
     ) -> None:
-        """``awaits``: whether a lost process of a role may still come back. ``stage_fails``: a stage whose workers have
-        all failed every group for so many ms, with one of them. ``name_of``: the name of a process."""
+        """``may_return``: returns whether a lost process of a role may still return. ``stage_fails``: returns a stage
+        whose workers have all failed every group for the given ms, with one of them. ``name_of``: returns the name of a
+        process."""
         self._stage_fails = stage_fails
         self._name_of = name_of
         self._config = config
         self._interpreter = interpreter
-        self._setbacks = setbacks
-        self._failures = failures
-        self._awaits = awaits
+        self._prompt_failures = prompt_failures
+        self._backoff = backoff
+        self._may_return = may_return
 
     # --- certain ---------------------------------------------------------------------------------------------
 
     def is_certain(self) -> bool:
-        """Whether nothing is under way that could clear a suspicion. A pushed group cannot where a stage fails every
-        group: each must pass all stages."""
+        """Return whether no group in flight can clear a suspicion. A pushed group cannot if a stage fails every group:
+        each group must pass all stages."""
         counts = self._interpreter.machine.state_counts()
         return not counts["leased"] and (not counts["pushed"] or self._failing_stage() is not None)
 
     def suspicion(self) -> str:
-        """Why the next step may never be trained, and what to change; empty while there is no sign of it."""
-        machine, deck, failures = self._interpreter.machine, self._interpreter.deck, self._failures
+        """Explain why the next step may never be trained, and what to change; empty without a suspicion."""
+        machine, prompts, backoff = self._interpreter.machine, self._interpreter.prompts, self._backoff
         if failing := self._all_fail():
             return f"step {machine.next_step} can never be trained: {failing}"
-        if not deck.rows or int(machine.next_step) != machine.version or not machine.starved():
+        if not prompts.rows or int(machine.next_step) != machine.version or not machine.starved():
             return ""
         need, ready = self._config.trainer.batch_size, machine.state_counts()["occupied"]
         step = f"step {machine.next_step} can never be trained: {ready} of {need} groups are ready"
-        left = deck.left()
+        left = prompts.num_left()
         if not left:
             return f"{step} and the prompts are used up{self._spent()}. {self._more()}"
-        if self._awaits("rollout"):
+        if self._may_return("rollout"):
             return ""
-        if left == deck.waiting and all(failures.tried(group) >= MANY_TIMES for group in deck.waiting_groups()):
-            return f"{step} and each prompt that is left, {left}, failed {MANY_TIMES} times. {self._newest()}"
-        if (refused := failures.all_refuse()) >= min(deck.rows, MAX_PROMPTS):
+        if left == prompts.num_requeued and all(
+            backoff.num_failures(group) >= MIN_FAILURES for group in prompts.requeued_groups()
+        ):
+            return f"{step} and each prompt that is left, {left}, failed {MIN_FAILURES} times. {self._newest()}"
+        if (refused := backoff.all_refuse()) >= min(prompts.rows, MAX_PROMPTS):
             return f"{step} and every instance refuses every prompt, {refused} in a row. {self._newest()}"
         return ""
 
     def _all_fail(self) -> str:
-        """Name what has failed every time since the run began."""
-        totals, failed = self._interpreter.totals.counts, self._setbacks.failed
+        """Name the component that has failed every time since the run started."""
+        totals, failed = self._interpreter.totals.counts, self._prompt_failures.failed
         many = FAILED_BATCHES * self._config.trainer.batch_size
         if not totals.occupies and failed.count >= many and self._lasts(failed.first_ms):
             what, count, detail = "every group fails in a stage", failed.count, failed.detail
-        elif (found := self._failing_stage()) is not None:
-            stage, one = found
+        elif (failing_stage := self._failing_stage()) is not None:
+            stage, one = failing_stage
             what = f"every group fails in the stage {stage} at {self._name_of(one.worker)}"
             count, detail = one.failures, one.why
-        elif totals.pushes or self._awaits("rollout"):
+        elif totals.pushes or self._may_return("rollout"):
             return ""
-        elif (streak := self._failures.all_fail()) is not None and self._lasts(streak.first_ms):
+        elif (streak := self._backoff.all_fail()) is not None and self._lasts(streak.first_ms):
             what, count, detail = "rollout workers give up every group", streak.count, streak.detail
         else:
             return ""
         return f"{what}, {count} so far and none succeeded. The newest: {detail}. More in logs/ of the run directory"
 
     def _failing_stage(self) -> tuple[str, StageFailing] | None:
-        """Return a stage whose workers fail every group, with one of them, while no group ever passed the stages and
-        none under way has passed this one."""
+        """Return a stage whose workers fail every group, with one of them.
+
+        None if a group of this run ever passed the stages, or a group in flight has passed this one.
+        """
         totals = self._interpreter.totals.counts
         passed = totals.occupies or totals.releases.get(ReleaseWhy.FILTERED.value)
-        return None if passed else self._stage_fails(FAILING_MS)
+        return None if passed else self._stage_fails(MIN_FAILING_MS)
 
     def _lasts(self, first_ms: int) -> bool:
-        return self._interpreter.clock.now_ms() - first_ms >= FAILING_MS
+        return self._interpreter.clock.now_ms() - first_ms >= MIN_FAILING_MS
 
     def _spent(self) -> str:
-        """Where the prompts went."""
-        rows, epochs = self._interpreter.deck.rows, self._config.prompts.epochs
+        """List how the prompts were used up."""
+        rows, epochs = self._interpreter.prompts.rows, self._config.prompts.epochs
         totals = self._interpreter.totals.counts
         lost = {"filtered": totals.releases.get("filtered", 0), "surplus": totals.releases.get("surplus", 0)}
         for why, count in totals.drops.items():
@@ -125,40 +129,41 @@ class Deadlock:
         kept = counts["occupied"] + counts["sealed"] + counts["consumed"]
         lost["given up after they failed"] = max(epochs * rows - kept - sum(lost.values()), 0)
         parts = ", ".join(f"{count} {why}" for why, count in lost.items() if count)
-        newest = f" (the newest: {detail})" if (detail := self._failures.newest_given_up) else ""
+        newest = f" (the newest: {detail})" if (detail := self._backoff.newest_given_up) else ""
         return f": {epochs} x {rows}" + (f", {parts}" if parts else "") + newest
 
     def _more(self) -> str:
-        """What to change when there are too few prompts."""
+        """List the settings to change if the prompts do not suffice."""
         step, last = self._interpreter.machine.next_step, self._config.trainer.steps
-        ways = ["raise prompts.epochs (0 goes round for ever)"]
+        ways = ["raise prompts.epochs (0 repeats the prompts without end)"]
         if step:
             ways.append(f"lower trainer.steps from {last} to {step}")
         if filter_of(self._config) != "none":
             ways.append('set rollout.filter to "none"')
-        return "What helps: " + ", or ".join(ways)
+        return "Possible fixes: " + ", or ".join(ways)
 
     def _newest(self) -> str:
-        detail = self._failures.newest() or self._setbacks.failed.detail
-        said = f"The newest: {detail}. " if detail else ""
-        return f"{said}Correct or leave out such prompts, or give the engine a longer context"
+        detail = self._backoff.newest() or self._prompt_failures.failed.detail
+        newest = f"The newest: {detail}. " if detail else ""
+        return f"{newest}Correct or leave out such prompts, or give the engine a longer context"
 
     # --- likely ----------------------------------------------------------------------------------------------
 
     def likely(self) -> str:
-        """What keeps groups from coming, with what to change; empty when nothing stands out."""
-        setbacks = self._setbacks
+        """Explain what probably prevents groups, and what to change; empty without a clear cause."""
+        prompt_failures = self._prompt_failures
         enough = max(FEW_BATCHES * self._config.trainer.batch_size, 16)
-        if setbacks.filtered.count >= enough:
-            name, count = filter_of(self._config), setbacks.filtered.count
+        if prompt_failures.filtered.count >= enough:
+            name, count = filter_of(self._config), prompt_failures.filtered.count
             return (
                 f'the filter "{name}" kept none of the last {count} groups: the samples of each had the same reward; '
                 f"easier or harder prompts, a larger rollout.group_size, a higher rollout.temperature, or "
                 f'rollout.filter = "none"'
             )
-        if setbacks.failed.count >= self._config.trainer.batch_size:
-            return f"each of the last {setbacks.failed.count} groups failed, the newest: {setbacks.failed.detail}"
-        if setbacks.given_up.count >= self._config.trainer.batch_size:
-            count = setbacks.given_up.count
-            return f"workers gave up each of the last {count} groups, the newest: {setbacks.given_up.detail}"
+        if prompt_failures.failed.count >= self._config.trainer.batch_size:
+            count, detail = prompt_failures.failed.count, prompt_failures.failed.detail
+            return f"each of the last {count} groups failed, the newest: {detail}"
+        if prompt_failures.given_up.count >= self._config.trainer.batch_size:
+            count = prompt_failures.given_up.count
+            return f"workers gave up each of the last {count} groups, the newest: {prompt_failures.given_up.detail}"
         return ""

@@ -1,6 +1,7 @@
-"""The scheduler's numbers in the text format of Prometheus: its state now, its counts, the newest of every metric.
+"""Prometheus text exposition: current state, counters, and the newest value of every step metric.
 
-Built at most once a second whoever asks, a piece at a time: between two pieces the ledger goes on.
+The text is built at most once a second, regardless of the number of scrapers. The build yields to the event loop
+between chunks of instances, so that requests are not delayed.
 """
 
 import asyncio
@@ -16,21 +17,21 @@ from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
-from staleflow.servers.scheduler.status.stage_loads import Loads
-from staleflow.servers.scheduler.status.step_metrics import Metrics
+from staleflow.servers.scheduler.status.stage_loads import StageLoadTable
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.servers.scheduler.workers.registry import Registry
 
-FRESH_MS: Final = 1_000
-"""A text so old is given again."""
-PIECE: Final = 64
-"""Instances described without a pause."""
+CACHE_MS: Final = 1_000
+"""Time for which a built text is reused."""
+INSTANCES_PER_CHUNK: Final = 64
+"""Number of instances to format before yielding to the event loop."""
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]
 
 
 class Family(NamedTuple):
-    """One name, and what it says."""
+    """A metric family: kind, help text and label names."""
 
     kind: str
     meaning: str
@@ -45,7 +46,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "trainer_term": Family("gauge", "joins of a trainer; 0 before the first"),
     "model_version": Family("gauge", "newest published version; -1 before the first"),
     "next_step": Family("gauge", "next step to seal"),
-    "steps_configured": Family("gauge", "train steps of the whole run"),
+    "steps_configured": Family("gauge", "configured train steps of the run"),
     "batch_size": Family("gauge", "groups a step"),
     "max_staleness": Family("gauge", "the bound, in versions"),
     "finished": Family("gauge", "1 once the trainer is done"),
@@ -54,7 +55,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "window_groups": Family("gauge", "live groups by the steps that are left until they are due", ("due_in", "state")),
     "pinning_groups": Family("gauge", "groups that keep the next step from being sealed"),
     "store_used_ratio": Family("gauge", "share of the scheduler's map that is used; new work is refused at 0.9"),
-    "processes": Family("gauge", "attached processes that are heard", ("role",)),
+    "processes": Family("gauge", "attached processes that are alive", ("role",)),
     "instance_version": Family("gauge", "version that an engine has loaded; -1 before the first", ("worker",)),
     "instance_running": Family("gauge", "samples that an engine decodes", ("worker",)),
     "instance_waiting": Family("gauge", "samples that wait at an engine", ("worker",)),
@@ -81,17 +82,17 @@ FAMILIES: Final[dict[str, Family]] = {
     "samples_trained_total": Family("counter", "trajectories trained"),
     "violations_total": Family("counter", "groups delivered beyond the bound; anything but 0 is a bug"),
 }
-"""Without the prefix. Beside them every key of ``metrics.jsonl`` is a gauge of its own name."""
+"""Families by name without the prefix. In addition, every key of ``metrics.jsonl`` is a gauge of its own."""
 
 
 def names() -> dict[str, str]:
-    """Every name that may be given out, with its kind; numbers of users' own code come on top."""
+    """Return every built-in metric name with its kind; metrics of user code are not included."""
     own = {PREFIX + name: family.kind for name, family in FAMILIES.items()}
     return own | {prometheus(name): "gauge" for name in METRICS}
 
 
 class Exposition:
-    """Reads everything, changes nothing."""
+    """Read-only view of the scheduler that formats the exposition."""
 
     def __init__(
         self,
@@ -100,8 +101,8 @@ class Exposition:
         interpreter: Interpreter,
         registry: Registry,
         instances: Instances,
-        metrics: Metrics,
-        loads: Loads,
+        metrics: StepMetrics,
+        loads: StageLoadTable,
         phase: Phase,
         trainer_waits: Callable[[], bool],
     ) -> None:
@@ -110,21 +111,21 @@ class Exposition:
         self._loads, self._phase = loads, phase
         self._stages = [node.name for node in graph(config)]
         self._started_ms = interpreter.clock.now_ms()
-        self._made: tuple[int, bytes] = (-FRESH_MS, b"")
-        self._making = asyncio.Lock()
+        self._cached: tuple[int, bytes] = (-CACHE_MS, b"")
+        self._build_lock = asyncio.Lock()
         self._trainer_waits = trainer_waits
 
     async def text(self) -> bytes:
-        """The whole, UTF-8; as of the last second."""
-        async with self._making:
-            made_ms, text = self._made
-            if self._interpreter.clock.now_ms() - made_ms < FRESH_MS:
+        """Return the exposition as UTF-8, at most ``CACHE_MS`` old."""
+        async with self._build_lock:
+            built_ms, text = self._cached
+            if self._interpreter.clock.now_ms() - built_ms < CACHE_MS:
                 return text
             lines = list(_lines(self._samples()))
             lines += _numbers(self._metrics.newest)
             lines += await self._of_instances()
             text = ("\n".join(lines) + "\n").encode()
-            self._made = self._interpreter.clock.now_ms(), text
+            self._cached = self._interpreter.clock.now_ms(), text
             return text
 
     # --- samples, by family ----------------------------------------------------------------------------------
@@ -202,18 +203,18 @@ class Exposition:
         yield "violations_total", (), counts.violations
 
     async def _of_instances(self) -> list[str]:
-        """Many lines: the one part that grows with the fleet."""
-        found: dict[str, list[str]] = {name: [] for name in FAMILIES if name.startswith("instance_")}
+        """Format the samples of all instances: the only part that grows with the number of workers."""
+        families: dict[str, list[str]] = {name: [] for name in FAMILIES if name.startswith("instance_")}
         for number, instance in enumerate(list(self._instances)):
-            if number % PIECE == PIECE - 1:
+            if number % INSTANCES_PER_CHUNK == INSTANCES_PER_CHUNK - 1:
                 await asyncio.sleep(0)
             process = self._registry.get(instance.worker)
             label = f'{{worker="{_escaped(process.name if process else instance.worker)}"}}'
             stats = instance.stats
             values = (stats.version, stats.running, stats.waiting, stats.kv_used, stats.tokens_per_s)
-            for (name, lines), value in zip(found.items(), (*values, len(instance.leases)), strict=True):
+            for (name, lines), value in zip(families.items(), (*values, len(instance.leases)), strict=True):
                 lines.append(f"{PREFIX}{name}{label} {_shown(value)}")
-        return [line for name, lines in found.items() if lines for line in (*_head(name), *lines)]
+        return [line for name, lines in families.items() if lines for line in (*_head(name), *lines)]
 
 
 def _by(name: str, label: str, counts: Mapping[str, int]) -> Iterator[Sample]:
@@ -222,7 +223,7 @@ def _by(name: str, label: str, counts: Mapping[str, int]) -> Iterator[Sample]:
 
 
 def _lines(samples: Iterator[Sample]) -> Iterator[str]:
-    """Samples of one family come together."""
+    """Format samples; those of one family must be adjacent."""
     last = ""
     for name, labels, value in samples:
         if name != last:
@@ -238,7 +239,7 @@ def _head(name: str) -> tuple[str, str]:
 
 
 def _numbers(newest: Mapping[str, float | int | None]) -> list[str]:
-    """The newest value of every key of ``metrics.jsonl``; of two that have one name here the first counts."""
+    """Format the newest value of every key of ``metrics.jsonl``. If two keys map to one name, the first is used."""
     taken = {PREFIX + name for name in FAMILIES}
     lines = list[str]()
     for key, value in newest.items():
@@ -246,9 +247,9 @@ def _numbers(newest: Mapping[str, float | int | None]) -> list[str]:
         if key in PLACES or value is None or name in taken:
             continue
         taken.add(name)
-        known = METRICS.get(key)
-        unit = f", in {known.unit}" if known and known.unit else ""
-        meaning = f"{known.meaning}{unit}" if known else "a number of the trainer's own"
+        metric = METRICS.get(key)
+        unit = f", in {metric.unit}" if metric and metric.unit else ""
+        meaning = f"{metric.meaning}{unit}" if metric else "a number of the trainer's own"
         lines += (f"# HELP {name} {meaning}", f"# TYPE {name} gauge", f"{name} {_shown(value)}")
     return lines
 

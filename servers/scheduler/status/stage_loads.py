@@ -1,4 +1,4 @@
-"""What the trajectory servers last said of themselves: how many groups each stage has, which, and how full they are."""
+"""Last reports of the trajectory servers: the groups of each stage, and the used space of each server."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,27 +11,29 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
 from staleflow.protocols.wire.messages.stages import MAX_FAILING, NAMED
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One stage of the run."""
+    """Load of one stage, over all shards."""
 
     waiting: int
     taken: int
     calls: int = 0
-    """Most calls of user code that its workers have under way at once; 0: unknown."""
+    """Maximum number of concurrent calls of user code in its workers; 0: unknown."""
 
 
 def calls_under_way(config: Config, stage: str, load: Load) -> int:
-    """Calls of user code, as far as the groups in work tell."""
+    """Estimate the running calls of user code from the groups in work."""
     return min(load.taken * calls_a_group(config, stage), load.calls)
 
 
 def calls_limit(config: Config, stage: str, load: Load, workers: int) -> str:
-    """Say that a stage has all the calls under way that it may have, and which key raises that; empty while it has
-    fewer, or nothing is queued."""
+    """Explain that a stage is at its limit of concurrent calls, and name the key that raises it.
+
+    Empty if it is below the limit or has no queued groups.
+    """
     section, busy = section_of(config, stage), calls_under_way(config, stage, load)
     queued = load.waiting + max(0, load.taken - math.ceil(load.calls / calls_a_group(config, stage)))
     if not load.calls or busy < load.calls or not queued:
@@ -43,67 +45,71 @@ def calls_limit(config: Config, stage: str, load: Load, workers: int) -> str:
 
 
 def episodes_limit(config: Config, name: str, stats: InstanceStats) -> str:
-    """Say that episodes at the instance ``name`` wait for a process of the environment while its engine has free slots,
-    and which key lets more of them play; empty while none waits, or the engine itself is full."""
+    """Explain that episodes on an instance wait for environment processes while its engine has free slots.
+
+    The sentence names the key that allows more episodes. Empty if none waits or the engine itself is full.
+    """
     slots, environment = stats.slots or config.rollout.max_inflight, config.environment
     if not stats.episodes_waiting or stats.waiting or stats.running >= slots:
         return ""
     places = environment.processes * environment.concurrency
-    found = f"environment at {name}: {stats.episodes} of {places} episodes under way, {stats.episodes_waiting} queued"
-    if stats.episodes < places:  # crashes: the pool has lowered its limit
-        return f"{found}; fewer share a process while episodes end it, see the log of {name}"
-    return f"{found}; raise environment.concurrency or environment.processes"
+    result = f"environment at {name}: {stats.episodes} of {places} episodes under way, {stats.episodes_waiting} queued"
+    if stats.episodes < places:  # the pool lowers its limit after crashes
+        return f"{result}; fewer episodes share a process because episodes crash it, see the log of {name}"
+    return f"{result}; raise environment.concurrency or environment.processes"
 
 
-class Loads:
-    """The newest report of each shard. Nothing of it is stored."""
+class StageLoadTable:
+    """The newest report of each shard. Kept in memory only."""
 
-    def __init__(self, shards: int, stages: Iterable[str], answers: Answers) -> None:
+    def __init__(self, shards: int, stages: Iterable[str], replies: PendingReplies) -> None:
         self._stages = set(stages)
-        self._answers = answers
+        self._replies = replies
         self._shards: list[list[StageLoad]] = [[] for _ in range(shards)]
         self.used_shares: list[float | None] = [None] * shards
-        """Of the map of each shard; None: it has not said yet."""
+        """Used share of the map of each shard; None before its first report."""
         self.full: list[str] = [""] * shards
-        """What has no room there, the map or the disk, so that it refuses pushes."""
+        """Exhausted resource of each shard ("map" or "disk"), because of which it refuses pushes; else ""."""
 
     def report(self, call: Call, body: StageLoads) -> None:
-        """One shard's."""
+        """Store the report of one shard."""
         if not 0 <= body.shard < len(self._shards) or any(
             len(load.groups) > NAMED or len(load.failing) > MAX_FAILING for load in body.loads
         ):
             most = f"{NAMED} groups or {MAX_FAILING} failing workers"
-            self._answers.refuse(call, Code.MALFORMED, f"shard {body.shard} is none, or names more than {most}")
+            self._replies.refuse(call, Code.MALFORMED, f"shard {body.shard} does not exist, or names more than {most}")
             return
         if unknown := {load.stage for load in body.loads} - self._stages:
-            self._answers.refuse(call, Code.MALFORMED, f"there is no stage {min(unknown)!r}")
+            self._replies.refuse(call, Code.MALFORMED, f"stage {min(unknown)!r} does not exist")
             return
         self._shards[body.shard] = body.loads
         self.used_shares[body.shard], self.full[body.shard] = body.used_share, body.full
-        self._answers.hold(call, Done())
+        self._replies.add(call, Done())
 
     def by_stage(self) -> dict[str, Load]:
-        """Of all shards together; stages without a group are left out."""
-        found: dict[str, Load] = {}
+        """Return the load of each stage over all shards; stages without groups are omitted."""
+        result: dict[str, Load] = {}
         for load in (load for loads in self._shards for load in loads):
-            before = found.get(load.stage, Load(0, 0))
+            before = result.get(load.stage, Load(0, 0))
             calls = max(before.calls, load.calls)  # every worker serves all shards
-            found[load.stage] = Load(before.waiting + load.waiting, before.taken + load.taken, calls)
-        return found
+            result[load.stage] = Load(before.waiting + load.waiting, before.taken + load.taken, calls)
+        return result
 
     def failing(self) -> dict[str, list[StageFailing]]:
-        """By stage: the workers that fail every group, each with the report that knows it for longest."""
-        found: dict[str, dict[str, StageFailing]] = {}
+        """Return by stage the workers that fail every group, each with the report of the longest failure."""
+        result: dict[str, dict[str, StageFailing]] = {}
         for load in (load for loads in self._shards for load in loads):
-            workers = found.setdefault(load.stage, {})
+            workers = result.setdefault(load.stage, {})
             for one in load.failing:
                 if one.worker not in workers or workers[one.worker].failing_ms < one.failing_ms:
                     workers[one.worker] = one
-        return {stage: list(workers.values()) for stage, workers in found.items() if workers}
+        return {stage: list(workers.values()) for stage, workers in result.items() if workers}
 
     def all_fail(self, served: Mapping[str, int], for_ms: int) -> tuple[str, StageFailing] | None:
-        """A stage whose workers, as many as serve it, have all failed everything for so long, with one of them. A stage
-        that groups under way have passed is none: they may still be trained."""
+        """Return a stage whose workers have all failed every group for ``for_ms``, with one of them; None if none has.
+
+        ``served``: workers by stage. A stage that groups in flight have passed is skipped: they may still be trained.
+        """
         passed = {load.stage for loads in self._shards for load in loads if load.passed}
         for stage, failing in self.failing().items():
             late = [one for one in failing if one.failing_ms >= for_ms]
@@ -112,5 +118,5 @@ class Loads:
         return None
 
     def of_group(self, group: GroupId) -> list[str]:
-        """The stages that this group waits for or is in, as far as reports name it."""
+        """Return the stages that this group waits for or is in, if the reports name it."""
         return [load.stage for loads in self._shards for load in loads if group in load.groups]

@@ -1,4 +1,4 @@
-"""What ``GetStatus`` answers: one plain dictionary, the same keys always."""
+"""Reply to ``GetStatus``: one plain dictionary that always has the same keys."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from staleflow.net.security import security_word
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Command
-from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instance import Instance
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.coordination.sentences import Hold
@@ -21,21 +21,27 @@ from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.status.deadlock import Deadlock
-from staleflow.servers.scheduler.status.stage_loads import Load, Loads, calls_limit, calls_under_way, episodes_limit
-from staleflow.servers.scheduler.status.step_metrics import Metrics
+from staleflow.servers.scheduler.status.stage_loads import (
+    Load,
+    StageLoadTable,
+    calls_limit,
+    calls_under_way,
+    episodes_limit,
+)
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics
 from staleflow.servers.scheduler.status.why import Why
 from staleflow.servers.scheduler.workers.registry import Process, Registry
 
-MANY_PEERS = 64
-"""Beyond so many processes most of an answer is used again for a while: building it takes time the ledger needs."""
-FRESH_MS = 1_000
-"""So long."""
-MAX_GONE_ROWS = 64
-"""Silent processes in an answer."""
+MIN_CACHED_PEERS = 64
+"""With more processes than this, most of a reply is cached for ``CACHE_MS``: building it takes time from the ledger."""
+CACHE_MS = 1_000
+"""Lifetime of a cached reply."""
+MAX_SILENT_ROWS = 64
+"""Maximum number of silent processes in a reply."""
 
 
 class StatusView:
-    """Reads everything, changes nothing."""
+    """Read-only view of the scheduler that builds status replies."""
 
     def __init__(
         self,
@@ -44,15 +50,15 @@ class StatusView:
         interpreter: Interpreter,
         registry: Registry,
         instances: Instances,
-        metrics: Metrics,
+        metrics: StepMetrics,
         deadlock: Deadlock,
-        failures: Failures,
+        backoff: Backoff,
         phase: Phase,
-        loads: Loads,
-        asked: Callable[[], bool],
+        loads: StageLoadTable,
+        is_trainer_waiting: Callable[[], bool],
         run_dir: str,
     ) -> None:
-        """``asked``: the trainer waits for the batch that it would train now."""
+        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
         self._config = config
         self._identity = identity
         self._interpreter = interpreter
@@ -60,24 +66,27 @@ class StatusView:
         self._instances = instances
         self._metrics = metrics
         self._phase = phase
-        self._why = Why(config, interpreter, registry, instances, deadlock, failures, phase, loads, asked)
+        self._why = Why(config, interpreter, registry, instances, deadlock, backoff, phase, loads, is_trainer_waiting)
         self._loads = loads
-        self._failures = failures
+        self._backoff = backoff
         self._stages = graph(config)
         self._started_ms = interpreter.clock.now_ms()
         self._run_dir = run_dir
-        self._newest: tuple[int, dict[str, Any]] = (-FRESH_MS, {})
+        self._newest: tuple[int, dict[str, Any]] = (-CACHE_MS, {})
 
     def why(self) -> str:
-        """What anything waits for, in one sentence."""
+        """Explain in one sentence what the run waits for."""
         return self._why.sentence()
 
     def values(self, present: set[str]) -> dict[str, Any]:
-        """``present``: peers that the transport hears at the moment. With many peers, as of the last second, but for
-        where the run is: a trainer that has just joined publishes by its term."""
+        """Build the reply. ``present``: peers that the transport is connected to.
+
+        With many peers, the reply may be up to ``CACHE_MS`` old, except for the fields of ``_run``: a trainer that has
+        just joined publishes under the term that it reads there.
+        """
         now = self._interpreter.clock.now_ms()
-        made_ms, newest = self._newest
-        if len(present) > MANY_PEERS and now - made_ms < FRESH_MS:
+        built_ms, newest = self._newest
+        if len(present) > MIN_CACHED_PEERS and now - built_ms < CACHE_MS:
             return newest | self._run(now)
         values = self._values(now, present)
         self._newest = now, values
@@ -136,7 +145,7 @@ class StatusView:
         }
 
     def _lengths(self) -> dict[str, Any]:
-        lengths = self._interpreter.deck.lengths
+        lengths = self._interpreter.prompts.lengths
         ranker = self._config.coordination.ranker
         return {"ranker": ranker, "described": lengths.num_described, **lengths.quality()}
 
@@ -150,7 +159,7 @@ class StatusView:
         return {"ledger": machine.state_counts(), "window": rows, "pinned": pinned}
 
     def _staleness(self) -> dict[str, list[tuple[int, int]]]:
-        """(versions behind, groups), ascending. Under the token bound no deadline tells the version of a live group."""
+        """Return (version lag, groups), ascending. Under the token bound, the version of a live group is unknown."""
         machine, bound = self._interpreter.machine, self._interpreter.limits
         live: list[tuple[int, int, int]] = []
         if bound.bound is Bound.TRAJECTORY:
@@ -164,7 +173,7 @@ class StatusView:
 
     def _instance_rows(self, now: int, present: set[str]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        holds = {hold.worker: hold for hold in self._failures.holds()}
+        holds = {hold.worker: hold for hold in self._backoff.holds()}
         for instance in self._instances:
             process = self._registry.get(instance.worker)
             stats = instance.stats
@@ -190,7 +199,7 @@ class StatusView:
         return rows
 
     def _stage_rows(self) -> list[dict[str, Any]]:
-        """Every stage of the run, with the workers that are there and the groups that it has."""
+        """Return a row for every stage of the run, with its workers and groups."""
         loads, workers = self._loads.by_stage(), self._registry.stage_workers()
         failing, config, rows = self._loads.failing(), self._config, list[dict[str, Any]]()
         for node in self._stages:
@@ -211,10 +220,10 @@ class StatusView:
         return rows
 
     def _workers(self, now: int, present: set[str]) -> dict[str, Any]:
-        """Every live process, then those that fell silent last."""
+        """Return rows for every live process, then for those that became silent last."""
         every = self._registry.processes()
         gone = [process for process in every if not process.alive]
-        newest = nlargest(MAX_GONE_ROWS, gone, key=lambda process: process.gone_ms)
+        newest = nlargest(MAX_SILENT_ROWS, gone, key=lambda process: process.silent_since_ms)
         listed = [*(process for process in every if process.alive), *newest]
         return {
             "workers": [self._worker_row(process, now, present) for process in listed],
@@ -233,12 +242,12 @@ class StatusView:
 
 
 def _failed(hold: Hold | None) -> dict[str, Any] | None:
-    """Why an instance is held back, and for how long; None where it is not."""
+    """Return why an instance is restricted, and for how long; None if it is not."""
     return None if hold is None else {"groups": hold.failed, "held_s": hold.left_s, "detail": hold.detail}
 
 
 def _command(instance: Instance, command: Command | None) -> str:
-    """In a few words: what, and about which group or version."""
+    """Describe a command in a few words: its type, and its group or version."""
     match command:
         case None:
             return ""
@@ -247,12 +256,12 @@ def _command(instance: Instance, command: Command | None) -> str:
         case messages.Pull():
             return f"pull v{command.version}"
         case _:
-            known = instance.leases.get(command.lease)
-            about = f"lease {command.lease}" if known is None else str(known[0])
+            lease = instance.leases.get(command.lease)
+            about = f"lease {command.lease}" if lease is None else str(lease[0])
             return f"{type(command).__name__.lower()} {about}"
 
 
 def _seen_s(process: Process, now: int, present: set[str]) -> float:
-    """Seconds since its last message; heartbeats, which the transport keeps to itself, count as the last second."""
+    """Return the seconds since the last message. A connected peer counts as at most 1 s: heartbeats update no time."""
     silent_s = (now - process.seen_ms) / 1000
     return min(silent_s, 1.0) if process.alive and process.worker in present else silent_s

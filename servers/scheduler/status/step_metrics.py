@@ -1,6 +1,6 @@
-"""``metrics.jsonl``: one line a train step, the trainer's numbers and the scheduler's own.
+"""``metrics.jsonl``: one line per train step, with the metrics of the trainer and the scheduler.
 
-The file goes on where it ended when a run is resumed; a torn last line is cut off.
+A resumed run appends to the file; an incomplete last line is truncated first.
 """
 
 import logging
@@ -26,8 +26,8 @@ Line = dict[str, float | int | None]
 _EVAL = "reward/eval"
 
 
-class Metrics:
-    """Gathers what the scheduler sees between two steps."""
+class StepMetrics:
+    """Collects the scheduler's metrics between two steps and writes the lines."""
 
     def __init__(
         self, path: Path, limits: Limits, group_size: int, totals: Totals, lengths: Lengths, clock: Clock
@@ -45,27 +45,27 @@ class Metrics:
         self._samples = 0
         self._busy: dict[str, tuple[float, int]] = {}
         self._pulls_s: list[float] = []
-        """Of this step."""
+        """Durations of the pulls of this step."""
         self._since_ms: dict[LeaseId, int] = {}
         self._leases_s: list[float] = []
-        """Of the groups that were pushed in this step."""
+        """Lease durations of the groups pushed in this step."""
         lines = _whole_lines(path)
         self.last = _decoded(path, lines[-1]) if lines else {}
-        """The line written last."""
+        """The last written line."""
         starts = (_start(_decoded(path, raw)) for raw in lines if _EVAL.encode() in raw)
         self.first: Line = next(filter(None, starts), Line())
-        """Step, lineage and value of the first evaluation; a monitor that attaches later shows the progress since."""
+        """Step, lineage and value of the first evaluation: the baseline for monitors that attach later."""
         self.newest: Line = dict(self.last)
         """The newest value of every key."""
 
-    # --- what happens ----------------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------------------
 
     def pushed(self, samples: list[int]) -> None:
-        """A group was pushed; tokens of each sample."""
+        """Count a pushed group. ``samples``: tokens of each sample."""
         self._totals.counts.samples_pushed += len(samples)
 
     def pulled(self, seconds: float) -> None:
-        """An instance has weights so long after it was told to load them."""
+        """Record the time from a pull command until the instance has loaded the weights."""
         self._pulls_s.append(seconds)
 
     def on_reserved(self, effect: Reserved) -> None:
@@ -73,14 +73,14 @@ class Metrics:
 
     def on_pushed(self, effect: Pushed) -> None:
         since_ms = self._since_ms.pop(effect.lease, None)
-        if since_ms is not None:  # a restarted scheduler does not know when it began
+        if since_ms is not None:  # unknown after a restart of the scheduler
             self._leases_s.append((self._clock.now_ms() - since_ms) / 1000)
 
     def on_released(self, effect: Released) -> None:
         self._since_ms.pop(effect.lease, None)
 
     def resume(self, machine: Machine) -> None:
-        """Know again what is sealed and not consumed."""
+        """Restore the sealed batches that are not consumed yet."""
         for step in range(max(machine.version, 0), machine.next_step):
             if (sealed := machine.sealed_batch(Step(step))) is not None:
                 self._remember(sealed)
@@ -99,7 +99,7 @@ class Metrics:
         self._staleness[effect.step] = (sum(ages) / len(ages), max(ages), masked)
 
     def on_consumed(self, effect: Consumed) -> None:
-        sealed = self._batches.get(effect.batch)  # the commit may fail: then it is consumed once more
+        sealed = self._batches.get(effect.batch)  # get, not pop: after a failed commit it is consumed again
         if sealed is not None:
             samples = len(sealed.members) * self._group_size
             self._totals.consumed(effect, sealed, samples)
@@ -109,18 +109,18 @@ class Metrics:
     def step(
         self, step: Step, values: dict[str, float], machine: Machine, instances: Iterable[Instance], now_ns: int
     ) -> None:
-        """Write the line of a step; the trainer's word counts where both know a number. Once a step and lineage.
+        """Write the line of a step, once per step and lineage. The trainer's value wins if both report a key.
 
-        What the trainer adds to a step later, or says before the first (an evaluation), is a line of its own. What is
-        not finite is left out: no JSON can hold it.
+        Values that the trainer adds to a step later, or reports before the first step (an evaluation), become a line of
+        their own. Values that are not finite are omitted: JSON cannot represent them.
         """
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         lineage = machine.lineage
-        again = self.last.get("step") == step and self.last.get("lineage") == lineage
-        if again and values.keys() <= self.last.keys():
+        is_repeat = self.last.get("step") == step and self.last.get("lineage") == lineage
+        if is_repeat and values.keys() <= self.last.keys():
             return
         line: Line = {"step": step, "lineage": lineage, "version": machine.version, "t": now_ns / 1e9}
-        if not again and 0 <= step < machine.version:
+        if not is_repeat and 0 <= step < machine.version:
             line.update(self._off_policy(step))
             line.update(in_flight(machine, self._limits))
             line.update(self._rollout(list(instances), now_ns))
@@ -135,15 +135,15 @@ class Metrics:
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")
         except OSError as error:
-            log.warning("%s lacks step %d: %s", self._path, step, error)
+            log.warning("metrics of step %d not written to %s: %s", step, self._path, error)
 
     def _off_policy(self, step: Step) -> Line:
         counts = self._totals.counts
-        known = self._staleness.get(step)  # not where it was consumed before a restart
+        staleness = self._staleness.get(step)  # None if the step was consumed before a restart
         of_step: Line = {}
-        if known is not None:
+        if staleness is not None:
             of_step = dict(
-                zip(("off_policy/mean", "off_policy/max", "staleness/masked_token_ratio"), known, strict=True)
+                zip(("off_policy/mean", "off_policy/max", "staleness/masked_token_ratio"), staleness, strict=True)
             )
         self._staleness = {k: v for k, v in self._staleness.items() if k > step}
         return {
@@ -169,7 +169,7 @@ class Metrics:
         }
 
     def _waits(self) -> Line:
-        """Of what no instance has done since the step before: nothing."""
+        """Return the mean pull and lease durations of this step; a key is omitted if there were none."""
         taken = {"time/pull": self._pulls_s, "time/reserve": self._leases_s}
         self._pulls_s, self._leases_s = [], []
         return {name: sum(seconds) / len(seconds) for name, seconds in taken.items() if seconds}
@@ -186,7 +186,7 @@ class Metrics:
 
 
 def length_bias(totals: Totals) -> float:
-    """Mean length trained / mean length sampled; 1 is no bias, and also when nothing was trained yet."""
+    """Return mean trained length / mean sampled length: 1.0 without bias, and before the first trained step."""
     counts = totals.counts
     if not counts.samples_trained or not counts.samples_pushed or not counts.tokens_pushed:
         return 1.0
@@ -195,9 +195,9 @@ def length_bias(totals: Totals) -> float:
 
 
 def in_flight(machine: Machine, limits: Limits) -> Line:
-    """Versions behind the newest of the groups being generated, and of those that wait to be trained.
+    """Return the version lag of the groups in generation and of those that wait to be trained.
 
-    Empty under the token bound, where a group has no deadline to tell its version by.
+    Empty under the token bound: without a deadline, the version of a group cannot be derived.
     """
     if limits.bound is not Bound.TRAJECTORY:
         return {}

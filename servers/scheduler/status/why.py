@@ -1,6 +1,6 @@
-"""One plain sentence that says what the run waits for, for ``status`` and for a trainer that waits too long.
+"""One sentence that explains what the run waits for, for ``status`` and for a trainer whose request times out.
 
-With it a word for what the trainer's waiting time goes to, which adds up where sentences do not.
+In addition, one word for the cause of the trainer's waiting time, which can be summed up where sentences cannot.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from staleflow.configs.stages import stages
 from staleflow.protocols.consistency import effects
 from staleflow.protocols.consistency.groups import State
 from staleflow.protocols.consistency.ids import GroupId
-from staleflow.servers.scheduler.coordination.backoff import Failures
+from staleflow.servers.scheduler.coordination.backoff import Backoff
 from staleflow.servers.scheduler.coordination.instances import Instances
-from staleflow.servers.scheduler.coordination.sentences import Pin, held, pinned, restarted, silent, starved
+from staleflow.servers.scheduler.coordination.sentences import Pin, pinned, restarted, restricted, silent, starved
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.lengths.durations import Durations
 from staleflow.servers.scheduler.status.deadlock import Deadlock
-from staleflow.servers.scheduler.status.stage_loads import Loads, calls_limit, episodes_limit
-from staleflow.servers.scheduler.workers.registry import RESTARTS_MS, Registry
+from staleflow.servers.scheduler.status.stage_loads import StageLoadTable, calls_limit, episodes_limit
+from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS, Registry
 from staleflow.store.disk_errors import trouble
 
 MAX_PINS = 16
-"""Pinning groups that are looked at; a sentence counts the others."""
+"""Maximum number of pinning groups to describe; the sentence counts the others."""
 
 
 class Why:
-    """Looks at the same state as everybody else; keeps nothing but how long groups take."""
+    """Explains waits from the scheduler's state; its only own state is the durations of groups."""
 
     def __init__(
         self,
@@ -36,21 +36,21 @@ class Why:
         registry: Registry,
         instances: Instances,
         deadlock: Deadlock,
-        failures: Failures,
+        backoff: Backoff,
         phase: Phase,
-        loads: Loads,
-        asked: Callable[[], bool],
+        loads: StageLoadTable,
+        is_trainer_waiting: Callable[[], bool],
     ) -> None:
-        """``asked``: the trainer waits for the batch that it would train now."""
+        """``is_trainer_waiting``: returns whether the trainer waits for its current batch."""
         self._config = config
         self._interpreter = interpreter
         self._registry = registry
         self._instances = instances
         self._deadlock = deadlock
-        self._failures = failures
+        self._backoff = backoff
         self._phase = phase
         self._loads = loads
-        self._asked = asked
+        self._is_trainer_waiting = is_trainer_waiting
         self._leased, self._staged = Durations(), Durations()
         for effect, listener in (
             (effects.Reserved, self._on_reserved),
@@ -61,16 +61,16 @@ class Why:
             interpreter.listen(effect, listener)
 
     def sentence(self) -> str:
-        """What anything waits for now."""
-        return self._over() or f"{self._now()}{self._holds()}"
+        """Explain what the run waits for now."""
+        return self._ended() or f"{self._now()}{self._holds()}"
 
     def _now(self) -> str:
         return self._silent() or self._missing() or f"{self._crashes()}{self._step()}" or "nothing waits"
 
     def trainer_waits(self) -> str:
-        """What the trainer waits for: servers, workers, older groups, stages or engines; empty if it does not wait."""
+        """Return what the trainer waits for: servers, workers, older groups, stages or engines; "" if it does not."""
         machine = self._interpreter.machine
-        if self._over() or machine.next_step > machine.version or not self._asked():
+        if self._ended() or machine.next_step > machine.version or not self._is_trainer_waiting():
             return ""
         if self._silent():
             return "servers"
@@ -83,10 +83,10 @@ class Why:
         return "stages" if counts["pushed"] >= need else "engines"
 
     def pins(self) -> list[Pin]:
-        """The first groups that pin the next step, as far as they are named."""
+        """Return the first ``MAX_PINS`` groups that pin the next step."""
         return [pin for group in self._interpreter.machine.pins()[:MAX_PINS] if (pin := self._pin(group)) is not None]
 
-    def _over(self) -> str:
+    def _ended(self) -> str:
         phase = self._phase
         if phase.error:
             return f"the trainer stopped: {phase.error}"
@@ -103,7 +103,7 @@ class Why:
         return ""
 
     def _draining(self, why: str) -> str:
-        """What a run that was asked to end still does."""
+        """Explain what a draining run still does."""
         machine = self._interpreter.machine
         counts = machine.state_counts()
         if under_way := counts["leased"] + counts["pushed"]:
@@ -115,7 +115,7 @@ class Why:
         return f"the run drains ({why}): {left}; nothing new is leased"
 
     def _silent(self) -> str:
-        """Name the first server that is silent or has left: whatever else waits, waits for it first."""
+        """Name the first server that is silent or has left: everything else depends on it."""
         servers = [("trajectories", shard) for shard in range(len(self._registry.endpoints()))]
         for role, shard in (*servers, ("parameters", 0)):
             server, payload = self._registry.server(role, shard), role == "trajectories"
@@ -133,15 +133,19 @@ class Why:
         return ""
 
     def _crashes(self) -> str:
-        """Name a trainer that is started again and again; one restart is none of these."""
+        """Name a trainer in a crash loop: at least two recent restarts."""
         trainer = self._registry.get(self._interpreter.machine.trainer)
         restarts = 0 if trainer is None else self._registry.restarts(trainer.name)
-        return "" if trainer is None or restarts < 2 else restarted(trainer.name, restarts, RESTARTS_MS / 1000) + "; "
+        return (
+            ""
+            if trainer is None or restarts < 2
+            else restarted(trainer.name, restarts, CRASH_LOOP_WINDOW_MS / 1000) + "; "
+        )
 
     def _holds(self) -> str:
-        """Name the instances that are held back, whatever the run waits for: they burn prompts."""
-        holds = list(self._failures.holds())
-        return f"; {held(holds)}" if holds else ""
+        """Name the restricted instances, whatever the run waits for: they burn prompts."""
+        holds = list(self._backoff.holds())
+        return f"; {restricted(holds)}" if holds else ""
 
     def _missing(self) -> str:
         machine = self._interpreter.machine
@@ -177,14 +181,14 @@ class Why:
             return training + pinned(step, pins, count, self._config.staleness.on_overdue.value) + self._failing()
         counts, need = machine.state_counts(), self._config.trainer.batch_size
         hint = self._hint(counts) or self._failing()
-        if not hint and (likely := self._deadlock.likely()):  # first: nothing else matters as much
+        if not hint and (likely := self._deadlock.likely()):  # goes first: it matters most
             return f"{likely}; {training}{starved(step, need, counts)}"
         hint = hint or (self._fullest() if counts["pushed"] else "") or self._episodes()
         left_s = None if hint or full else self._staged.until_s(need - counts["occupied"])
         return training + starved(step, need, counts, left_s) + hint
 
     def _full(self) -> str:
-        """The fullest of the trajectory servers that refuse pushes, and what makes room there."""
+        """Name the fullest trajectory server that refuses pushes, and what frees space there."""
         loads, machine = self._loads, self._interpreter.machine
         refusing = [(loads.used_shares[shard] or 0.0, shard) for shard, full in enumerate(loads.full) if full]
         if not refusing:
@@ -192,43 +196,45 @@ class Why:
         share, shard = max(refusing)
         if loads.full[shard] != "map":
             return f"trajectory server {shard}: its {trouble(loads.full[shard])}; pushes wait; "
-        said = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
+        text = f"trajectory server {shard} is full ({100 * share:.0f} % of trajectories.map_mb): pushes wait"
         if machine.oldest_checkpoint[1] < machine.version:
-            return f"{said} until a checkpoint lets go; "
+            return f"{text} until a checkpoint releases groups; "
         if machine.next_step > machine.version:
-            return f"{said} until the trainer lets go; "
+            return f"{text} until the trainer releases groups; "
         batches = self._config.staleness.max_staleness + 1
         return (
-            f"{said}, and no checkpoint can make room: the groups of {batches} batch{'es' if batches > 1 else ''} must "
-            "fit in 90 % of it, so a new run needs a larger one; "
+            f"{text}, and no checkpoint can free space: the groups of {batches} batch{'es' if batches > 1 else ''} "
+            "must fit in 90 % of it, so a new run needs a larger one; "
         )
 
     def _hint(self, counts: dict[str, int]) -> str:
-        """What keeps groups from coming, where that is plain."""
+        """Explain missing groups by an obvious cause; empty if there is none."""
         served = self._registry.stage_workers()
         missing = [stage for stage in stages(self._config) if not served[stage]]
         if counts["pushed"] and missing:
             return f"; no {' and no '.join(missing)} worker is attached"
-        if not counts["leased"] and not counts["pushed"] and not self._interpreter.deck.left():
+        if not counts["leased"] and not counts["pushed"] and not self._interpreter.prompts.num_left():
             return "; the prompts are used up"
         if not counts["leased"] and all(instance.stats.version < 0 for instance in self._instances):
             return "; no instance has loaded weights yet"
         return ""
 
     def _failing(self) -> str:
-        """The stage worker that has failed most groups in a row, if any fails them all."""
-        found = [(one.failures, stage, one) for stage, failing in self._loads.failing().items() for one in failing]
-        if not found:
+        """Name the stage worker with the most failures in a row, if one fails every group."""
+        failing_workers = [
+            (one.failures, stage, one) for stage, failing in self._loads.failing().items() for one in failing
+        ]
+        if not failing_workers:
             return ""
-        _, stage, one = max(found, key=lambda it: it[0])
-        name, more = self._registry.name_of(one.worker), len(found) - 1
+        _, stage, one = max(failing_workers, key=lambda it: it[0])
+        name, more = self._registry.name_of(one.worker), len(failing_workers) - 1
         others = f", as do {more} other workers" if more > 1 else ", as does another worker" if more else ""
         return (
             f"; {name} fails every group of the stage {stage}, {one.failures} in a row, and is held{others}: {one.why}"
         )
 
     def _fullest(self) -> str:
-        """The stage that has most groups waiting, if any does, and what would let it take more."""
+        """Name the stage with the most waiting groups, and the setting that limits it."""
         loads = {stage: load for stage, load in self._loads.by_stage().items() if load.waiting}
         if not loads:
             return ""
@@ -240,25 +246,25 @@ class Why:
         return f"; {load.waiting} wait for the stage {stage} ({workers}, {load.taken} in work)"
 
     def _episodes(self) -> str:
-        """Name the instance with most episodes queued whose engine has free slots meanwhile."""
+        """Name the instance with the most queued episodes whose engine has free slots."""
         queued = sorted(self._instances, key=lambda instance: instance.stats.episodes_waiting, reverse=True)
         names = ((self._registry.name_of(instance.worker), instance.stats) for instance in queued)
         return next((f"; {limit}" for name, stats in names if (limit := episodes_limit(self._config, name, stats))), "")
 
-    # --- groups that pin ---------------------------------------------------------------------------------------
+    # --- pinning groups ----------------------------------------------------------------------------------------
 
     def _pin(self, group: GroupId) -> Pin | None:
-        held = self._interpreter.machine.group(group)
-        if held is None:
+        group_view = self._interpreter.machine.group(group)
+        if group_view is None:
             return None
         now = self._interpreter.clock.now_ms()
-        generated = held.state is State.LEASED
+        generated = group_view.state is State.LEASED
         took = self._leased if generated else self._staged
-        silent = generated and self._instances.get(held.worker) is None
+        silent = generated and self._instances.get(group_view.worker) is None
         return Pin(
             group=group,
-            version=held.version,
-            worker=self._registry.name_of(held.worker) if generated else "",
+            version=group_view.version,
+            worker=self._registry.name_of(group_view.worker) if generated else "",
             stages=() if generated else self._loads.of_group(group),
             so_far_s=took.so_far_s(group, now),
             left_s=took.left_s(group, now),

@@ -1,7 +1,7 @@
-"""Who joins and leaves: attach, detach, silence, and the way back.
+"""Attach, detach, loss and return of processes.
 
-The ledger hears of two things only: a worker that said goodbye or was replaced loses its leases at once; one that is
-silent keeps them until they expire.
+A worker that detaches or is replaced loses its leases in the ledger immediately; a silent worker keeps its leases until
+they expire.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from staleflow.protocols.wire.stages import CRITIC, REWARD
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.phase import Phase
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 from staleflow.servers.scheduler.workers import registry
@@ -29,16 +29,16 @@ from staleflow.servers.scheduler.workers.reserved_names import name_objection
 from staleflow.trace import events as trace_events
 
 MAX_TEXT_BYTES = 1_024
-"""Of what a process says when it attaches, names aside: it is stored."""
+"""Maximum size of the text fields of ``Attach`` without the names: they are stored."""
 NAME_TIMEOUT_MS = 15_000
-"""A process waits this long for the name of a live one: a dead one is silent after three heartbeats, or a little later
-where the scheduler itself is late."""
+"""Time for which a process retries while a live process has its name: a dead one counts as silent after three
+heartbeats, or a little later if the scheduler itself is late."""
 MAX_WHY_CHARS = 200
-"""Of what it says when it leaves: it is traced."""
+"""Maximum length of the reason of a ``Detach``: it is traced."""
 
 
 class Attachments:
-    """Keeps registry, instances, ledger and trace in step about who is there."""
+    """Keeps registry, instances, ledger and trace consistent about the attached processes."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Attachments:
         identity: Identity,
         run_dir: str,
         interpreter: Interpreter,
-        answers: Answers,
+        replies: PendingReplies,
         rejects: Rejects,
         registry: Registry,
         instances: Instances,
@@ -58,7 +58,7 @@ class Attachments:
         self._identity = identity
         self._run_dir = run_dir
         self._interpreter = interpreter
-        self._answers = answers
+        self._replies = replies
         self._rejects = rejects
         self._registry = registry
         self._instances = instances
@@ -69,14 +69,14 @@ class Attachments:
         now = self._interpreter.clock.now_ms()
         self._rejects.auth(call.peer, body.role, no[1] if no else "", ok=no is None, now_ms=now)
         if no is not None:
-            self._answers.refuse(call, *no, retry_for_ms=NAME_TIMEOUT_MS)
+            self._replies.refuse(call, *no, retry_for_ms=NAME_TIMEOUT_MS)
             return
-        known = self._registry.get(body.worker)
-        if known is None or known.attach != body or not known.alive:
-            self._take_in(body, call.key)
-        self._answers.hold(call, self._attached())
+        current = self._registry.get(body.worker)
+        if current is None or current.attach != body or not current.alive:
+            self._admit(body, call.key)
+        self._replies.add(call, self._attached())
 
-    def _take_in(self, body: Attach, key: str) -> None:
+    def _admit(self, body: Attach, key: str) -> None:
         older = self._registry.attach(body, key)
         if older is not None:
             self._leave(older, f"replaced by {body.worker}")
@@ -91,21 +91,23 @@ class Attachments:
         self._instances.changed = True
 
     def _objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """Why this process may not join; None if it may."""
+        """Return why this process may not attach, or None."""
         if call.peer != body.worker:
             return Code.DENIED, f"{call.peer} attaches as {body.worker}; a process attaches over its own connection"
         if body.role not in ROLES:
             return Code.DENIED, f'role is "{body.role}"; it must be one of {", ".join(ROLES)}'
         if not body.name or len(body.name.encode()) > 200:
             return Code.MALFORMED, f'name is "{body.name[:40]}"; it must have 1 to 200 bytes'
-        if not (body.name + body.worker).isprintable():  # it is shown on the terminals of others
-            return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has characters that do not print"
+        # Names are displayed in terminals, where control characters could forge output.
+        if not (body.name + body.worker).isprintable():
+            return Code.MALFORMED, f"name {body.name!a} of {body.worker!a} has unprintable characters"
         if len((body.endpoint + body.prompts_sha + body.stage + body.slot).encode()) > MAX_TEXT_BYTES:
-            return Code.MALFORMED, f"what {body.name} says of itself is longer than {MAX_TEXT_BYTES} bytes"
+            detail = f"endpoint, prompts_sha, stage and slot of {body.name} exceed {MAX_TEXT_BYTES} bytes together"
+            return Code.MALFORMED, detail
         if (no := self._name_objection(call, body)) is not None:
             return no
         if body.config_sha and body.config_sha != self._identity.config_sha:
-            return Code.CONFLICT, f"{body.name} runs with another configuration than this run"
+            return Code.CONFLICT, f"{body.name} has a different configuration than this run"
         if body.role == "trajectories" and (no := self._shard_objection(body)) is not None:
             return no
         if body.role == "stage" and (no := self._stage_objection(body)) is not None:
@@ -113,12 +115,12 @@ class Attachments:
         return self._busy(call, body)
 
     def _name_objection(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """Names belong to a role, and those of a supervisor's processes to the supervisor."""
-        if (over := self._registry.over(body.worker)) is not None:
-            return Code.FENCED, over
-        known = self._registry.get(body.worker)
-        if known is not None and known.name != body.name:
-            return Code.CONFLICT, f"{body.worker} is attached as {known.name}; a process has one name"
+        """Return why the process may not use its name, or None: names belong to roles, some to the supervisor."""
+        if (end_reason := self._registry.end_reason(body.worker)) is not None:
+            return Code.FENCED, end_reason
+        current = self._registry.get(body.worker)
+        if current is not None and current.name != body.name:
+            return Code.CONFLICT, f"{body.worker} is attached as {current.name}; a process has one name"
         for name in (body.name, body.worker):
             if (no := name_objection(name, body.role, self._stages)) is not None:
                 return Code.DENIED, no
@@ -127,22 +129,25 @@ class Attachments:
             return None
         if owner.role != body.role:
             return Code.DENIED, f"{body.name} is the name of a process of role {owner.role}"
-        if owner.heard and owner.attach.slot and not body.slot:
+        if owner.contacted and owner.attach.slot and not body.slot:
             return (
                 Code.CONFLICT,
-                f"{body.name} belongs to the supervisor of this run, which looks after it: another name",
+                f"{body.name} belongs to the supervisor of this run, which restarts it; use another name",
             )
         return None
 
     def _busy(self, call: Call, body: Attach) -> tuple[Code, str] | None:
-        """A live process keeps its name from all but its successor in the same slot, and a key has a limited number of
-        them. Either may have died just now: a process that comes back waits until the other is silent."""
+        """Return ``BUSY`` while a live process has the name, or while the key has its maximum of live processes.
+
+        A successor in the same supervisor slot takes the name over. The other process may just have died, so the caller
+        retries until it counts as silent.
+        """
         owner = self._registry.named(body.name)
         if owner is None or not owner.alive:
             limit = self._config.scheduler.max_workers_per_key
             if self._registry.num_alive(call.key, limit) < limit:
                 return None
-            return Code.BUSY, f"{limit} live processes have its key already (scheduler.max_workers_per_key)"
+            return Code.BUSY, f"its key has {limit} live processes already (scheduler.max_workers_per_key)"
         if owner.worker == body.worker:
             return None
         succeeds = body.slot != "" and body.slot == owner.attach.slot and owner.key in ("", call.key)
@@ -153,8 +158,8 @@ class Attachments:
     def _stage_objection(self, body: Attach) -> tuple[Code, str] | None:
         stage = body.stage or REWARD
         if stage not in self._stages:
-            known = ", ".join(stages(self._config))
-            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {known}'
+            names = ", ".join(stages(self._config))
+            return Code.CONFLICT, f'there is no stage "{stage}" in this run; it has {names}'
         others = [p for p in self._registry.processes() if p.alive and p.name != body.name]
         critic = next((other for other in others if other.role == "stage" and other.attach.stage == CRITIC), None)
         if stage == CRITIC and critic is not None:
@@ -167,10 +172,13 @@ class Attachments:
             return Code.CONFLICT, f"shard is {body.shard}; it must be 0 to {shards - 1}"
         if body.rows < 1:
             return Code.CONFLICT, f"shard {body.shard} has no prompts"
-        deck = self._interpreter.deck
-        if not deck.set_source(body.rows, body.prompts_sha):
-            known = f"{deck.rows} rows, sha256 {deck.prompts_sha[:12]}"
-            return Code.CONFLICT, f"the prompts of shard {body.shard} are others than this run began with ({known})"
+        prompts = self._interpreter.prompts
+        if not prompts.set_source(body.rows, body.prompts_sha):
+            source = f"{prompts.rows} rows, sha256 {prompts.prompts_sha[:12]}"
+            return (
+                Code.CONFLICT,
+                f"the prompts of shard {body.shard} differ from those this run started with ({source})",
+            )
         return None
 
     def _attached(self) -> AttachReply:
@@ -194,55 +202,55 @@ class Attachments:
         if process is not None:
             self._interpreter.with_commit(lambda txn: registry.forget(txn, process.name))
             self._leave(process, body.why[:MAX_WHY_CHARS] or "goodbye")
-        else:  # perhaps once more, after a commit that failed: its leases are there
+        else:  # perhaps a retry after a failed commit, which restored the leases of the process
             self._interpreter.apply(events.Detach(worker=body.worker, why=ReleaseWhy.ABORTED))
-        self._answers.hold(call, Done())
+        self._replies.add(call, Done())
 
     def _leave(self, process: Process, why: str) -> None:
-        """Gone for good: its leases are free at once."""
+        """Release the leases of a process that has left or was replaced."""
         event = trace_events.Detach(worker=process.worker, role=process.role, why=why)
         self._interpreter.trace.add(event)
         if process.role == "rollout":
             self._instances.remove(process.worker)
             self._interpreter.apply(events.Detach(worker=process.worker, why=ReleaseWhy.ABORTED))
 
-    def heard(self, worker: str, now: int, key: str = "") -> Process | None:
-        """A message of that process came, with that key; one that was silent is back."""
+    def note_message(self, worker: str, now: int, key: str = "") -> Process | None:
+        """Note a message from a process under ``key``; a silent process returns. Return the process, if known."""
         process = self._registry.get(worker)
         if process is not None:
             process.seen_ms = now
             if process.alive:
                 process.key = key or process.key
             else:
-                self._registry.found(process, key)
+                self._registry.mark_alive(process, key)
                 self._arrive(process.attach, "heard again")
         return process
 
-    def present(self, peers: Iterable[str], now: int) -> None:
-        """The transport hears these, if only their heartbeats: a stage worker says nothing else here."""
+    def note_heartbeats(self, peers: Iterable[str], now: int) -> None:
+        """Note that the transport receives heartbeats of these peers: stage workers send the scheduler nothing else."""
         for peer in peers:
             process = self._registry.get(peer)
             if process is not None and not process.alive:
-                self.heard(peer, now)
+                self.note_message(peer, now)
 
-    def silent(self, worker: str) -> None:
-        """Nothing was heard of a process for three heartbeats: no new work; its leases run on until they expire."""
+    def mark_silent(self, worker: str) -> None:
+        """Handle three missed heartbeats: the process gets no new work, and keeps its leases until they expire."""
         process = self._registry.get(worker)
         if process is not None and process.alive:
-            self._registry.lost(process)
+            self._registry.mark_silent(process)
             trace = self._interpreter.trace
             trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
             self._instances.remove(WorkerId(worker))
             if process.role in LOOKING:
                 self._registry.remove(process.worker)
-            self.forget_gone()
+            self.discard_silent()
 
-    def forget_gone(self) -> None:
-        """Discard silent processes beyond the limits, in memory and in the store: their names cost room."""
+    def discard_silent(self) -> None:
+        """Discard silent processes beyond the limits, in memory and in the store, so that neither grows unbounded."""
         machine = self._interpreter.machine
 
         def needed(process: Process) -> bool:
             return process.worker == machine.trainer or bool(machine.leases_of(process.worker))
 
-        for process in self._registry.forget_gone(needed):
+        for process in self._registry.discard_silent(needed):
             self._interpreter.with_commit(partial(registry.forget, name=process.name))

@@ -1,8 +1,8 @@
-"""Reports of loaded weights: what of them is believable enough for the trace.
+"""Validation of ``Pulled`` reports before they are traced.
 
-A rollout worker reports for itself only, a version that was published and survives, with the digest of its publish.
-Every other report is refused and traced as ``reject``. The digests of the versions that a worker may still load are
-stored beside the ledger, so that a restart of the scheduler knows them.
+A rollout worker may report only for itself, only a published version that no rollback has abandoned, and only with the
+published digest. Every other report is refused and traced as ``reject``. The digests of versions that a worker may
+still load are stored beside the ledger, so that they survive a restart of the scheduler.
 """
 
 from staleflow.net.endpoint import Call
@@ -11,14 +11,14 @@ from staleflow.protocols.consistency.ids import Version
 from staleflow.protocols.wire.messages import Done, Pulled
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.scheduler.ledger.rejects import Rejects
 from staleflow.servers.scheduler.workers.registry import Registry
 from staleflow.store.base import Write, key_number, number_key
 from staleflow.trace import events as trace_events
 
 LATE_VERSIONS = 64
-"""Versions out of use whose digests are kept: a worker may report one that it began to load while it was in use."""
+"""Number of unused versions whose digests are kept: a worker may report one that it started to load earlier."""
 _PREFIX = b"sha/"
 
 
@@ -26,23 +26,28 @@ class PullReports:
     """Checks each ``Pulled`` and writes ``pull`` lines."""
 
     def __init__(
-        self, interpreter: Interpreter, answers: Answers, rejects: Rejects, registry: Registry, instances: Instances
+        self,
+        interpreter: Interpreter,
+        replies: PendingReplies,
+        rejects: Rejects,
+        registry: Registry,
+        instances: Instances,
     ) -> None:
         self._interpreter = interpreter
-        self._answers = answers
+        self._replies = replies
         self._rejects = rejects
         self._registry = registry
         self._instances = instances
         self._digests: dict[Version, str] = {}
-        """By version: of its newest publish. A version that a rollback abandoned may still be among them."""
+        """Digest of the newest publish by version, possibly including versions that a rollback has abandoned."""
         with interpreter.store.read() as txn:
             for key, value in txn.items("meta", _PREFIX):
-                if not key.startswith(_PREFIX):
+                if not key.startswith(_PREFIX):  # ``items`` starts at the prefix but continues to the end of the table
                     break
                 self._digests[Version(key_number(key.removeprefix(_PREFIX)))] = value.decode()
 
     def on_published(self, effect: Published) -> None:
-        """Remember the digest, and discard those that no worker can load any more."""
+        """Store the digest, and discard those that no worker can load any more."""
         self._digests[effect.version] = effect.sha
         machine = self._interpreter.machine
         used = {version for _, version in machine.versions_in_use()}
@@ -59,13 +64,13 @@ class PullReports:
         self._interpreter.with_commit(write)
 
     def pulled(self, call: Call, body: Pulled) -> None:
-        """Answer one report."""
+        """Handle one report."""
         now = self._interpreter.clock.now_ms()
         instance = self._instances.get(body.worker)
         if call.peer != body.worker or instance is None:
-            over = self._registry.over(body.worker)
-            detail = over or f"{body.worker} is not attached as a rollout worker"
-            self._refuse(call, Code.FENCED if over else Code.DENIED, detail)
+            end_reason = self._registry.end_reason(body.worker)
+            detail = end_reason or f"{body.worker} is not attached as a rollout worker"
+            self._refuse(call, Code.FENCED if end_reason else Code.DENIED, detail)
             return
         if not body.ok:
             instance.pull_failed(now)
@@ -76,7 +81,7 @@ class PullReports:
         if body.ok and weights > instance.reported:
             instance.reported = weights
             worth_a_line = True
-        else:  # a failure, or an earlier version again: a worker may repeat those without end
+        else:  # a failure or an older version: a worker may repeat these without end, so they are rate-limited
             worth_a_line = self._rejects.due(body.worker, "pull", now)
         if worth_a_line:
             self._interpreter.trace.add(
@@ -84,10 +89,10 @@ class PullReports:
                     worker=body.worker, lineage=body.lineage, version=body.version, sha=body.sha, ok=body.ok
                 )
             )
-        self._answers.hold(call, Done())
+        self._replies.add(call, Done())
 
     def _objection(self, body: Pulled) -> tuple[Code, str] | None:
-        """Return why the report cannot be true, or None. A failed pull may have got no bytes, hence no digest."""
+        """Return why the report is invalid, or None. A failed pull may have no digest, because it received no bytes."""
         machine = self._interpreter.machine
         published = 0 <= body.version <= machine.version and body.lineage == machine.lineage_of(body.version)
         digest = self._digests.get(body.version) if published else None
@@ -101,7 +106,7 @@ class PullReports:
 
     def _refuse(self, call: Call, code: Code, detail: str) -> None:
         self._rejects.plain(call.peer, "pull", code.value, self._interpreter.clock.now_ms())
-        self._answers.refuse(call, code, detail)
+        self._replies.refuse(call, code, detail)
 
 
 def _key(version: Version) -> bytes:

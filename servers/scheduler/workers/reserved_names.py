@@ -1,7 +1,7 @@
-"""Which roles may use which names.
+"""Names that are reserved for a role.
 
-A name that begins with the word of a role ("trainer", "trajectories-0") or of a stage ("reward-2") is reserved for that
-role, whether a process has it at the moment or not: a name that another role has taken keeps its owner out.
+A name whose first word is a role ("trainer", "trajectories-0") or a stage ("reward-2") is reserved for that role, even
+while no process uses it: a process of another role with that name would lock its owner out.
 """
 
 import re
@@ -20,14 +20,14 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "monitor": LOOKING,
     "admin": LOOKING,
 }
-"""By first word of a name: the roles that may use it."""
+"""Roles that may use a name, by the first word of the name."""
 _FIRST_WORD = re.compile(r"[^-.]*")
 
 
 def reserved_for(name: str, stages: Collection[str]) -> tuple[str, ...] | None:
-    """Return the roles that may use ``name``; None if every role may. ``stages``: those of the run."""
-    found = _FIRST_WORD.match(name)
-    word = found.group() if found else ""
+    """Return the roles that may use ``name``; None if every role may. ``stages``: the stages of the run."""
+    match = _FIRST_WORD.match(name)
+    word = match.group() if match else ""
     return ("stage",) if word in stages else _ROLES.get(word)
 
 

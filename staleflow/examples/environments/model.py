@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from staleflow.examples.built_models import kept
 from staleflow.examples.environments.calculator import calculate
 from staleflow.examples.quickstart import task
 from staleflow.examples.quickstart.model import EOS, PAD, UNKNOWN, shape
@@ -30,6 +31,7 @@ TEMPLATE = (
 IGNORED = -100
 
 
+@kept
 def build(
     directory: Path,
     seed: int,

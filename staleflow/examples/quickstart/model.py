@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from staleflow.examples.built_models import kept
 from staleflow.examples.quickstart import task, text
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
@@ -31,6 +32,7 @@ LATEST = 512
 log = logging.getLogger(__name__)
 
 
+@kept
 def build(
     directory: Path,
     seed: int,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.sim.check import fleet
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import OnUpdate, SimEngine
@@ -95,8 +95,8 @@ class Pool:
         self._arrived = arrived
         self._filtered = filtered
         self._workload = Workload(config)
-        self._deck = Deck(seed=config.seed, epochs=config.prompts.epochs)
-        self._deck.set_source(self._workload.rows, "simulated")
+        self._prompts = PromptQueue(seed=config.seed, epochs=config.prompts.epochs)
+        self._prompts.set_source(self._workload.rows, "simulated")
         self._at: dict[Sample, tuple[Group, Replica]] = {}
         """Samples that an engine has."""
 
@@ -116,7 +116,7 @@ class Pool:
 
     def upcoming(self) -> GroupId | None:
         """The prompt of the next group; None at the end of the prompts."""
-        first = self._deck.upcoming(1)
+        first = self._prompts.upcoming(1)
         return first[0] if first else None
 
     def least_active(self) -> Replica:
@@ -125,7 +125,7 @@ class Pool:
 
     def begin(self, replica: Replica | None = None) -> bool:
         """Begin the next group, on the least active replica by default; False at the end of the prompts."""
-        prompt = self._deck.deal()
+        prompt = self._prompts.pop()
         if prompt is None:
             return False
         number = LeaseId(len(self.begun) + 1)

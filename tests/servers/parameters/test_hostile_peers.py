@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("hosts")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "GRACE_S", 0.1)  # what never ends is not waited for
+    monkeypatch.setattr(attached, "SHUTDOWN_TIMEOUT_S", 0.1)  # what never ends is not waited for
 
 
 def key(version: int) -> VersionKey:

@@ -19,8 +19,8 @@ async def test_a_deleted_trace_and_configuration_are_written_again_and_the_run_r
     batch = await cast.trainer.next_batch(0)
     await cast.trainer.publish(1, batch.batch)
     log = (world.run_dir / "logs" / "scheduler.log").read_text()
-    assert log.count("trace.jsonl was deleted while the run writes it") == 1
-    assert log.count("config.json was deleted while the run needs it") == 1
+    assert log.count("trace.jsonl was deleted during the run") == 1
+    assert log.count("config.json was deleted during the run") == 1
     world.kill()
     world.start()
     assert (await world.status())["version"] == 1

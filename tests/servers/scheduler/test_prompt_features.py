@@ -11,8 +11,8 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import FEATURES, Attach, PromptFeatures, PromptFeaturesReply, Refusal, Reply
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.servers.scheduler.lengths.expected import Lengths, Ranker
-from staleflow.servers.scheduler.prompt_features import CHUNK, Describing
-from staleflow.servers.scheduler.prompts.queue import Deck
+from staleflow.servers.scheduler.prompt_features import CHUNK, PromptFeatureRequests
+from staleflow.servers.scheduler.prompts.queue import PromptQueue
 from staleflow.servers.scheduler.prompts.stream import Clustering
 from staleflow.servers.scheduler.workers.registry import Registry
 
@@ -22,19 +22,19 @@ class World:
 
     def __init__(self, *, rows: int = 1000, ranker: Ranker = "learned") -> None:
         clustering = Clustering(batch_size=50, lookahead=4)
-        self.deck = Deck(seed=0, epochs=0, lengths=Lengths(ranker, ahead=200), clustering=clustering)
-        self.deck.set_source(rows, "sha")
+        self.prompts = PromptQueue(seed=0, epochs=0, lengths=Lengths(ranker, ahead=200), clustering=clustering)
+        self.prompts.set_source(rows, "sha")
         registry = Registry(2, WALL)
         for name, role in (("a", "trajectories"), ("b", "trajectories"), ("r", "rollout")):
             registry.attach(Attach(worker=WorkerId(name), name=name, role=role, shard=name == "b"))
-        self.describing = Describing(self.deck, registry)
+        self.describing = PromptFeatureRequests(self.prompts, registry)
         self.now_ms = 0
         self.endpoint = MemoryEndpoint(self._take, lambda answer: answer())
         self.heard: dict[str, list[Reply]] = {"a": [], "b": [], "r": []}
 
     def _take(self, call: Call) -> None:
         assert isinstance(call.body, PromptFeatures)
-        self.describing.described(call, call.body, self.now_ms)
+        self.describing.receive(call, call.body, self.now_ms)
 
     def bring(self, name: str, rows: list[int] | None = None, features: Array | None = None) -> None:
         """Features of ``rows``, and wait."""
@@ -53,11 +53,11 @@ class World:
 
     def lose(self, name: str) -> None:
         self.endpoint.leave(name)
-        self.describing.lost(name)
+        self.describing.remove_peer(name)
 
     def deal(self, count: int) -> list[int]:
         """Rows of the next groups."""
-        return [group % self.deck.rows for group in (self.deck.deal() for _ in range(count)) if group is not None]
+        return [group % self.prompts.rows for group in (self.prompts.pop() for _ in range(count)) if group is not None]
 
 
 def test_the_rows_of_this_block_and_the_next_are_asked_for_in_chunks_and_no_others() -> None:
@@ -78,10 +78,10 @@ def test_a_shard_that_waits_is_asked_once_the_next_block_begins() -> None:
         world.bring("a", world.asked("a") if world.heard["a"] else None)
     world.bring("a", world.asked("a"))
     world.deal(199)
-    world.describing.ask()
+    world.describing.reply_waiting()
     assert len(world.heard["a"]) == 2
     world.deal(1)
-    world.describing.ask()
+    world.describing.reply_waiting()
     this_block, next_block = world.deal(200), world.deal(200)
     assert sorted(world.asked("a")) == sorted(next_block)
     assert set(this_block) & set(next_block) == set()
@@ -120,7 +120,7 @@ def test_rows_that_a_vanished_caller_would_have_described_go_to_the_next_one() -
     world.bring("a", world.asked("a"))
     world.endpoint.leave("a")
     world.deal(200)
-    world.describing.ask()
+    world.describing.reply_waiting()
     world.bring("b")
     world.deal(200)
     assert sorted(world.asked("b")) == sorted(world.deal(200))
@@ -132,9 +132,9 @@ def test_features_that_came_are_kept_with_their_rows_and_rows_that_are_described
     assert sorted(world.asked("a")) == list(range(10))  # the next epochs have the same rows
     world.bring("a", world.asked("a"))
     world.deal(1000)
-    world.describing.ask()
+    world.describing.reply_waiting()
     assert len(world.heard["a"]) == 1
-    assert world.deck.lengths.num_described == 10
+    assert world.prompts.lengths.num_described == 10
 
 
 def test_a_call_is_answered_with_nothing_when_it_has_waited_long_enough() -> None:
@@ -156,9 +156,9 @@ def test_a_ranker_that_needs_no_features_asks_for_none() -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "features", "code", "detail"),
     [
-        ("r", [0], None, Code.DENIED, "r is no trajectory server of this run"),
-        ("a", [1000], None, Code.MALFORMED, "row 1000 is none of 1000"),
-        ("a", [-1], None, Code.MALFORMED, "row -1 is none of 1000"),
+        ("r", [0], None, Code.DENIED, "r is not a trajectory server of this run"),
+        ("a", [1000], None, Code.MALFORMED, "row is 1000; it must be 0 to 999"),
+        ("a", [-1], None, Code.MALFORMED, "row is -1; it must be 0 to 999"),
         ("a", [0, 1], np.zeros((1, FEATURES), np.float16), Code.MALFORMED, "of 2 rows must be float16[2, 32]"),
         ("a", [0], np.zeros((1, FEATURES), np.float32), Code.MALFORMED, "of 1 rows must be float16[1, 32]"),
         ("a", [0], np.full((1, FEATURES), np.nan, np.float16), Code.MALFORMED, "holds a value that is not finite"),
@@ -173,4 +173,4 @@ def test_what_is_no_description_is_refused(
     assert isinstance(refusal, Refusal)
     assert refusal.code is code
     assert detail in refusal.detail
-    assert world.deck.lengths.num_described == 0
+    assert world.prompts.lengths.num_described == 0

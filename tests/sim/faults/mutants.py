@@ -36,7 +36,7 @@ from staleflow.protocols.wire.messages import RegisterVersionReply, Result
 from staleflow.protocols.wire.tensors import unpack
 from staleflow.servers.parameters.catalog import Catalog
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
-from staleflow.servers.scheduler.ledger.pending_replies import Answers
+from staleflow.servers.scheduler.ledger.pending_replies import PendingReplies
 from staleflow.servers.trajectories import service as trajectory_service
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.slabs import Slabs
@@ -178,10 +178,10 @@ def pushed_effect(event: Any) -> Any:
 
 
 def _answer_at_once(real: Any) -> Any:
-    def hold(self: Answers, call: Any, reply: Any) -> None:
+    def add(self: PendingReplies, call: Any, reply: Any) -> None:
         call.reply(reply)
 
-    return hold
+    return add
 
 
 def _told_when_it_comes(real: Any) -> Any:
@@ -471,8 +471,8 @@ MUTANTS = (
     ),
     Mutant(
         "answers leave before the commit",
-        Answers,
-        "hold",
+        PendingReplies,
+        "add",
         _answer_at_once,
         _rules("ACKNOWLEDGED", "COMMITTED"),
         ("kill at a commit",),
@@ -561,7 +561,7 @@ MUTANTS = (
     Mutant(
         "a failed commit forgets that a scheduler began",
         Interpreter,
-        "_forget",
+        "_undo",
         _keeps_the_opening,
         _rules("RUN"),
         ("broken disk", "kill"),

@@ -9,12 +9,12 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.coordination.view import Cost
 from staleflow.protocols.wire.messages import InstanceStats
 from staleflow.servers.scheduler.coordination.costs import (
-    AT_ONCE,
     EACH,
-    ENOUGH,
-    EVERY,
+    FIT_INTERVAL,
+    MAX_AGE,
+    MAX_FITS,
+    MIN_OBSERVATIONS,
     MIN_STEPS,
-    OLDEST,
     SIZES,
     Costs,
     fitted,
@@ -73,13 +73,13 @@ def test_no_part_of_a_fit_is_negative_and_none_is_far_off(
 
 
 def test_an_engine_that_always_does_the_same_is_fitted_where_it_works() -> None:
-    found = fitted(np.tile([8.0, 4000.0, 0.02], (ENOUGH, 1)))
+    found = fitted(np.tile([8.0, 4000.0, 0.02], (MIN_OBSERVATIONS, 1)))
     assert found is not None
     assert found.step_s(8, 4000) == pytest.approx(0.02)
 
 
 def test_a_few_observations_are_no_fit() -> None:
-    assert fitted(observed(TRUE, ENOUGH - 1, most=50)) is None
+    assert fitted(observed(TRUE, MIN_OBSERVATIONS - 1, most=50)) is None
 
 
 class Reports:
@@ -125,7 +125,7 @@ def test_short_reports_are_added_up_and_idle_ones_are_none() -> None:
     for _ in range(10):
         costs.observe(A, reports.decode(4, 100, steps=MIN_STEPS // 4))
     assert costs.fit() == []
-    for _ in range(4 * ENOUGH):
+    for _ in range(4 * MIN_OBSERVATIONS):
         costs.observe(A, reports.decode(4, 100, steps=MIN_STEPS // 4))
     assert costs.fit() == [A]
     for _ in range(100):
@@ -135,7 +135,7 @@ def test_short_reports_are_added_up_and_idle_ones_are_none() -> None:
 
 def test_a_counter_that_falls_is_no_observation() -> None:
     costs, reports = Costs(), Reports(TRUE)
-    for _ in range(ENOUGH):
+    for _ in range(MIN_OBSERVATIONS):
         costs.observe(A, reports.decode(4, 100))
         costs.observe(A, InstanceStats())
         reports.stats = InstanceStats()
@@ -144,7 +144,7 @@ def test_a_counter_that_falls_is_no_observation() -> None:
 
 def test_fits_are_made_again_now_and_then_a_few_at_once() -> None:
     costs = Costs()
-    many = [WorkerId(f"w{n}") for n in range(AT_ONCE + 2)]
+    many = [WorkerId(f"w{n}") for n in range(MAX_FITS + 2)]
     reports = {worker: Reports(TRUE) for worker in many}
 
     def decode(times: int) -> None:
@@ -152,14 +152,14 @@ def test_fits_are_made_again_now_and_then_a_few_at_once() -> None:
             for n in range(times):
                 costs.observe(worker, reports[worker].decode(4 + n, 100))
 
-    decode(ENOUGH + 1)
-    assert costs.fit() == many[:AT_ONCE]
-    assert costs.fit() == many[AT_ONCE:]
+    decode(MIN_OBSERVATIONS + 1)
+    assert costs.fit() == many[:MAX_FITS]
+    assert costs.fit() == many[MAX_FITS:]
     assert costs.fit() == []
-    decode(EVERY - 1)
+    decode(FIT_INTERVAL - 1)
     assert costs.fit() == []
     decode(1)
-    assert costs.fit() == many[:AT_ONCE]
+    assert costs.fit() == many[:MAX_FITS]
 
 
 def test_an_engine_that_becomes_slower_is_found_out_and_what_is_kept_is_bounded() -> None:
@@ -169,7 +169,7 @@ def test_an_engine_that_becomes_slower_is_found_out_and_what_is_kept_is_bounded(
         costs.fit()
     slower = Reports(Cost(k1=0.0, k2=0.1, k3=0.0, k4=0.0))
     slower.stats = reports.stats
-    for n in range(OLDEST):
+    for n in range(MAX_AGE):
         costs.observe(A, slower.decode(1 + n % 50, 1000))
         costs.fit()
     found = costs.of(A)
@@ -179,7 +179,7 @@ def test_an_engine_that_becomes_slower_is_found_out_and_what_is_kept_is_bounded(
 
 def test_who_is_gone_is_forgotten() -> None:
     costs, reports = Costs(), Reports(TRUE)
-    for _ in range(ENOUGH + 1):
+    for _ in range(MIN_OBSERVATIONS + 1):
         costs.observe(A, reports.decode(4, 100))
     costs.forget(A)
     assert costs.fit() == []

@@ -2,7 +2,7 @@
 
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Abort, InstanceStats
-from staleflow.servers.scheduler.coordination.instance import PULL_PATIENCE_MS, PULL_RETRY_MS, CommandQueue, Instance
+from staleflow.servers.scheduler.coordination.instance import PULL_RETRY_MS, PULL_TIMEOUT_MS, CommandQueue, Instance
 
 LOADED = InstanceStats(version=Version(1))
 
@@ -41,7 +41,7 @@ def test_what_was_not_sent_can_be_forgotten() -> None:
     commands = queue(1)
     commands.take()
     commands.add(abort(2))
-    commands.unsend()
+    commands.discard_unsent()
     assert commands.pending == [abort(1)]
     assert commands.add(abort(3)) == 2
 
@@ -50,9 +50,9 @@ def test_a_pull_is_over_when_the_weights_are_reported() -> None:
     instance = Instance(WorkerId("w"), 1)
     instance.order_pull(Lineage(0), Version(1), 100)
     assert instance.pulling(100)
-    instance.hear(InstanceStats(version=Version(0)))
+    instance.update_stats(InstanceStats(version=Version(0)))
     assert instance.pulling(101)
-    instance.hear(LOADED)
+    instance.update_stats(LOADED)
     assert not instance.pulling(102)
     assert not instance.stuck
 
@@ -66,23 +66,23 @@ def test_a_pull_that_failed_is_ordered_again_after_a_while_and_meanwhile_work_go
     assert not instance.pulling(50 + PULL_RETRY_MS)
     instance.order_pull(Lineage(0), Version(1), 50 + PULL_RETRY_MS)
     assert instance.stuck
-    instance.hear(LOADED)
+    instance.update_stats(LOADED)
     assert not instance.stuck
 
 
 def test_a_pull_without_an_answer_is_ordered_again() -> None:
     instance = Instance(WorkerId("w"), 1)
     instance.order_pull(Lineage(0), Version(1), 0)
-    assert instance.pulling(PULL_PATIENCE_MS - 1)
-    assert not instance.pulling(PULL_PATIENCE_MS)
+    assert instance.pulling(PULL_TIMEOUT_MS - 1)
+    assert not instance.pulling(PULL_TIMEOUT_MS)
     assert not instance.stuck
-    instance.order_pull(Lineage(0), Version(1), PULL_PATIENCE_MS)
+    instance.order_pull(Lineage(0), Version(1), PULL_TIMEOUT_MS)
     assert instance.stuck
 
 
 def test_weights_are_there_or_on_their_way_by_the_newest_order() -> None:
     instance = Instance(WorkerId("w"), 1)
-    instance.hear(LOADED)
+    instance.update_stats(LOADED)
     assert instance.will_have(Lineage(0), Version(1))
     assert not instance.will_have(Lineage(0), Version(2))
     assert not instance.will_have(Lineage(1), Version(0))

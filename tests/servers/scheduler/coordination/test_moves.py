@@ -14,7 +14,7 @@ from staleflow.protocols.coordination.migration import MIN_AGE_MS
 from staleflow.protocols.coordination.view import Flight, Order, Snapshot
 from staleflow.protocols.wire.messages import Assign, Detach, RegisterYield, Yield
 from staleflow.servers.scheduler.coordination import cycle
-from staleflow.servers.scheduler.coordination.moves import PATIENCE_MS
+from staleflow.servers.scheduler.coordination.moves import MOVE_TIMEOUT_MS
 from tests.servers.scheduler.table import Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -174,7 +174,7 @@ def test_an_order_that_takes_too_long_is_over_and_the_group_stays(table: Table) 
     crowd = Crowd(table)
     left = crowd.told()
     crowd.a.report(waiting=0)
-    table.after(PATIENCE_MS)
+    table.after(MOVE_TIMEOUT_MS)
     crowd.a.report()
     assert table.interpreter.machine.group(left.group).lease == left.lease  # type: ignore[union-attr]
     assert crowd.a.give_up(left) is Code.DENIED

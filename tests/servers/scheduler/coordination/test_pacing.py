@@ -54,7 +54,7 @@ class Run:
         self.sealed += [effect for effect in told if isinstance(effect, Sealed)]
 
     def look(self, now_ms: int) -> Pace:
-        self.pacing.look(self.machine, now_ms)
+        self.pacing.update(self.machine, now_ms)
         return self.pacing.pace
 
 

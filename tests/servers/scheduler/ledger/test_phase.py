@@ -81,7 +81,7 @@ def test_an_acknowledged_end_survives_a_kill_and_the_trace_is_closed(run: Asked)
     run.service.tick()
     assert run.leases("w") == leases, "nothing new is leased"
     assert answer is None or (isinstance(answer, Commands) and answer.drain)
-    run.service._finished_ms -= services.CLOSE_AFTER_MS + 1  # pyright: ignore[reportPrivateUsage]
+    run.service._finished_ms -= services.CLOSE_TIMEOUT_MS + 1  # pyright: ignore[reportPrivateUsage]
     run.service.tick()
     assert closes(run) == ["finished"]
     assert audit(run.run_dir / "trace.jsonl").ok
@@ -110,7 +110,7 @@ def test_a_run_that_had_closed_by_itself_is_over_after_a_restart(run: Asked) -> 
     finish(run)
     run.service.close("finished")
     restart(run)
-    run.service._finished_ms -= services.CLOSE_AFTER_MS + 1  # pyright: ignore[reportPrivateUsage]
+    run.service._finished_ms -= services.CLOSE_TIMEOUT_MS + 1  # pyright: ignore[reportPrivateUsage]
     run.service.tick()
     assert status(run) == {"finished": True, "drained": "", "error": "", "closed": True}
     assert closes(run) == ["finished", "finished"]
@@ -178,19 +178,19 @@ def test_groups_that_never_end_hold_a_drain_up_for_a_while_only(run: Asked, monk
     run.cast("w")
     assert next_batch(run, 0) is None
     call = run.waiting()
-    monkeypatch.setattr(services, "DRAIN_MS", 0)
+    monkeypatch.setattr(services, "DRAIN_TIMEOUT_MS", 0)
     run.ask("admin.1", Role.ADMIN, DRAIN)
     run.service.tick()
     answer = run.report("w", [lease for _, lease in run.leases("w")])
     assert isinstance(answer, Commands)
     assert answer.drain, "its worker is asked to leave"
-    monkeypatch.setattr(services, "SETTLE_MS", 0)
+    monkeypatch.setattr(services, "SETTLE_TIMEOUT_MS", 0)
     run.service.tick()
     assert isinstance(call(), NoMoreBatches)
 
 
 def test_a_drain_without_a_trainer_ends_by_itself(run: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "NO_TRAINER_MS", 0)
+    monkeypatch.setattr(services, "TRAINER_TIMEOUT_MS", 0)
     run.ask("admin.1", Role.ADMIN, DRAIN)
     run.service.tick()
     run.service.tick()

@@ -61,5 +61,5 @@ def test_a_prompt_that_always_fails_is_tried_a_few_times_an_epoch_and_nothing_of
     assert len(given_up) >= epochs // 2
     assert {tries[epoch] for epoch in given_up} == {MAX_TRIES}
     assert max(tries.values()) == MAX_TRIES
-    assert table.interpreter.deck.waiting <= len(tries) - len(given_up) <= 4
+    assert table.interpreter.prompts.num_requeued <= len(tries) - len(given_up) <= 4
     table.close()

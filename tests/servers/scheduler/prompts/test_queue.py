@@ -10,20 +10,20 @@ import pytest
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.scheduler.lengths.expected import Lengths
 from staleflow.servers.scheduler.prompts.permutation import permuted
-from staleflow.servers.scheduler.prompts.queue import TABLES, Deck
+from staleflow.servers.scheduler.prompts.queue import TABLES, PromptQueue
 from staleflow.servers.scheduler.prompts.stream import Clustering
 from staleflow.store.lmdb import Store
 from staleflow.store.memory import MemoryStore
 
 
-def deck(rows: int = 5, *, seed: int = 0, epochs: int = 0) -> Deck:
-    made = Deck(seed=seed, epochs=epochs)
+def deck(rows: int = 5, *, seed: int = 0, epochs: int = 0) -> PromptQueue:
+    made = PromptQueue(seed=seed, epochs=epochs)
     assert made.set_source(rows, "sha")
     return made
 
 
-def deal(made: Deck, count: int) -> list[GroupId | None]:
-    return [made.deal() for _ in range(count)]
+def deal(made: PromptQueue, count: int) -> list[GroupId | None]:
+    return [made.pop() for _ in range(count)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 64, 1000, 4097])
@@ -49,32 +49,32 @@ def test_the_permutation_does_not_depend_on_where_it_is_cut() -> None:
 
 def test_what_is_dealt_again_comes_first() -> None:
     made = deck()
-    first = made.deal()
+    first = made.pop()
     assert first is not None
-    made.deal()
-    made.again(first)
-    assert made.waiting == 1
-    assert made.deal() == first
-    assert made.waiting == 0
+    made.pop()
+    made.requeue(first)
+    assert made.num_requeued == 1
+    assert made.pop() == first
+    assert made.num_requeued == 0
 
 
 def test_what_was_overdue_lets_others_go_first() -> None:
     made = deck(10)
-    first = made.deal()
+    first = made.pop()
     assert first is not None
-    made.again(first, after=2)
+    made.requeue(first, after=2)
     assert first not in deal(made, 2)
-    assert made.deal() == first
+    assert made.pop() == first
 
 
 def test_after_the_last_epoch_only_what_is_dealt_again_is_left() -> None:
     made = deck(3, epochs=2)
     dealt = deal(made, 6)
-    assert made.left() == 0
-    assert made.deal() is None
+    assert made.num_left() == 0
+    assert made.pop() is None
     assert dealt[4] is not None
-    made.again(dealt[4], after=100)
-    assert made.left() == 1
+    made.requeue(dealt[4], after=100)
+    assert made.num_left() == 1
     assert deal(made, 2) == [dealt[4], None]
 
 
@@ -83,12 +83,12 @@ def test_a_group_leased_by_somebody_else_is_not_dealt() -> None:
     first, second = deal(made, 2)
     assert first is not None
     assert second is not None
-    made.again(first)
-    made.again(second)
-    made.take(first)
-    made.take(first)
-    assert made.deal() == second
-    assert made.deal() not in (first, second)
+    made.requeue(first)
+    made.requeue(second)
+    made.discard(first)
+    made.discard(first)
+    assert made.pop() == second
+    assert made.pop() not in (first, second)
 
 
 def test_another_prompt_source_is_refused() -> None:
@@ -99,7 +99,7 @@ def test_another_prompt_source_is_refused() -> None:
 
 
 def test_without_rows_nothing_is_dealt() -> None:
-    assert Deck(seed=0, epochs=0).deal() is None
+    assert PromptQueue(seed=0, epochs=0).pop() is None
 
 
 def test_a_deck_goes_on_where_it_was_saved(tmp_path: Path) -> None:
@@ -108,15 +108,15 @@ def test_a_deck_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     dealt = deal(made, 7)
     assert dealt[2] is not None
     assert dealt[3] is not None
-    made.again(dealt[2])
-    made.again(dealt[3])
-    made.take(dealt[2])
+    made.requeue(dealt[2])
+    made.requeue(dealt[3])
+    made.discard(dealt[2])
     with store.write() as txn:
         made.save(txn)
     made.saved()
     assert not made.changed
-    lost = made.deal()  # never saved
-    again = Deck(seed=0, epochs=0)
+    lost = made.pop()  # never saved
+    again = PromptQueue(seed=0, epochs=0)
     with store.read() as txn:
         again.load(txn)
     assert again.rows == 20
@@ -130,13 +130,13 @@ def test_a_deck_goes_on_where_it_was_saved(tmp_path: Path) -> None:
 # Any of those that come next ------------------------------------------------------------------------------------------
 
 
-def save(made: Deck, store: MemoryStore) -> None:
+def save(made: PromptQueue, store: MemoryStore) -> None:
     with store.write() as txn:
         made.save(txn)
     made.saved()
 
 
-def restarted(made: Deck, store: MemoryStore) -> Deck:
+def restarted(made: PromptQueue, store: MemoryStore) -> PromptQueue:
     with store.read() as txn:
         made.load(txn)
     return made
@@ -147,8 +147,8 @@ def test_what_is_upcoming_is_what_is_dealt_next() -> None:
     first, second = deal(made, 2)
     assert first is not None
     assert second is not None
-    made.again(first)
-    made.again(second, after=3)
+    made.requeue(first)
+    made.requeue(second, after=3)
     upcoming = made.upcoming(8)
     assert upcoming[0] == first
     assert upcoming[4] == second
@@ -160,8 +160,8 @@ def test_upcoming_ends_with_the_source_and_then_names_what_is_not_due_yet() -> N
     made = deck(3, epochs=1)
     assert sorted(made.upcoming(100)) == [0, 1, 2]
     last = made.upcoming(3)[2]
-    made.deal_group(last)
-    made.again(last, after=50)
+    made.pop_group(last)
+    made.requeue(last, after=50)
     assert made.upcoming(100)[2] == last
     assert len(made.upcoming(100)) == 3
 
@@ -169,10 +169,10 @@ def test_upcoming_ends_with_the_source_and_then_names_what_is_not_due_yet() -> N
 def test_any_of_the_upcoming_groups_can_be_dealt_and_the_others_keep_their_order() -> None:
     made = deck(10)
     a, b, c, d = made.upcoming(4)
-    made.deal_group(c)
+    made.pop_group(c)
     assert made.upcoming(3) == [a, b, d]
     with pytest.raises(KeyError):
-        made.deal_group(c)
+        made.pop_group(c)
     assert deal(made, 3) == [a, b, d]
 
 
@@ -184,9 +184,9 @@ def test_groups_dealt_out_of_turn_are_not_dealt_again_after_a_restart() -> None:
     made.upcoming(10)
     for group in out_of_turn:
         assert group is not None
-        made.deal_group(group)
+        made.pop_group(group)
     save(made, store)
-    again = restarted(Deck(seed=0, epochs=0), store)
+    again = restarted(PromptQueue(seed=0, epochs=0), store)
     assert deal(again, 56) == [group for group in whole if group not in out_of_turn]
 
 
@@ -194,7 +194,7 @@ def test_a_deck_saved_before_groups_could_be_dealt_out_of_turn_goes_on() -> None
     store = MemoryStore(TABLES)
     with store.write() as txn:
         txn.put("deck", b"state", msgspec.msgpack.encode({"rows": 20, "prompts_sha": "sha", "cursor": 7}))
-    again = restarted(Deck(seed=0, epochs=0), store)
+    again = restarted(PromptQueue(seed=0, epochs=0), store)
     assert deal(again, 13) == deal(deck(20), 20)[7:]
 
 
@@ -212,9 +212,11 @@ class Told(Lengths):
         return [self.told.get(group % self.rows, 0.0) for group in groups]
 
 
-def clustered(rows: int, told: dict[int, float], *, batch_size: int = 2, lookahead: int = 3, epochs: int = 0) -> Deck:
+def clustered(
+    rows: int, told: dict[int, float], *, batch_size: int = 2, lookahead: int = 3, epochs: int = 0
+) -> PromptQueue:
     clustering = Clustering(batch_size=batch_size, lookahead=lookahead)
-    made = Deck(seed=0, epochs=epochs, lengths=Told(told), clustering=clustering)
+    made = PromptQueue(seed=0, epochs=epochs, lengths=Told(told), clustering=clustering)
     assert made.set_source(rows, "sha")
     return made
 
@@ -243,7 +245,7 @@ def test_what_is_learned_while_a_block_is_dealt_orders_the_rest_of_it_after_the_
     stream = deal(deck(60), 12)
     assert deal(made, 3) == stream[:3]
     told.update({row: float(100 - row) for row in range(60)})
-    assert made.deal() == stream[3]
+    assert made.pop() == stream[3]
     assert deal(made, 8) == sorted(stream[4:], key=number, reverse=True)
 
 
@@ -252,7 +254,7 @@ def test_a_clustered_deck_ends_with_its_last_epoch() -> None:
     dealt = deal(made, 21)
     assert dealt[20] is None
     assert sorted(group for group in dealt if group is not None) == list(range(20))
-    assert made.left() == 0
+    assert made.num_left() == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -271,14 +273,14 @@ def test_random_restarts_neither_lose_nor_repeat_a_prompt_and_nobody_waits_for_m
                 dealt += [group for group in deal(made, choose.randint(1, 5)) if group is not None]
             case "any":
                 group = choose.choice(made.upcoming(block))
-                made.deal_group(group)
+                made.pop_group(group)
                 dealt.append(group)
             case "save":
                 save(made, store)
                 kept = list(dealt)
             case "crash":  # what was not saved never happened
                 clustering = choose.choice([Clustering(batch_size=2, lookahead=3), None])
-                made = restarted(Deck(seed=0, epochs=0, lengths=Told(told), clustering=clustering), store)
+                made = restarted(PromptQueue(seed=0, epochs=0, lengths=Told(told), clustering=clustering), store)
                 dealt = list(kept)
             case "learn":
                 told[choose.randrange(rows)] = choose.lognormvariate(5, 1)

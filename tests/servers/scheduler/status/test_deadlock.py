@@ -10,7 +10,7 @@ from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import Step, WorkerId
 from staleflow.protocols.wire.messages import GetBatch, Refusal, Reply, StageFailing, StageLoad, StageLoads
 from staleflow.servers.scheduler.coordination.backoff import HOLD_AFTER, MAX_TRIES
-from staleflow.servers.scheduler.status.deadlock import FAILED_BATCHES, FAILING_MS, MANY_TIMES
+from staleflow.servers.scheduler.status.deadlock import FAILED_BATCHES, MIN_FAILING_MS, MIN_FAILURES
 from tests.servers.scheduler.table import TICK_MS, Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -63,8 +63,8 @@ def test_prompts_that_are_used_up_end_the_run_and_say_what_to_change(tmp_path: P
     seat.report()
     seat.finish(seat.holds()[0])
     why = (
-        "step 2 can never be trained: 1 of 2 groups are ready and the prompts are used up: 1 x 5. What helps: raise "
-        "prompts.epochs (0 goes round for ever), or lower trainer.steps from 100 to 2, or set "
+        "step 2 can never be trained: 1 of 2 groups are ready and the prompts are used up: 1 x 5. Possible fixes: "
+        "raise prompts.epochs (0 repeats the prompts without end), or lower trainer.steps from 100 to 2, or set "
         'rollout.filter to "none"'
     )
     assert told(table) == why
@@ -82,7 +82,9 @@ def test_a_filter_that_the_advantage_does_without_is_no_way_out(tmp_path: Path) 
     train(seat, 1)
     seat.report()
     seat.finish(seat.holds()[0])
-    assert told(table).endswith("raise prompts.epochs (0 goes round for ever), or lower trainer.steps from 100 to 1")
+    assert told(table).endswith(
+        "raise prompts.epochs (0 repeats the prompts without end), or lower trainer.steps from 100 to 1"
+    )
     table.close()
 
 
@@ -95,7 +97,7 @@ def test_it_is_said_where_the_prompts_went(tmp_path: Path) -> None:
         table.release(assign, ReleaseWhy.FILTERED, "trajectories-0")
         del seat.held[assign.lease]
     seat.finish(seat.holds()[0])
-    assert "1 of 2 groups are ready and the prompts are used up: 1 x 4, 3 filtered. What helps:" in told(table)
+    assert "1 of 2 groups are ready and the prompts are used up: 1 x 4, 3 filtered. Possible fixes:" in told(table)
 
 
 def test_while_a_group_is_under_way_nothing_is_certain(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_when_the_only_prompt_left_fails_again_and_again_it_is_given_up_and_the_
     table.after(TICK_MS)
     assert table.refused[0].detail.startswith(
         "step 2 can never be trained: 0 of 2 groups are ready and the prompts are used up: 1 x 5, 1 given up after they"
-        f" failed (the newest: {LONG.format(bad)}). What helps: "
+        f" failed (the newest: {LONG.format(bad)}). Possible fixes: "
     )
 
 
@@ -217,7 +219,7 @@ def test_when_every_prompt_that_is_left_fails_the_run_ends_though_none_is_given_
     assert table.refused[0].detail.startswith(
         "step 2 can never be trained: 0 of 2 groups are ready and each prompt that is left, 8, failed 5 times. The "
     )
-    assert failures >= 8 * MANY_TIMES
+    assert failures >= 8 * MIN_FAILURES
 
 
 def test_a_filter_that_keeps_nothing_is_named_and_does_not_end_the_run(tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_rewards_that_fail_from_the_beginning_on_end_the_run_with_the_newest_rea
     seat = Seat(table, "a")
     through_the_shard(seat, MANY_FAILED, ReleaseWhy.ABORTED, BAD)
     assert told(table) == "", "what the reward needs may still be starting"
-    passes(seat, FAILING_MS)
+    passes(seat, MIN_FAILING_MS)
     table.refused.clear()
     assert told(table) == "", "four groups are under way, and one of them may have a reward"
     begun = table.interpreter.totals.counts.reserves
@@ -282,7 +284,7 @@ def test_a_group_under_way_that_has_its_reward_clears_the_suspicion(tmp_path: Pa
     table = Table(tmp_path / "run", config())
     seat = Seat(table, "a")
     through_the_shard(seat, MANY_FAILED, ReleaseWhy.ABORTED, BAD)
-    passes(seat, FAILING_MS)
+    passes(seat, MIN_FAILING_MS)
     assert told(table) == ""
     seat.finish(seat.holds()[0])
     for _ in range(3):
@@ -297,17 +299,17 @@ def test_few_failures_however_old_end_nothing(tmp_path: Path) -> None:
     table = Table(tmp_path / "run", config())
     seat = Seat(table, "a")
     through_the_shard(seat, MANY_FAILED - 1, ReleaseWhy.ABORTED, BAD)
-    table.after(FAILING_MS)
+    table.after(MIN_FAILING_MS)
     assert told(table) == ""
 
 
 @pytest.mark.parametrize(
     ("before", "failing_ms", "workers", "ends"),
     [
-        (None, FAILING_MS, 1, True),
-        (None, FAILING_MS - 1, 1, False),
-        (None, FAILING_MS, 2, False),
-        (ReleaseWhy.FILTERED, FAILING_MS, 1, False),
+        (None, MIN_FAILING_MS, 1, True),
+        (None, MIN_FAILING_MS - 1, 1, False),
+        (None, MIN_FAILING_MS, 2, False),
+        (ReleaseWhy.FILTERED, MIN_FAILING_MS, 1, False),
     ],
     ids=["all of a minute", "not yet", "another works", "one came through"],
 )
@@ -351,7 +353,7 @@ def test_a_group_that_has_passed_the_failing_stage_delays_the_end(tmp_path: Path
     seat = Seat(table, "a")
     table.attach("judge-0", "stage", stage="judge")
     failing = StageFailing(
-        worker=WorkerId("judge-0"), failures=40, failing_ms=FAILING_MS, held_ms=9_000, why="judge: refused"
+        worker=WorkerId("judge-0"), failures=40, failing_ms=MIN_FAILING_MS, held_ms=9_000, why="judge: refused"
     )
 
     def report(passed: int) -> None:
@@ -378,7 +380,7 @@ def test_one_group_that_had_its_reward_shows_that_failures_pass(tmp_path: Path, 
         table.restart()
         table.attach("trajectories-0", "trajectories", endpoint="ipc:///none", rows=1000, prompts_sha="p")
     through_the_shard(seat, MANY_FAILED, ReleaseWhy.ABORTED, BAD)
-    table.after(FAILING_MS)
+    table.after(MIN_FAILING_MS)
     assert told(table) == ""
 
 
@@ -387,7 +389,7 @@ def test_an_environment_that_fails_from_the_beginning_on_ends_the_run_too(tmp_pa
     table = Table(tmp_path / "run", config())
     seat = Seat(table, "a")
     through_the_shard(seat, pushed, ReleaseWhy.FILTERED)
-    for _ in range(FAILING_MS // 1_000 + 1):
+    for _ in range(MIN_FAILING_MS // 1_000 + 1):
         for assign in list(seat.held.values()):
             del seat.held[assign.lease]
             table.release(assign, ReleaseWhy.ABORTED, "a", detail=f"group {assign.group}: the environment raised")

@@ -10,17 +10,17 @@ from staleflow.configs.schema import Config, Environment, Prompts, Reward, Rollo
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.messages import Done, InstanceStats, StageFailing, StageLoad, StageLoads
-from staleflow.servers.scheduler.status.stage_loads import Load, Loads, calls_limit, episodes_limit
+from staleflow.servers.scheduler.status.stage_loads import Load, StageLoadTable, calls_limit, episodes_limit
 from tests.servers.scheduler.world import Cast, World
 
 
 class Heard:
-    """Stands for ``Answers``."""
+    """Stands for ``PendingReplies``."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def hold(self, call: object, reply: object) -> None:
+    def add(self, call: object, reply: object) -> None:
         self.said.append(reply)
 
     def refuse(self, call: object, code: Code, detail: str) -> None:
@@ -31,14 +31,14 @@ def load(stage: str, waiting: int, taken: int, *groups: int) -> StageLoad:
     return StageLoad(stage=stage, waiting=waiting, taken=taken, groups=[GroupId(group) for group in groups])
 
 
-def told(loads: Loads, shard: int, *given: StageLoad) -> None:
+def told(loads: StageLoadTable, shard: int, *given: StageLoad) -> None:
     call: Any = None
     loads.report(call, StageLoads(shard=shard, loads=list(given), used_share=0.25))
 
 
 def test_the_newest_word_of_each_shard_counts_and_shards_add_up() -> None:
     heard: Any = Heard()
-    loads = Loads(2, ("reward", "judge"), heard)
+    loads = StageLoadTable(2, ("reward", "judge"), heard)
     told(loads, 0, load("judge", 9, 9, 1))
     told(loads, 0, load("reward", 1, 0, 4), load("judge", 2, 1, 7, 4))
     told(loads, 1, load("judge", 3, 0, 5))
@@ -53,7 +53,7 @@ def test_the_newest_word_of_each_shard_counts_and_shards_add_up() -> None:
 )
 def test_a_report_of_no_shard_or_of_no_stage_changes_nothing(shard: int, given: list[StageLoad]) -> None:
     heard: Any = Heard()
-    loads = Loads(2, ("reward", "judge"), heard)
+    loads = StageLoadTable(2, ("reward", "judge"), heard)
     told(loads, shard, *given)
     assert [code for code, _ in heard.said] == [Code.MALFORMED]
     assert loads.by_stage() == {}
@@ -101,7 +101,7 @@ FULL = InstanceStats(running=3, slots=64, episodes=8, episodes_waiting=24)
         ({"running": 64}, ""),
         ({"waiting": 1}, ""),
         ({"slots": 0, "running": 64}, ""),
-        ({"episodes": 2}, "; fewer share a process while episodes end it, see the log of rollout-0"),
+        ({"episodes": 2}, "; fewer episodes share a process because episodes crash it, see the log of rollout-0"),
     ],
     ids=["full", "nothing queued", "no free slot", "the engine is full", "slots unknown", "episodes end processes"],
 )
@@ -125,7 +125,7 @@ def failing(worker: str, failures: int, failing_ms: int) -> StageFailing:
 
 def test_workers_that_fail_everything_are_known_by_their_longest_report() -> None:
     heard: Any = Heard()
-    loads = Loads(2, ("reward", "judge"), heard)
+    loads = StageLoadTable(2, ("reward", "judge"), heard)
     mine = msgspec.structs.replace(load("judge", 1, 0), failing=[failing("a", 3, 100), failing("b", 4, 70_000)])
     told(loads, 0, mine)
     told(loads, 1, msgspec.structs.replace(mine, failing=[failing("a", 9, 61_000)]))

@@ -127,12 +127,12 @@ def test_a_shard_that_refuses_pushes_is_named_before_the_group_that_waits_for_it
 
     full = "trajectory server 0 is full (89 % of trajectories.map_mb): pushes wait"
     assert why("") == waits
-    assert why("map") == f"{full} until a checkpoint lets go; {waits}"
+    assert why("map") == f"{full} until a checkpoint releases groups; {waits}"
     assert why("disk") == f"trajectory server 0: its disk is full; pushes wait; {waits}"
     kept = RegisterCheckpoint(trainer_term=table.term, lineage=Lineage(0), version=Version(1))
     assert table.ask("trainer", kept) == RegisterCheckpointReply(oldest=Version(1))
     fit = "the groups of 2 batches must fit in 90 % of it, so a new run needs a larger one"
-    assert why("map") == f"{full}, and no checkpoint can make room: {fit}; {waits}"
+    assert why("map") == f"{full}, and no checkpoint can free space: {fit}; {waits}"
 
 
 def test_the_word_for_what_the_trainer_waits_for_follows_the_groups(tmp_path: Path) -> None:

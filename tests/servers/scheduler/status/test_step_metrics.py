@@ -22,7 +22,7 @@ from staleflow.protocols.consistency.limits import Limits
 from staleflow.protocols.consistency.machine import Machine
 from staleflow.servers.scheduler.ledger.totals import Totals
 from staleflow.servers.scheduler.lengths.expected import Lengths
-from staleflow.servers.scheduler.status.step_metrics import Metrics, length_bias
+from staleflow.servers.scheduler.status.step_metrics import StepMetrics, length_bias
 
 LIMITS = Limits(max_staleness=1, batch_size=2)
 
@@ -34,8 +34,8 @@ def machine() -> Machine:
     return made
 
 
-def metrics(path: Path, clock: Clock = WALL) -> Metrics:
-    return Metrics(path, LIMITS, 2, Totals(), Lengths(), clock)
+def metrics(path: Path, clock: Clock = WALL) -> StepMetrics:
+    return StepMetrics(path, LIMITS, 2, Totals(), Lengths(), clock)
 
 
 def lines(path: Path) -> list[dict[str, float]]:

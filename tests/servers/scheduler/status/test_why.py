@@ -9,7 +9,7 @@ from staleflow.configs.schema import Environment
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Detach, Done
-from staleflow.servers.scheduler.workers.registry import RESTARTS_MS, SILENT_MS
+from staleflow.servers.scheduler.workers.registry import CRASH_LOOP_WINDOW_MS, FIRST_MESSAGE_TIMEOUT_MS
 from tests.servers.scheduler.table import TICK_MS, Seat, Table
 from tests.servers.scheduler.world import config
 
@@ -52,7 +52,7 @@ def test_a_restarted_scheduler_blames_no_server_before_it_could_be_heard(tmp_pat
     Seat(table, "a")
     table.restart()
     assert "silent for" not in table.why
-    table.after(SILENT_MS)
+    table.after(FIRST_MESSAGE_TIMEOUT_MS)
     assert table.why == f"trajectories-0 has been silent for 3 s: {WAITS['trajectories-0']}"
 
 
@@ -79,7 +79,7 @@ def test_a_trainer_in_a_crash_loop_is_named_while_it_works_and_while_it_is_away(
     table.after(7_000)
     assert table.why == f"{loop}; trainer has been silent for 7 s: step 0 waits for it or its successor"
     crash(table, 4)
-    table.after(RESTARTS_MS)
+    table.after(CRASH_LOOP_WINDOW_MS)
     assert table.why.startswith("the trainer works on step 0; "), "it works again"
 
 
@@ -94,13 +94,13 @@ def test_a_worker_that_fails_everything_is_named_with_its_reason(tmp_path: Path)
         table.after(TICK_MS)
         bad.report()
     failed = table.interpreter.totals.counts.releases["aborted"]
-    assert table.why.endswith(f"; bad is held for 1 s: its last {failed} groups failed: no module named judge")
+    assert table.why.endswith(f"; bad is on hold for 1 s: its last {failed} groups failed: no module named judge")
     rows = {row["name"]: row["failed"] for row in table.status()["instances"]}
     assert rows["good"] is None
     assert rows["bad"]["groups"] == failed
     table.after(1_000)
     bad.report()
-    assert f"bad is held to one group at a time: its last {failed} groups failed" in table.why
+    assert f"bad is limited to one group at a time: its last {failed} groups failed" in table.why
     assert len(bad.held) == 1
     bad.finish(bad.holds()[0])
     assert "held" not in table.why

@@ -66,8 +66,8 @@ def came_and_went(run: Asked, name: str, key: str) -> None:
 
 def test_workers_that_fell_silent_first_are_forgotten_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An autoscaler gives each pod a name of its own: names alone must fill neither the store nor memory."""
-    monkeypatch.setattr(registry, "MAX_GONE_PER_KEY", 3)
-    monkeypatch.setattr(registry, "MAX_GONE", 5)
+    monkeypatch.setattr(registry, "MAX_SILENT_PER_KEY", 3)
+    monkeypatch.setattr(registry, "MAX_SILENT", 5)
     run = Asked(tmp_path)
     run.cast("a")
     here = {"trajectories-0", "parameters", "trainer", "name-of-a"}
@@ -86,7 +86,7 @@ def test_workers_that_fell_silent_first_are_forgotten_first(tmp_path: Path, monk
 def test_a_silent_worker_is_kept_while_it_has_a_lease_and_so_are_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MAX_GONE_PER_KEY", 0)
+    monkeypatch.setattr(registry, "MAX_SILENT_PER_KEY", 0)
     run = Asked(tmp_path)
     run.cast("a")
     for worker in ("a", "shard.1", "parameters.1", "trainer.1"):
@@ -101,7 +101,7 @@ def test_a_silent_worker_is_kept_while_it_has_a_lease_and_so_are_servers(
 
 
 def test_a_worker_that_is_silent_for_long_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "FORGET_AFTER_MS", 60_000)
+    monkeypatch.setattr(registry, "SILENT_TIMEOUT_MS", 60_000)
     table = Table(tmp_path / "run", config(lease_s=1.0))
     Seat(table, "a", capacity=1)
     table.silent("a")
@@ -121,8 +121,8 @@ def test_a_worker_that_is_silent_for_long_is_forgotten(tmp_path: Path, monkeypat
 
 def test_after_a_restart_every_worker_has_time_to_be_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler that has just started hears no worker yet, and knows no key: none may be forgotten for that."""
-    monkeypatch.setattr(registry, "MAX_GONE_PER_KEY", 1)
-    monkeypatch.setattr(registry, "UNHEARD_MS", 10_000)
+    monkeypatch.setattr(registry, "MAX_SILENT_PER_KEY", 1)
+    monkeypatch.setattr(registry, "RECONNECT_TIMEOUT_MS", 10_000)
     table = Table(tmp_path / "run", config())
     for number in range(4):
         table.attach(f"w{number}", "rollout", capacity=0)
@@ -156,7 +156,7 @@ def test_a_key_has_a_limited_number_of_live_workers(tmp_path: Path) -> None:
     no = attach("c", "box")
     assert isinstance(no, Refusal)
     assert no.code is Code.BUSY
-    assert no.detail == "2 live processes have its key already (scheduler.max_workers_per_key)"
+    assert no.detail == "its key has 2 live processes already (scheduler.max_workers_per_key)"
     assert isinstance(attach("b", "box"), AttachReply), "the same process again"
     assert isinstance(attach("d", "tub"), AttachReply), "another key"
     run.service.on_gone("a.1")
@@ -167,7 +167,7 @@ def test_a_key_has_a_limited_number_of_live_workers(tmp_path: Path) -> None:
 def test_a_status_lists_live_workers_first_and_few_of_the_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "MAX_GONE_ROWS", 2)
+    monkeypatch.setattr(status, "MAX_SILENT_ROWS", 2)
     table = Table(tmp_path / "run", config())
     for number in range(5):
         table.attach(f"w{number}", "rollout", capacity=0)

@@ -189,7 +189,7 @@ def test_who_has_said_goodbye_does_not_come_back_but_who_looks_may(tmp_path: Pat
         run.attach("a.again", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4), AttachReply
     )
     late = run.attach("a", "name-of-a", "rollout", Role.ROLLOUT, key="key-of-a", capacity=4)
-    assert late == Refusal(code=Code.FENCED, detail="a has said goodbye")
+    assert late == Refusal(code=Code.FENCED, detail="a has detached")
     for _ in range(2):
         assert isinstance(run.attach("m", "m", "monitor", Role.MONITOR), AttachReply)
         run.ask("m", Role.MONITOR, Detach(worker=WorkerId("m"), why="test"))
@@ -197,7 +197,7 @@ def test_who_has_said_goodbye_does_not_come_back_but_who_looks_may(tmp_path: Pat
 
 
 def test_those_that_are_over_are_not_known_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_OVER", 2)
+    monkeypatch.setattr(registry, "MAX_ENDED", 2)
     run = Asked(tmp_path)
     for number in range(5):
         run.attach(f"w{number}", "w", "rollout", Role.ROLLOUT, capacity=1, slot="w")
@@ -218,7 +218,7 @@ def test_a_worker_is_its_roles_and_its_keys_if_only_its_role_is_known_after_a_re
         assert says("a", Role.ROLLOUT, its_own) is None
         assert says("a", Role.ROLLOUT, "rollout/evil") == (another if known else None)
         assert [says("a", role, key) for key, role in theirs] == [
-            f"a is a process of role rollout, for which a key of role {role} may not speak" for _, role in theirs
+            f"a is a process of role rollout; a key of role {role} may not act for it" for _, role in theirs
         ]
         assert says("shard.1", Role.SERVER, "server/server") is None
         assert says("nobody", Role.MONITOR, "monitor/m") is None
