@@ -6,6 +6,7 @@ from docs.generate.diagrams import architecture, machines, stages
 from docs.generate.life import life
 from docs.generate.metrics import metrics
 from docs.generate.timeline import timeline
+from docs.generate.trace import trace
 from docs.generate.window import window
 
 
@@ -15,6 +16,7 @@ def made() -> dict[str, str]:
     pictures = {"life": life(), "window": window(), "timeline": timeline()}
     pictures |= {"architecture": architecture(), "machines": machines(), "stages": stages()}
     return {
+        "trace.md": "\n".join(trace()).strip() + "\n",
         **{f"reference/{name}.md": "\n".join(lines).strip() + "\n" for name, lines in pages.items()},
         **{f"pictures/{name}.svg": text for name, text in pictures.items()},
     }

@@ -1,5 +1,7 @@
 """The pages that are made from the code are those that the code makes."""
 
+import re
+from typing import get_args
 from xml.etree import ElementTree
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from docs.generate.pages import made
 from staleflow.configs.loading.describe import tables
 from staleflow.configs.loading.explain import keys
+from staleflow.trace.events import AnyEvent
 from tests.docs.markdown import ROOT
 
 
@@ -22,7 +25,16 @@ def test_every_made_page_and_picture_is_fresh(fresh: dict[str, str]) -> None:
 
 def test_nothing_else_lies_beside_them(fresh: dict[str, str]) -> None:
     there = [path for folder in ("reference", "pictures") for path in (ROOT / "docs" / folder).iterdir()]
-    assert sorted(path.relative_to(ROOT / "docs").as_posix() for path in there) == sorted(fresh)
+    beside = sorted(path.relative_to(ROOT / "docs").as_posix() for path in there)
+    assert beside == sorted(name for name in fresh if name != "trace.md")
+
+
+def test_the_page_of_the_trace_has_every_event_and_every_field_of_it(fresh: dict[str, str]) -> None:
+    page = fresh["trace.md"]
+    for kind in get_args(AnyEvent):
+        _, _, rest = page.partition(f"### `{kind.__struct_config__.tag}`\n")
+        rows = re.findall(r"^\| `(\w+)`", rest.partition("\n#")[0], re.MULTILINE)
+        assert rows == list(kind.__struct_encode_fields__)
 
 
 def test_a_picture_is_well_formed_and_asks_for_nothing_from_elsewhere(fresh: dict[str, str]) -> None:
