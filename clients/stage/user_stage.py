@@ -1,4 +1,4 @@
-"""A stage of the user's own: its function is called with every group, in a child process."""
+"""A stage defined by the user: its function is called with every group, in a child process."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -19,7 +19,7 @@ from staleflow.protocols.wire.tensors import pack, unpack
 
 
 class UserStage:
-    """Makes what its function returns. Groups of an ``async def`` are under way side by side, others one by one."""
+    """Compute the columns that its function returns. Groups of an ``async def`` run concurrently, others one by one."""
 
     together: ClassVar[bool] = False
 
@@ -29,7 +29,7 @@ class UserStage:
 
     @property
     def calls(self) -> int:
-        """Most calls of the function under way at once."""
+        """Maximum number of concurrent calls of the function."""
         return self._calls.calls
 
     async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
@@ -38,7 +38,7 @@ class UserStage:
         return [task.result() for task in made]
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the function is not notified."""
 
     async def _one(self, group: StageGroup) -> Made:
         texts, payload = self._decode(completions(group.payload)), pack(group.payload.to_arrays())
@@ -54,7 +54,7 @@ class UserStage:
 
 @asynccontextmanager
 async def user_stage(settings: StageSettings, node: Node, decode: Decode) -> AsyncGenerator[UserStage]:
-    """The stage with its process started, which ends afterwards. ``ConfigError`` if ``run`` cannot be loaded."""
+    """Open the stage and its process. Raise ``ConfigError`` if ``run`` cannot be loaded."""
     load = pipe.Load(
         run=settings.run,
         timeout_s=settings.timeout_s,

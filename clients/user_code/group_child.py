@@ -1,7 +1,6 @@
-"""Child process that runs a user's stage.
+"""Process of a user's stage: ``python -m staleflow.clients.user_code.group_child``, started by the runner.
 
-The runner starts it as ``python -m staleflow.clients.user_code.group_child``. User code cannot harm its worker, as
-for a reward (``child``).
+User code cannot harm its worker, as for a reward (``child``).
 """
 
 import sys
@@ -21,12 +20,12 @@ def main() -> int:
 
 
 def noun_of(stage: str) -> str:
-    """What messages to the operator call a stage."""
+    """Return the name of a stage in messages to the operator."""
     return f"the stage {stage}"
 
 
 class UserFunction:
-    """The user's function, called with groups."""
+    """A user's stage function, called with groups."""
 
     def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
         self._function = function

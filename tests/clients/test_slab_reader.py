@@ -141,7 +141,7 @@ def shards(folder: Path) -> list[Any]:
 async def test_a_trainer_keeps_a_bounded_number_of_maps_over_all_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "MOST", 5)
+    monkeypatch.setattr(mapped, "MAX_MAPPED", 5)
     every = shards(tmp_path)
     fetcher = Fetcher(every)
     wanted = [member for shard in every for member in shard.members()]
@@ -166,7 +166,7 @@ async def judged(every: Sequence[Any]) -> asyncio.Task[None]:
 async def test_a_stage_worker_keeps_a_bounded_number_of_maps_over_all_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "MOST", 5)
+    monkeypatch.setattr(mapped, "MAX_MAPPED", 5)
     working = await judged(shards(tmp_path))
     assert open_files(tmp_path) == 5
     working.cancel()

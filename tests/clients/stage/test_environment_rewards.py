@@ -73,10 +73,10 @@ async def test_no_number_takes_the_place_of_another_argument(
     group.stages.update({column: np.array(values, np.float32) for column, values in others.items()})
     made = await rewards("length", group, answer=4.0)
     assert isinstance(made, Failed)
-    assert made.why == f"{says}; the reward takes one value of a name"
+    assert made.why == f"{says}; the reward takes one value per name"
 
 
 async def test_without_either_the_group_fails_with_the_reason() -> None:
     made = await rewards("", payload())
     assert isinstance(made, Failed)
-    assert made.why == "its environment returned no reward, and there is no reward.run"
+    assert made.why == "its environment returned no reward, and reward.run is not set"

@@ -80,9 +80,9 @@ def test_what_is_not_one_value_a_sample_is_named(what: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ([[1.0] * 4], "values has 1 entries; the group has 2 samples, each with a value a token"),
+        ([[1.0] * 4], "values has 1 entries; the group has 2 samples, each with one value per token"),
         ([[1.0] * 4, [1.0] * 5], "values of sample 1 has 5 values; it has 6 completion tokens"),
-        (3.0, "values has float; the group has 2 samples, each with a value a token"),
+        (3.0, "values has float; the group has 2 samples, each with one value per token"),
     ],
 )
 def test_ragged_columns_that_do_not_fit_the_tokens_are_named(what: Any, says: str) -> None:

@@ -124,7 +124,7 @@ async def test_a_stage_that_fails_names_the_groups_that_it_ends_at(caplog: pytes
         await worker.serve([shard])
     assert ended.group_contains(MemoryError)
     assert caplog.messages == [
-        "the critic stage fails at 3, 8, they go to another worker: MemoryError('Unable to allocate 8 GiB'); "
+        "stage critic failed on groups 3, 8, they go to another worker: MemoryError('Unable to allocate 8 GiB'); "
         "lower trainer.micro_tokens"
     ]
 

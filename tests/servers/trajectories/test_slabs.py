@@ -110,7 +110,7 @@ def test_what_a_worker_wrote_is_read_and_nothing_beyond_its_own_slabs(tmp_path: 
     name = of.give(ask(1), ROOM).name
     place = write(tmp_path, name, MB - 3, b"abc")
     assert bytes(of.written_bytes(ME, place)) == b"abc"
-    with pytest.raises(ProtocolError, match=r"is not rollout-1\.1's"):
+    with pytest.raises(ProtocolError, match=r"does not belong to rollout-1\.1"):
         of.written_bytes(OTHER, place)
     with pytest.raises(ProtocolError, match="are outside slab"):
         of.written_bytes(ME, Place(slab=name, offset=MB - 3, nbytes=4))
