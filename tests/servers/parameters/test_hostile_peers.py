@@ -85,7 +85,7 @@ async def test_a_relay_on_this_host_that_says_nothing_of_a_version_is_left(
     grown: Grown, hosts: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts(RELAY_HOST)
-    monkeypatch.setattr(relays, "NEAR_S", 0.5)
+    monkeypatch.setattr(relays, "NEAR_TIMEOUT_S", 0.5)
     await grown.grow("relay-0")
 
     asked: list[object] = []
