@@ -24,7 +24,7 @@ from staleflow.clients.stage.critic_files import CriticFiles
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.reference import Limits, finite, on_device, within
 from staleflow.clients.stage.sequences import rows_of
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.trainer.algorithms.gae import gae, token_rewards
 from staleflow.clients.trainer.backends.files import load_model
 from staleflow.configs.schema import Algorithm, Config
@@ -73,8 +73,8 @@ class Critic:
         self._files = CriticFiles(folder)
         self.steps = self._saved = self._files.load(self._model, self._adam)
 
-    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
-        readable, made = within(groups, self._limits)
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[StageOutcome]:
+        readable, results = within(groups, self._limits)
         if readable:
             rows = rows_of([group.payload for group in readable])
             values = np.zeros(rows.input_ids.shape, np.float32)
@@ -85,8 +85,8 @@ class Critic:
                     passed = self._model(*on_device(rows, which, width, self._device))
                 values[which, :width] = passed.cpu().numpy()
             columns = rows.columns(values)
-            made |= {g.group: finite(COLUMN, column) for g, column in zip(readable, columns, strict=True)}
-        return [made[group.group] for group in groups]
+            results |= {g.group: finite(COLUMN, column) for g, column in zip(readable, columns, strict=True)}
+        return [results[group.group] for group in groups]
 
     def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
         self._buffered += [group.payload for group in groups]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, Protocol, TypeVar
 
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 
 Stopping = Callable[[], bool]
 """Function that returns True once the worker is stopping."""
@@ -23,7 +23,7 @@ class Ended(Exception):
 class Judge(Protocol):
     """A model that evaluates groups. Called from one thread; checks ``stopping`` before every pass."""
 
-    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[StageOutcome]:
         """Return the columns of each group, in order. Raise ``Ended`` if the worker is stopping."""
         ...
 
@@ -58,7 +58,7 @@ class ModelStage:
             await self._run(self._judge.close)
         self._thread.shutdown(wait=False)
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         judge = self._loaded()
         return await self._run(lambda: judge.judge(groups, self._stop.is_set))
 

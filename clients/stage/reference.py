@@ -11,7 +11,7 @@ import torch
 
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.sequences import Rows, rows_of
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
 from staleflow.clients.trainer.backends.files import load_model
 
@@ -29,13 +29,13 @@ class Reference:
         self._temperature = temperature
         self._micro_tokens = micro_tokens
 
-    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
-        readable, made = within(groups, self._limits)
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[StageOutcome]:
+        readable, results = within(groups, self._limits)
         if readable:
             rows = rows_of([group.payload for group in readable])
             columns = rows.columns(self._logprobs(rows, stopping))
-            made |= {g.group: finite(COLUMN, column) for g, column in zip(readable, columns, strict=True)}
-        return [made[group.group] for group in groups]
+            results |= {g.group: finite(COLUMN, column) for g, column in zip(readable, columns, strict=True)}
+        return [results[group.group] for group in groups]
 
     def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
         """Do nothing: a frozen model does not learn."""
@@ -78,10 +78,10 @@ class Limits:
         return cls(model.get_input_embeddings().num_embeddings, context)
 
 
-def within(groups: Sequence[StageGroup], limits: Limits) -> tuple[list[StageGroup], dict[int, Made]]:
+def within(groups: Sequence[StageGroup], limits: Limits) -> tuple[list[StageGroup], dict[int, StageOutcome]]:
     """Split groups into those that the model can process and, by group, the failure of each other one."""
     readable: list[StageGroup] = []
-    failed: dict[int, Made] = {}
+    failed: dict[int, StageOutcome] = {}
     for group in groups:
         payload = group.payload
         largest = max(int(ids.max(initial=0)) for ids in (payload.prompt_ids, payload.token_ids))
@@ -97,7 +97,7 @@ def within(groups: Sequence[StageGroup], limits: Limits) -> tuple[list[StageGrou
     return readable, failed
 
 
-def finite(name: str, column: np.ndarray) -> Made:
+def finite(name: str, column: np.ndarray) -> StageOutcome:
     """Return the column, or a failure if it has a value that is not finite."""
     good = bool(np.isfinite(column).all())
     return {name: column} if good else Failed(f"the model's {name} hold a value that is not finite")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import Decode
 from staleflow.clients.user_code.runner import RewardFailed, RewardRunner, Sample
 from staleflow.configs.schema import Reward
@@ -35,7 +35,7 @@ class RewardStage:
         """Maximum number of concurrent calls of the function; 0: there is no function."""
         return 0 if self._runner is None else self._runner.calls
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(self._score(group)) for group in groups]
         return [task.result() for task in scoring]
@@ -43,7 +43,7 @@ class RewardStage:
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
         """Do nothing: rewards need no learning."""
 
-    async def _score(self, group: StageGroup) -> Made:
+    async def _score(self, group: StageGroup) -> StageOutcome:
         if (returned := group.payload.stages.get(ENVIRONMENT_REWARD)) is not None:
             return {COLUMN: returned}
         if self._runner is None:

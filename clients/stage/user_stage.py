@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import ClassVar
 
 from staleflow.clients.stage.reward import completions
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import Decode
 from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.group_child import noun_of
@@ -32,22 +32,22 @@ class UserStage:
         """Maximum number of concurrent calls of the function."""
         return self._calls.calls
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         async with asyncio.TaskGroup() as tasks:
-            made = [tasks.create_task(self._one(group)) for group in groups]
-        return [task.result() for task in made]
+            running = [tasks.create_task(self._one(group)) for group in groups]
+        return [task.result() for task in running]
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
         """Do nothing: the function is not notified."""
 
-    async def _one(self, group: StageGroup) -> Made:
+    async def _one(self, group: StageGroup) -> StageOutcome:
         texts, payload = self._decode(completions(group.payload)), pack(group.payload.to_arrays())
 
         def call(number: int) -> pipe.GroupCall:
             return pipe.GroupCall(id=number, row=group.row, completions=texts, payload=payload)
 
         try:
-            return dict(unpack((await self._calls.answer(call)).made))
+            return dict(unpack((await self._calls.answer(call)).packed))
         except (CallFailed, ProtocolError) as failed:
             return Failed(str(failed))
 

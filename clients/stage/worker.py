@@ -54,7 +54,7 @@ class Failed:
     why: str
 
 
-Made = dict[str, NDArray[np.float32]] | Failed
+StageOutcome = dict[str, NDArray[np.float32]] | Failed
 """Columns of one group, by their short names, or the failure."""
 
 
@@ -65,7 +65,7 @@ class Stage(Protocol):
     """True: the stage processes all groups of a call at once. False: the worker calls it with each group
     concurrently."""
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         """Return the columns of each group, in order. An exception ends the worker; its groups go to another one."""
         ...
 
@@ -80,7 +80,7 @@ class _Finished:
 
     item: StageItem
     group: StageGroup | None
-    made: Made
+    result: StageOutcome
 
 
 class _InFlight:
@@ -93,7 +93,7 @@ class _InFlight:
         self._places = places
         self._least = least
         self._tickets: dict[int, None] = {}
-        self._made: list[_Finished] = []
+        self._results: list[_Finished] = []
         self._ready, self._freed = asyncio.Event(), asyncio.Event()
 
     def tickets(self) -> list[int]:
@@ -111,27 +111,27 @@ class _InFlight:
         """Add groups that were received."""
         self._tickets |= dict.fromkeys(item.ticket for item in items)
 
-    def finish(self, done: Sequence[_Finished]) -> None:
+    def finish(self, finished: Sequence[_Finished]) -> None:
         """Queue results to be returned."""
-        self._made += done
+        self._results += finished
         self._ready.set()
 
     async def finished(self) -> list[_Finished]:
         """Wait for results; return and clear the queue."""
         await self._ready.wait()
         self._ready.clear()
-        done, self._made = self._made, []
-        return done
+        finished, self._results = self._results, []
+        return finished
 
-    def remove(self, done: Sequence[_Finished]) -> None:
+    def remove(self, finished: Sequence[_Finished]) -> None:
         """Free the places of results that the shard has accepted or rejected."""
-        for one in done:
+        for one in finished:
             self._tickets.pop(one.item.ticket, None)
         self._freed.set()
 
 
 @dataclass(slots=True)
-class Worked:
+class WorkCounts:
     """Counts of a worker."""
 
     groups: int = 0
@@ -152,7 +152,7 @@ class StageWorker:
         self._max_groups = max_groups
         self._calls = calls
         self._log_limit = Seldom()
-        self.worked = Worked()
+        self.worked = WorkCounts()
 
     async def serve(self, shards: Sequence[Client]) -> None:
         """Work until cancelled."""
@@ -199,43 +199,43 @@ class StageWorker:
             if groups:
                 checks = True
                 in_flight.add(work.items)
-                taken = list(zip(work.items, groups, strict=True))
-                for part in [taken] if self._stage.together else [[one] for one in taken]:
+                items = list(zip(work.items, groups, strict=True))
+                for part in [items] if self._stage.together else [[one] for one in items]:
                     tasks.create_task(self._work(part, in_flight))
             elif (
                 loop.time() - asked < MIN_POLL_INTERVAL_S
             ):  # a draining shard replies at once with nothing: do not spin
                 await asyncio.sleep(MIN_POLL_INTERVAL_S)
 
-    async def _work(self, taken: Sequence[tuple[StageItem, "StageGroup | Failed"]], in_flight: "_InFlight") -> None:
+    async def _work(self, items: Sequence[tuple[StageItem, "StageGroup | Failed"]], in_flight: "_InFlight") -> None:
         """Compute the columns of these groups."""
-        readable = [group for _, group in taken if isinstance(group, StageGroup)]
-        made = iter(await self._make(readable) if readable else ())
+        readable = [group for _, group in items if isinstance(group, StageGroup)]
+        results = iter(await self._make(readable) if readable else ())
         in_flight.finish(
             [
-                _Finished(item, group, next(made)) if isinstance(group, StageGroup) else _Finished(item, None, group)
-                for item, group in taken
+                _Finished(item, group, next(results)) if isinstance(group, StageGroup) else _Finished(item, None, group)
+                for item, group in items
             ]
         )
 
     async def _return_results(self, shard: Client, in_flight: "_InFlight") -> None:
         """Return results, together with those computed in the meantime."""
         while True:
-            done = await in_flight.finished()
+            finished = await in_flight.finished()
             results: list[StageResult] = []
             out: list[memoryview] = []
-            for one in done:
-                result, more = self._result(one.item, one.made)
+            for one in finished:
+                result, more = self._result(one.item, one.result)
                 results.append(result)
                 out += more
             finish = PutStageResults(stage=self._name, worker=self._worker, results=results)
             answer = await shard.ask(finish, Results, out, timeout_s=None)
             good = self._count(finish, answer)
-            groups = [one.group for one in done if one.group is not None]
+            groups = [one.group for one in finished if one.group is not None]
             await self._stage.accepted([group for group in groups if group.group in good])
-            in_flight.remove(done)
+            in_flight.remove(finished)
 
-    async def _make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def _make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         """Call the stage; log the groups in progress if it raises, which ends the worker."""
         try:
             return await self._stage.make(groups)
@@ -245,8 +245,8 @@ class StageWorker:
             log.error("stage %s failed on groups %s, they go to another worker: %r%s", self._name, named, error, advice)
             raise
 
-    def _result(self, item: StageItem, made: Made) -> tuple[StageResult, list[memoryview]]:
-        error, columns = (made.why, {}) if isinstance(made, Failed) else ("", made)
+    def _result(self, item: StageItem, outcome: StageOutcome) -> tuple[StageResult, list[memoryview]]:
+        error, columns = (outcome.why, {}) if isinstance(outcome, Failed) else ("", outcome)
         if error and (more := self._log_limit.due()) is not None:
             log.error("group %d has no %s: %s%s", item.group, self._name, error, more)
         specs, frames = specs_and_frames(columns)

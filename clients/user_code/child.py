@@ -67,7 +67,7 @@ def main() -> int:
     return serve(lambda load: NOUN, Reward)
 
 
-def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any], pipe.Load], Called]) -> int:
+def serve(noun_of: Callable[[pipe.Load], str], make_handler: Callable[[Callable[..., Any], pipe.Load], Called]) -> int:
     """Import the code that the parent names and serve calls of it until the parent closes the pipe; return the exit
     code."""
     incoming, outgoing = take_over_pipes()
@@ -80,7 +80,7 @@ def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any
     except ConfigError as error:
         outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
         return 2
-    concurrent, served = inspect.iscoroutinefunction(function), made(function, load)
+    concurrent, served = inspect.iscoroutinefunction(function), make_handler(function, load)
     outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
     if concurrent:
         asyncio.run(serve_concurrently(served.awaited, load.timeout_s, incoming, outgoing, noun=noun))

@@ -64,19 +64,19 @@ class WrongColumns(Exception):
     """A stage returned other columns than it declares; the text is one line."""
 
 
-def made_of(group: Group, makes: Sequence[str], returned: object) -> dict[str, Array]:
+def checked_columns(group: Group, makes: Sequence[str], returned: object) -> dict[str, Array]:
     """Return the columns, float32, by their full names. Raise ``WrongColumns`` for the first that is missing or
     wrong."""
     names = {short_name(name).partition("/")[2]: name for name in makes}
     if not isinstance(returned, Mapping):
         raise WrongColumns(f"it returned {type(returned).__name__}; it must be a dict of {', '.join(names)}")
-    given = cast(Mapping[str, object], returned)
-    if unknown := [str(name) for name in given if name not in names]:
+    columns = cast(Mapping[str, object], returned)
+    if unknown := [str(name) for name in columns if name not in names]:
         raise WrongColumns(f"it returned {', '.join(unknown)}; it declares {', '.join(names)}")
-    if missing := [name for name in names if name not in given]:
+    if missing := [name for name in names if name not in columns]:
         raise WrongColumns(f"it returned no {', '.join(missing)}")
     return {
-        full: _of_tokens(name, group, given[name]) if is_per_token(full) else _of_samples(name, group, given[name])
+        full: _of_tokens(name, group, columns[name]) if is_per_token(full) else _of_samples(name, group, columns[name])
         for name, full in names.items()
     }
 
@@ -92,14 +92,14 @@ def _of_samples(name: str, group: Group, values: object) -> Array:
 def _of_tokens(name: str, group: Group, values: object) -> Array:
     """Check and join a sequence of sequences: one per sample, with one value per completion token."""
     listed = isinstance(values, Sequence | np.ndarray)
-    given = list(cast(Sequence[object], values)) if listed else []
-    if len(given) != group.num_samples:
-        has = f"{len(given)} entries" if listed else type(values).__name__
+    sequences = list(cast(Sequence[object], values)) if listed else []
+    if len(sequences) != group.num_samples:
+        has = f"{len(sequences)} entries" if listed else type(values).__name__
         raise WrongColumns(
             f"{name} has {has}; the group has {group.num_samples} samples, each with one value per token"
         )
     parts = list[Array]()
-    for sample, (part, tokens) in enumerate(zip(given, group.token_ids, strict=True)):
+    for sample, (part, tokens) in enumerate(zip(sequences, group.token_ids, strict=True)):
         column = _numbers(name, part)
         if column.shape != tokens.shape:
             raise WrongColumns(f"{name} of sample {sample} has {_size(column)}; it has {len(tokens)} completion tokens")

@@ -9,7 +9,7 @@ from typing import Any
 
 from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.child import serve
-from staleflow.clients.user_code.group import Group, WrongColumns, made_of
+from staleflow.clients.user_code.group import Group, WrongColumns, checked_columns
 from staleflow.protocols.wire.tensors import pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -41,7 +41,7 @@ class UserFunction:
 
     def _answer(self, call: pipe.GroupCall, group: Group, returned: object) -> pipe.Answer:
         try:
-            return pipe.Answer(id=call.id, made=pack(made_of(group, self._load.makes, returned)))
+            return pipe.Answer(id=call.id, packed=pack(checked_columns(group, self._load.makes, returned)))
         except WrongColumns as wrong:
             return pipe.Answer(id=call.id, error=f"{noun_of(self._load.stage)}: {wrong}")
 

@@ -81,7 +81,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tru
     value: float = 0.0
     error: str = ""
     columns: dict[str, float] = {}
-    made: bytes = b""
+    packed: bytes = b""
     """For a stage: its columns, packed, by their full names."""
 
 

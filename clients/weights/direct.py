@@ -114,19 +114,19 @@ class Group:
         under_way: deque[tuple[int, Bytes, Any, torch.Tensor]] = deque()
         for start in range(0, len(data), self._span):
             span = data[start : start + self._span]
-            under_way.append((start, span, *self._begun(span, giving=giving)))
+            under_way.append((start, span, *self._start_span(span, giving=giving)))
             if len(under_way) == MAX_SPANS_IN_FLIGHT:
-                yield self._ended(*under_way.popleft(), giving=giving)
+                yield self._finish_span(*under_way.popleft(), giving=giving)
         while under_way:
-            yield self._ended(*under_way.popleft(), giving=giving)
+            yield self._finish_span(*under_way.popleft(), giving=giving)
 
-    def _begun(self, span: Bytes, *, giving: bool) -> tuple[Any, torch.Tensor]:
+    def _start_span(self, span: Bytes, *, giving: bool) -> tuple[Any, torch.Tensor]:
         carried = torch.from_numpy(span)
         if self._card is not None:
             carried = carried.to(self._card) if giving else torch.empty_like(carried, device=self._card)
         return self._group.broadcast([carried], self._root), carried
 
-    def _ended(self, start: int, span: Bytes, work: Any, carried: torch.Tensor, *, giving: bool) -> int:
+    def _finish_span(self, start: int, span: Bytes, work: Any, carried: torch.Tensor, *, giving: bool) -> int:
         work.wait()
         if self._card is not None and not giving:
             torch.from_numpy(span).copy_(carried)

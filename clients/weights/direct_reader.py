@@ -60,11 +60,11 @@ class DirectReader:
 
 def _received(group: Group, manifest: Manifest, buffer: mmap.mmap) -> str:
     """Fill and verify the buffer; return what is wrong with the bytes, or ""."""
-    data, coming = memoryview(buffer), iter(manifest.tensors)
-    entry = next(coming, None)
+    data, remaining = memoryview(buffer), iter(manifest.tensors)
+    entry = next(remaining, None)
     for arrived in group.take(np.frombuffer(buffer, np.uint8, manifest.nbytes)):
         while entry is not None and entry.offset + entry.nbytes <= arrived:
             if not is_right(entry, data):
                 return f"tensor {entry.name} does not match its digest"
-            entry = next(coming, None)
+            entry = next(remaining, None)
     return ""

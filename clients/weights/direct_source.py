@@ -65,7 +65,7 @@ class DirectSource:
     def __init__(self, bind: str) -> None:
         """``bind``: ``tcp://host:port``, port 0 for any. Raise ``ConfigError`` if that is not possible."""
         check_torch()
-        self._held: HeldVersion | None = None
+        self._newest: HeldVersion | None = None
         self._places: Manifest | None = None
         """Layout of the last weights, if those are gathered one by one."""
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class DirectSource:
             self._places = layout(weights)
         places = self._places
         with self._lock:
-            before, self._held = self._held, None
+            before, self._newest = self._newest, None
             free = before is not None and not before.takers and len(before.data) == places.nbytes
         data = before.data if free and before is not None else np.zeros(places.nbytes, np.uint8)
         try:
@@ -95,7 +95,7 @@ class DirectSource:
             self._places = None
             raise
         with self._lock:
-            self._held = HeldVersion(lineage, version, data)
+            self._newest = HeldVersion(lineage, version, data)
         return copies
 
     def close(self) -> None:
@@ -134,44 +134,48 @@ class DirectSource:
     def _give(self, ask: Ask, asked_s: float) -> None:
         if time.monotonic() - asked_s > direct.ANSWER_TIMEOUT_S:
             return  # its reader has given up waiting
-        held = self._acquire(ask)
+        current = self._acquire(ask)
         try:
             store = connect(self.endpoint)
             try:
-                self._answered(ask, held, store)
+                self._answered(ask, current, store)
             finally:
                 _forget(store, ask.group)
         except (OSError, RuntimeError) as error:
             log.warning("direct transfer of version %d to %s failed: %s", ask.version, ask.group, error)
         finally:
-            if held is not None:
+            if current is not None:
                 with self._lock:
-                    held.takers -= 1
+                    current.takers -= 1
 
-    def _answered(self, ask: Ask, held: HeldVersion | None, store: Store) -> None:
+    def _answered(self, ask: Ask, current: HeldVersion | None, store: Store) -> None:
         """Accept or reject a request, and send the version if accepted.
 
         Raise ``RuntimeError`` if the reader has left or does not keep up.
         """
-        if held is None:
+        if current is None:
             answer = Answer(backend="", why=f"version {ask.version} of lineage {ask.lineage} is not the newest")
         else:
             other = ask.card and self._card and ask.card != self._card
             answer = Answer(backend="nccl" if other else "gloo", span=direct.SPAN_BYTES)
         store.set(answer_key(ask.group), msgspec.json.encode(answer))
         store.wait([here_key(ask.group)], timedelta(seconds=direct.CONFIRM_TIMEOUT_S))
-        if held is not None:
+        if current is not None:
             with closing(Group(answer, store, ask.group, rank=0)) as group:
-                group.give(held.data)
+                group.give(current.data)
 
     def _acquire(self, ask: Ask) -> HeldVersion | None:
         """Return the requested version and protect it from being overwritten; None if it is not the one in memory."""
         with self._lock:
-            held = self._held
-            if held is None or (held.lineage, held.version, len(held.data)) != (ask.lineage, ask.version, ask.nbytes):
+            current = self._newest
+            if current is None or (current.lineage, current.version, len(current.data)) != (
+                ask.lineage,
+                ask.version,
+                ask.nbytes,
+            ):
                 return None
-            held.takers += 1
-            return held
+            current.takers += 1
+            return current
 
 
 def _open(bind: str) -> tuple[Store, str]:

@@ -114,7 +114,7 @@ class Publisher:
     async def _upload(
         self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: Moved
     ) -> RegisterVersionReply:
-        to = await self._begun(begin)
+        to = await self._begin(begin)
         given_up = threading.Event()
         try:
             digests = await asyncio.to_thread(self._files.write, to, places, weights, given_up)
@@ -128,7 +128,7 @@ class Publisher:
         commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
         return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
 
-    async def _begun(self, begin: BeginPublish) -> BeginPublishReply:
+    async def _begin(self, begin: BeginPublish) -> BeginPublishReply:
         """Begin the upload, once there is room. Meanwhile, drop maps of deleted files: they would keep the room in
         use."""
         await asyncio.to_thread(self._files.forget_deleted)

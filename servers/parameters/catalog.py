@@ -121,10 +121,10 @@ class Catalog:
             raise Refused(Code.BUSY, f"{key} is waiting for its registration")
         raise Refused(Code.CONFLICT, f"{key} is already published with other bytes: {existing.about.manifest.sha}")
 
-    async def stage(self, key: VersionKey, nbytes: int, coming: int) -> Staged:
+    async def stage(self, key: VersionKey, nbytes: int, upload_bytes: int) -> Staged:
         """Create a file for a version of ``nbytes``.
 
-        ``coming``: bytes of the other uploads in progress. Versions that are kept only by count or as a base are
+        ``upload_bytes``: bytes of the other uploads in progress. Versions that are kept only by count or as a base are
         deleted until the new one fits into the budget and onto the disk. Raise ``Refused``: ``BUSY`` if it does not fit
         even then, ``DENIED`` if it exceeds the whole budget.
         """
@@ -132,7 +132,7 @@ class Catalog:
         if nbytes > budget > 0:
             raise Refused(Code.DENIED, f"{key} has {nbytes} bytes; parameters.budget_mb allows {budget >> 20} MiB")
         while True:
-            used_bytes = self._nbytes + coming
+            used_bytes = self._nbytes + upload_bytes
             if budget and used_bytes + nbytes > budget:
                 if not await self._make_room():
                     full = f"{used_bytes >> 20} of {budget >> 20} MiB of parameters.budget_mb are in use"

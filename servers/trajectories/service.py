@@ -170,8 +170,8 @@ class TrajectoryService:
         """Dispatch a call. The reply is sent immediately, with the commit of this drain, or later by a task."""
         try:
             self._dispatch(call)
-        except Refused as no:
-            call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+        except Refused as refusal:
+            call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)
         except ProtocolError as error:
             call.refuse(error.code, error.detail)
 
@@ -353,8 +353,8 @@ class TrajectoryService:
     async def _fetch(self, call: Call, body: GetGroups) -> None:
         try:
             await self._reply_groups(call, body)
-        except Refused as no:
-            call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+        except Refused as refusal:
+            call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)
 
     async def _reply_groups(self, call: Call, body: GetGroups) -> None:
         if len(body.groups) > MAX_ROWS or len(set(body.groups)) < len(body.groups):
@@ -399,8 +399,8 @@ class TrajectoryService:
             columns = self._shard.read_columns(some)
             blobs = [self._shard.read_payload(stored) for stored in some]
             payloads = await asyncio.to_thread(_checked, some, blobs)
-            for stored, payload, made in zip(some, payloads, columns, strict=True):
-                specs, more = specs_and_frames(payload | made)
+            for stored, payload, stage_columns in zip(some, payloads, columns, strict=True):
+                specs, more = specs_and_frames(payload | stage_columns)
                 frames += more
                 groups.append(GroupFrames(group=stored.key.group, row=self.row(stored.key.group), frames=specs))
         return Groups(groups=groups), frames

@@ -507,8 +507,8 @@ class Shard:
                 continue
             if REWARD in stored.done:
                 reward = stored.record.reward
-                made = unpack(columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
-                stored.keep = self._keep(made)
+                rewards = unpack(columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
+                stored.keep = self._keep(rewards)
             if self.is_whole(stored) and not stored.record.rewards:
                 waiting, stored.waiting = stored.waiting, []
                 _resolve(waiting, Result())  # it has been through the stages, so its push was registered

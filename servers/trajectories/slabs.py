@@ -87,7 +87,7 @@ class Slabs:
         self._most_unpushed = min(MAX_UNPUSHED_BYTES, map_bytes // UNPUSHED_SHARE) + 2 * self._slab_bytes
         self._slabs: dict[str, _Slab] = {}
         self._where: dict[Key, str] = {}
-        self._given: dict[WorkerId, tuple[int, Slab]] = {}
+        self._replies: dict[WorkerId, tuple[int, Slab]] = {}
         """Number of the newest request of each worker, with its reply."""
         self._maps: dict[str, mmap.mmap] = {}
         """Writable maps of the shard's own slabs. Cached: mapping a file again costs as much as writing it."""
@@ -121,7 +121,7 @@ class Slabs:
         """
         if asked.worker == OWN:
             raise ProtocolError(Code.MALFORMED, "the worker name is empty")
-        number, answer = self._given.get(asked.worker, (0, None))
+        number, answer = self._replies.get(asked.worker, (0, None))
         if asked.number < number:
             raise Refused(Code.STALE, f"{asked.worker} has requested a newer slab since")
         if asked.number == number and answer is not None:
@@ -131,7 +131,7 @@ class Slabs:
         else:
             self.lose(asked.worker)
             answer = Slab(folder="", name="", nbytes=0, known=[])
-        self._given[asked.worker] = asked.number, answer
+        self._replies[asked.worker] = asked.number, answer
         return answer
 
     def _give(self, asked: GetSlab, room: int) -> Slab:
@@ -241,7 +241,7 @@ class Slabs:
 
     def lose(self, worker: WorkerId) -> None:
         """Retire the slabs of a lost worker: they are never assigned again and are deleted with their last record."""
-        self._given.pop(worker, None)
+        self._replies.pop(worker, None)
         for slab in [slab for slab in self._slabs.values() if slab.worker == worker]:
             slab.worker, slab.writable = None, False
             self._drop_if_retired(slab)

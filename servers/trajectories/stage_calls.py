@@ -73,7 +73,7 @@ class StageCalls:
         self._times = times
         self._waiting: dict[str, dict[Call, float]] = {stage: {} for stage in shard.queues}
         """Waiting calls of each stage with their arrival times."""
-        self._given: dict[str, dict[int, list[Ticket]]] = {}
+        self._replies: dict[str, dict[int, list[Ticket]]] = {}
         self._closed = False
         self._paused_s = 0.0
         """Total of all pauses of this process so far."""
@@ -94,14 +94,13 @@ class StageCalls:
             )
         if len(body.held) > MAX_GROUPS:
             raise ProtocolError(Code.OVERSIZE, f"{len(body.held)} groups listed as held; at most {MAX_GROUPS}")
-        given = self._given.get(body.worker, {})
-        if (tickets := given.get(call.id)) is not None:
+        replies = self._replies.get(body.worker, {})
+        if (tickets := replies.get(call.id)) is not None:
             queue = self._shard.queues[body.stage]
             self._answer(call, body, [ticket for ticket in tickets if queue.holds(ticket)])
             return
-        if call.id < max(
-            (*given, *self._waits(body.worker)), default=0
-        ):  # a late duplicate: its worker has sent newer calls
+        newest = max((*replies, *self._waits(body.worker)), default=0)
+        if call.id < newest:  # a late duplicate: its worker has sent newer calls
             call.reply(StageWork(items=[]))
             return
         self._shard.queues[body.stage].ask(body.worker, body.calls)
@@ -124,7 +123,7 @@ class StageCalls:
     def _give_back(self, body: GetStageWork) -> None:
         """Return tickets to the queue that the worker neither lists nor finished: their reply was lost."""
         queue, listed = self._shard.queues[body.stage], set(body.held)
-        for tickets in self._given.get(body.worker, {}).values():
+        for tickets in self._replies.get(body.worker, {}).values():
             queue.give_back(ticket for ticket in tickets if ticket.number not in listed)
 
     def finished(self, body: PutStageResults) -> None:
@@ -139,10 +138,10 @@ class StageCalls:
         The worker may come back, preceded by a duplicate of the call that took those groups. The number of that call
         stays remembered with an empty reply, so that the duplicate takes nothing.
         """
-        if given := self._given.pop(worker, None):
-            self._given[worker] = {max(given): []}
-            while len(self._given) > MAX_REMEMBERED_WORKERS:
-                del self._given[next(iter(self._given))]
+        if replies := self._replies.pop(worker, None):
+            self._replies[worker] = {max(replies): []}
+            while len(self._replies) > MAX_REMEMBERED_WORKERS:
+                del self._replies[next(iter(self._replies))]
         for stage, queue in self._shard.queues.items():
             self._shard.give_up(queue.lose(worker), f"{stage}: its workers vanished")
             self._serve_soon(stage)
@@ -197,10 +196,10 @@ class StageCalls:
             call.reply(StageWork(items=[], waited_ms=_ms_since(came_s)))
 
     def _remember(self, worker: str, id: int, tickets: list[Ticket]) -> None:
-        given = self._given.setdefault(worker, {})
-        given[id] = tickets
-        while len(given) > MAX_REMEMBERED_CALLS:
-            del given[min(given)]
+        replies = self._replies.setdefault(worker, {})
+        replies[id] = tickets
+        while len(replies) > MAX_REMEMBERED_CALLS:
+            del replies[min(replies)]
 
     def _serve_soon(self, stage: str) -> None:
         """Serve at the end of this loop iteration, so that a worker gets several of the groups queued in it."""
@@ -227,7 +226,7 @@ class StageCalls:
             del waiting[call]
             self._remember(body.worker, call.id, tickets)
             if self._times is not None:
-                self._times.given(stage, tickets, asyncio.get_running_loop().time())
+                self._times.started(stage, tickets, asyncio.get_running_loop().time())
             self._answer(call, body, tickets, waited_ms=_ms_since(came_s))
 
     def _answer(self, call: Call, body: GetStageWork, tickets: Sequence[Ticket], *, waited_ms: int = 0) -> None:
@@ -279,8 +278,8 @@ class StageCalls:
     def _needed(self, stored: StoredGroup, stage: str) -> dict[str, Array]:
         """Return the columns of other stages that this stage needs."""
         wanted = self._shard.stages[stage].needs
-        made = self._shard.read_columns([stored])[0] if wanted else {}
-        return {name: made[name] for name in wanted}
+        columns = self._shard.read_columns([stored])[0] if wanted else {}
+        return {name: columns[name] for name in wanted}
 
 
 def _is_from(call: Call, worker: str) -> bool:

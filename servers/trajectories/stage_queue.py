@@ -89,7 +89,7 @@ class StageQueue:
     def __init__(self, first_ticket: int) -> None:
         self._next = first_ticket
         self._waiting: OrderedDict[Key, None] = OrderedDict()
-        self._taken: dict[Key, Ticket] = {}
+        self._in_progress: dict[Key, Ticket] = {}
         self._workers: dict[str, _Worker] = {}
         """Workers that have called and are not lost."""
         self._tries: dict[Key, _Tries] = {}
@@ -100,7 +100,7 @@ class StageQueue:
     @property
     def taken(self) -> int:
         """Number of groups in progress."""
-        return len(self._taken)
+        return len(self._in_progress)
 
     @property
     def calls(self) -> int:
@@ -109,7 +109,7 @@ class StageQueue:
 
     def first(self, most: int) -> list[GroupId]:
         """Return at most ``most`` groups: those in progress first, then the waiting ones in queue order."""
-        return [key.group for key in islice(chain(self._taken, self._waiting), most)]
+        return [key.group for key in islice(chain(self._in_progress, self._waiting), most)]
 
     def failing(self) -> list[Failing]:
         """Return the workers that are held or being probed."""
@@ -140,7 +140,7 @@ class StageQueue:
         tickets: list[Ticket] = []
         for key in keys:
             del self._waiting[key]
-            ticket = self._taken[key] = Ticket(self._next, key, worker, until_s)
+            ticket = self._in_progress[key] = Ticket(self._next, key, worker, until_s)
             self._next += 1
             tickets.append(ticket)
         one.has += len(keys)
@@ -148,7 +148,7 @@ class StageQueue:
 
     def holds(self, ticket: Ticket) -> bool:
         """Return True while this ticket is valid."""
-        return self._taken.get(ticket.key) == ticket
+        return self._in_progress.get(ticket.key) == ticket
 
     def give_back(self, tickets: Iterable[Ticket]) -> None:
         """Return undelivered groups to the front of the queue, as if they had never been taken."""
@@ -176,7 +176,7 @@ class StageQueue:
 
     def lose(self, worker: str) -> list[Key]:
         """Remove a lost worker; return the groups that were given up and have left the queue."""
-        lost = [ticket for ticket in self._taken.values() if ticket.worker == worker]
+        lost = [ticket for ticket in self._in_progress.values() if ticket.worker == worker]
         for ticket in lost:
             self._end(ticket)
         self._workers.pop(worker, None)
@@ -184,7 +184,7 @@ class StageQueue:
 
     def expire(self, now_s: float) -> list[Key]:
         """Expire tickets; return the groups that were given up and have left the queue."""
-        late = [ticket for ticket in self._taken.values() if ticket.until_s <= now_s]
+        late = [ticket for ticket in self._in_progress.values() if ticket.until_s <= now_s]
         for ticket in late:
             self._failed(ticket, "the time limit was exceeded", now_s)
         return [ticket.key for ticket in reversed(late) if self._count_try(ticket, now_s)]
@@ -192,7 +192,7 @@ class StageQueue:
     def forget(self, key: Key) -> None:
         """Remove a group, wherever it is."""
         self._tries.pop(key, None)
-        if (ticket := self._taken.get(key)) is not None:
+        if (ticket := self._in_progress.get(key)) is not None:
             self._end(ticket)
         else:
             self._waiting.pop(key, None)
@@ -206,7 +206,7 @@ class StageQueue:
         return existing
 
     def _current(self, key: Key, number: int, worker: str) -> Ticket | None:
-        ticket = self._taken.get(key)
+        ticket = self._in_progress.get(key)
         return None if ticket is None or ticket.number != number or ticket.worker != worker else ticket
 
     def _for(self, worker: str, now_s: float, *, fresh_first: bool) -> Iterator[Key]:
@@ -264,5 +264,5 @@ class StageQueue:
         self._waiting.move_to_end(key, last=False)
 
     def _end(self, ticket: Ticket) -> None:
-        del self._taken[ticket.key]
+        del self._in_progress[ticket.key]
         self._workers[ticket.worker].has -= 1

@@ -31,7 +31,7 @@ class StageTimes:
         self._file: FileIO | None = None
         self._began: dict[tuple[str, int], float] = {}
 
-    def given(self, stage: str, tickets: Iterable[Ticket], now_s: float) -> None:
+    def started(self, stage: str, tickets: Iterable[Ticket], now_s: float) -> None:
         """Record that a worker got these tickets."""
         for ticket in tickets:
             self._began[stage, ticket.number] = now_s

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.clients import slab_reader as mapped
 from staleflow.clients.slab_reader import MappedSlabs, Unmapped, Unreadable
-from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
+from staleflow.clients.stage.worker import StageGroup, StageOutcome, StageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -127,7 +127,7 @@ class Judge:
 
     together: ClassVar[bool] = False
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         return [{"reward": np.ones(2, np.float32)}] * len(groups)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:

@@ -187,10 +187,10 @@ class Arrivals:
         self._start = start
         self._keep_versions = keep_versions
         self._arriving: dict[VersionKey, asyncio.Future[Arrival]] = {}
-        self._whole: dict[VersionKey, asyncio.Future[Stored]] = {}
+        self._complete: dict[VersionKey, asyncio.Future[Stored]] = {}
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._complete)
 
     async def manifest(self, key: VersionKey) -> Manifest:
         """Return the manifest of a version, stored or arriving. Raise ``Refused`` as the parameter server does."""
@@ -205,7 +205,7 @@ class Arrivals:
         await self._arrival(key)
         if (stored := self._versions.stored.get(key)) is not None:
             return stored
-        return await asyncio.shield(self._whole[key])
+        return await asyncio.shield(self._complete[key])
 
     async def read(self, key: VersionKey, offset: int, nbytes: int) -> Data:
         """Return some bytes, fewer at the end, once they are verified. Nothing modifies them after that.
@@ -232,33 +232,33 @@ class Arrivals:
 
     def is_arriving(self, key: VersionKey) -> bool:
         """Return True while the version is arriving."""
-        return key in self._whole
+        return key in self._complete
 
     # Fetching --------------------------------------------------------------------------------------------------------
 
     async def _arrival(self, key: VersionKey) -> Arrival:
-        if (coming := self._arriving.get(key)) is None:
+        if (arriving := self._arriving.get(key)) is None:
             if len(self._arriving) >= MAX_ARRIVING:
                 raise Refused(Code.BUSY, f"{len(self._arriving)} versions are already arriving at this relay")
             loop = asyncio.get_running_loop()
-            coming = self._arriving[key] = loop.create_future()
-            self._whole[key] = loop.create_future()
+            arriving = self._arriving[key] = loop.create_future()
+            self._complete[key] = loop.create_future()
             self._start(self._fetch(key))
-        return await asyncio.shield(coming)
+        return await asyncio.shield(arriving)
 
     async def _fetch(self, key: VersionKey) -> None:
-        coming, whole_ = self._arriving[key], self._whole[key]
+        arriving, complete = self._arriving[key], self._complete[key]
         try:
             arrival = await self._begin(key)
-            coming.set_result(arrival)
-            whole_.set_result(await self._fill(key, arrival))
+            arriving.set_result(arrival)
+            complete.set_result(await self._fill(key, arrival))
         except Refused as refusal:
-            for future in (coming, whole_):
+            for future in (arriving, complete):
                 if not future.done():
                     future.set_exception(refusal)
                 future.exception()  # retrieved, because every waiter may have been cancelled
         finally:
-            del self._arriving[key], self._whole[key]
+            del self._arriving[key], self._complete[key]
         await self.collect()  # now, so that the next version can recycle the file of the oldest
 
     async def _begin(self, key: VersionKey) -> Arrival:
@@ -338,8 +338,8 @@ class Arrivals:
                 return True
             fresh = False
         began = clock()
-        coming = whole(source, asked, arrival.missing_parts(), arrival.memory, arrival.arrived)
-        await while_alive(source.client, coming, arrival.moved)
+        transfer = whole(source, asked, arrival.missing_parts(), arrival.memory, arrival.arrived)
+        await while_alive(source.client, transfer, arrival.moved)
         if fresh:
             ways.whole_took(nbytes, clock() - began)
         return await arrival.settled()
@@ -351,7 +351,7 @@ class Arrivals:
         arrive, and a source that lacks the base costs little.
         """
         key = base.about.key
-        held = GetManifest(worker=asked.worker, lineage=key.lineage, version=key.version)
+        base_request = GetManifest(worker=asked.worker, lineage=key.lineage, version=key.version)
         spans = delta.spans(base.about.manifest, arrival.manifest, most_bytes=weights.SPAN_BYTES)
         room = KEPT_BYTES
 
@@ -365,8 +365,8 @@ class Arrivals:
         try:
             arrival.missing_parts()
             load = partial(_copy, self._versions, base, arrival.memory)
-            coming = changes(source, asked, held, spans, arrival.memory, applied, load)
-            await credited((while_alive(source.client, coming, arrival.moved), _copy_equal(arrival, base, load)))
+            transfer = changes(source, asked, base_request, spans, arrival.memory, applied, load)
+            await credited((while_alive(source.client, transfer, arrival.moved), _copy_equal(arrival, base, load)))
         except (Refused, ProtocolError) as error:
             log.warning("version %d is fetched whole, not as a delta: %s", asked.version, error)
         if not await arrival.settled():

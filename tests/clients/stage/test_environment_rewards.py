@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from staleflow.clients.stage.reward import RewardStage
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import ids_as_text
 from staleflow.clients.user_code.runner import RewardRunner
 from staleflow.protocols.consistency.ids import GroupId
@@ -29,7 +29,7 @@ def payload(**returned: list[float]) -> GroupPayload:
     )
 
 
-async def rewards(function: str, group: GroupPayload, **row: float) -> Made:
+async def rewards(function: str, group: GroupPayload, **row: float) -> StageOutcome:
     """What the stage makes of one group of a row with these columns beside its prompt."""
     runner = RewardRunner(f"{REWARDS}:{function}", timeout_s=10.0, retries=0, concurrency=1) if function else None
     stage = RewardStage(runner, ids_as_text)
@@ -41,7 +41,7 @@ async def rewards(function: str, group: GroupPayload, **row: float) -> Made:
     return made
 
 
-def column(made: Made) -> list[float]:
+def column(made: StageOutcome) -> list[float]:
     assert not isinstance(made, Failed)
     assert list(made) == ["reward"]
     return list(made["reward"].tolist())

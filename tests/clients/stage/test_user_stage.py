@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from staleflow.clients.stage.user_stage import UserStage, user_stage
-from staleflow.clients.stage.worker import Failed, Made
+from staleflow.clients.stage.worker import Failed, StageOutcome
 from staleflow.clients.texts import ids_as_text
-from staleflow.clients.user_code.group import Group, WrongColumns, made_of
+from staleflow.clients.user_code.group import Group, WrongColumns, checked_columns
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Stage
 from staleflow.configs.stages import Node
@@ -31,12 +31,12 @@ async def running(function: str, makes: tuple[str, ...] = ("score",), **settings
         yield stage
 
 
-def columns(made: Made) -> dict[str, np.ndarray]:
+def columns(made: StageOutcome) -> dict[str, np.ndarray]:
     assert not isinstance(made, Failed), made.why
     return made
 
 
-def why(made: Made) -> str:
+def why(made: StageOutcome) -> str:
     assert isinstance(made, Failed)
     return made.why
 
@@ -74,7 +74,7 @@ async def test_groups_of_an_async_stage_are_under_way_side_by_side() -> None:
 )
 def test_what_is_not_one_value_a_sample_is_named(what: Any, says: str) -> None:
     with pytest.raises(WrongColumns, match=f"^{says}$"):
-        made_of(Group.of({}, ["", ""], group(3).payload), ["stage/judge/score"], what)
+        checked_columns(Group.of({}, ["", ""], group(3).payload), ["stage/judge/score"], what)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_is_not_one_value_a_sample_is_named(what: Any, says: str) -> None:
 )
 def test_ragged_columns_that_do_not_fit_the_tokens_are_named(what: Any, says: str) -> None:
     with pytest.raises(WrongColumns, match=f"^{says}$"):
-        made_of(Group.of({}, ["", ""], group(3).payload), ["stage/judge/values:token"], {"values": what})
+        checked_columns(Group.of({}, ["", ""], group(3).payload), ["stage/judge/values:token"], {"values": what})
 
 
 async def test_a_call_that_returned_what_it_must_not_fails_its_group_with_the_reason() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from staleflow.clients.stage import worker as stage_worker
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.clients.trainer.prefetch import BatchStream
@@ -46,7 +46,7 @@ class Makes:
     def __init__(self, column: str) -> None:
         self._column = column
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         return [{self._column: np.asarray([0.0, 1.0], np.float32)}] * len(groups)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None: ...

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.net.client import worker_id
 from staleflow.net.errors import Refused
@@ -189,7 +189,7 @@ class Slow:
     def __init__(self) -> None:
         self.stuck: list[int] = []
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         if not self.stuck:
             self.stuck += [group.group for group in groups]
             await asyncio.Event().wait()
