@@ -71,7 +71,7 @@ class Catalog:
         """Return a version that may be served. Raise ``Refused`` if it does not exist, is corrupt, or is not
         registered yet."""
         if (stored := self._versions.stored.get(key)) is None:
-            raise Refused(Code.BAD_VERSION, f"{key} does not exist here")
+            raise Refused(Code.BAD_VERSION, f"{key} is not here")
         if key in self._corrupt:
             raise Refused(Code.BAD_VERSION, self._corrupt[key])
         if key not in self._registered:
@@ -99,7 +99,7 @@ class Catalog:
     def quarantined(self, key: VersionKey, stored: Stored, error: Exception) -> Refused:
         """Stop serving a version whose bytes are wrong or unreadable; return the refusal to send."""
         if self._versions.stored.get(key) is not stored:  # deleted or published again in the meantime
-            return Refused(Code.BAD_VERSION, f"{key} does not exist here")
+            return Refused(Code.BAD_VERSION, f"{key} is not here")
         log.error("%s is corrupt and no longer served: %s", key, error)
         self._corrupt[key] = f"{key} is corrupt: {error}"
         return Refused(Code.BAD_VERSION, self._corrupt[key])
@@ -186,7 +186,7 @@ class Catalog:
             stored = await asyncio.to_thread(self._versions.keep, staged, about, in_place=in_place)
         except CorruptVersion as error:
             log.error("publish rejected: %s", error)
-            raise Refused(Code.STALE, f"{error}; begin the upload again") from error
+            raise Refused(Code.STALE, f"{error}; begin again") from error
         except (NoRoom, Scarce) as error:
             self._log_no_room(error)
             raise Refused(Code.BUSY, str(error)) from error

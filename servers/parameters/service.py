@@ -200,7 +200,7 @@ class ParameterService:
         try:
             await asyncio.to_thread(self._versions.write, upload.staged, ask.offset, call.frames[0])
         except FileNotFoundError as error:  # it was discarded in the meantime
-            raise Refused(Code.STALE, f"unknown upload: {ask.upload}; begin the upload again") from error
+            raise Refused(Code.STALE, f"unknown upload: {ask.upload}; begin again") from error
         except NoRoom as error:
             if (more := self._log_limit.due()) is not None:
                 log.error("no room: %s", f"{error}{more}")
@@ -277,7 +277,7 @@ class ParameterService:
             if data:
                 call.reply(Chunk(offset=ask.offset), [data])
             else:
-                call.refuse(Code.BAD_VERSION, f"{stored.path.name} was deleted, or ends before byte {ask.offset}")
+                call.refuse(Code.BAD_VERSION, f"{stored.path.name} is gone, or ends before byte {ask.offset}")
 
         self._tasks.start(respond())
 

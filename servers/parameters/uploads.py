@@ -103,7 +103,7 @@ class Uploads:
         Raise ``Refused``: ``STALE`` if the upload is unknown (any more), ``FENCED`` if its trainer was replaced.
         """
         if (upload := self._uploads.get(number)) is None:
-            raise Refused(Code.STALE, f"unknown upload: {number}; begin the upload again")
+            raise Refused(Code.STALE, f"unknown upload: {number}; begin again")
         self.check_term(upload.announced.trainer_term)
         upload.left_s = None
         return upload

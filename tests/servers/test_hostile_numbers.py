@@ -142,7 +142,7 @@ async def test_a_version_larger_than_the_disk_is_refused_before_the_disk_is_fill
         batch=None,
         nbytes=2**46,
     )
-    with pytest.raises(Unavailable, match=r"it has 70368744177664 bytes, \d+ are free"):
+    with pytest.raises(Unavailable, match=r"has 70368744177664 bytes; \d+ bytes are free"):
         await run.client(run.where.parameters, trainer.worker).ask(ask, BeginPublishReply, timeout_s=0.5)
     assert files(run) == set()
     assert (await trainer.publish(0, WEIGHTS)).version == 0

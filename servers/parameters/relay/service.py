@@ -212,7 +212,7 @@ class RelayService:
     async def _delta(self, ask: GetDelta) -> bytes:
         base = VersionKey(ask.base_lineage, ask.base_version)
         if (old := self._versions.stored.get(base)) is None:
-            raise Refused(Code.BAD_VERSION, f"{base} does not exist here")
+            raise Refused(Code.BAD_VERSION, f"{base} is not here")
         manifest = await self._arrivals.manifest(VersionKey(ask.lineage, ask.version))
         self._deltas.check(ask, old.about.manifest, manifest)
         return await self._deltas.make(ask, old, await self._arrivals.span(ask))

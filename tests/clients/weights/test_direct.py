@@ -147,7 +147,7 @@ async def test_weights_that_are_gathered_one_by_one_are_given_too(run: Run, trai
 
 async def test_bytes_that_are_not_those_of_the_manifest_are_never_loaded(run: Run, trainer: Trainer) -> None:
     await trainer.publish(0, LARGE)
-    held = source(trainer)._held
+    held = source(trainer)._newest
     assert held is not None
     held.data[2_500_000] ^= 1
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
@@ -341,10 +341,10 @@ def test_a_copy_that_is_being_given_is_not_written_over() -> None:
         opened.hold({name: array + array.dtype.type(1) for name, array in WEIGHTS.items()}, Lineage(0), Version(1))
         assert held.data.tobytes() == before
         assert opened._acquire(ask) is None  # not the newest any more
-        newest = opened._held
+        newest = opened._newest
         assert newest is not None
         opened.hold(WEIGHTS, Lineage(0), Version(2))
-        assert opened._held is not None
-        assert opened._held.data is newest.data  # nobody took that one: its memory is used again
+        assert opened._newest is not None
+        assert opened._newest.data is newest.data  # nobody took that one: its memory is used again
     finally:
         opened.close()

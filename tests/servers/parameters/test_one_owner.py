@@ -65,7 +65,7 @@ def test_a_relay_that_waits_can_be_stopped(tmp_path: Path) -> None:
 
     def stop() -> None:
         while not over.wait(0.02):
-            if log.exists() and "waits for" in log.read_text():
+            if log.exists() and "waiting for folder" in log.read_text():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

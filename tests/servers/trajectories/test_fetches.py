@@ -82,8 +82,8 @@ async def test_payload_travels_once_to_each_reader_of_another_host_and_to_none_o
     assert len(fetched) == GROUPS
     made = GROUPS * 2 * 4  # two samples, float32
     packed = GROUPS * len(pack(payload(0, seed=batch.members[0].group).to_arrays()))
-    assert counts["TakeStage reward"] == (packed if host else 0)
-    assert counts["TakeStage later"] == (packed if host else 0) + made
+    assert counts["GetStageWork reward"] == (packed if host else 0)
+    assert counts["GetStageWork later"] == (packed if host else 0) + made
     assert counts["FetchGroups"] == (packed if host else 0) + 2 * made
 
 
