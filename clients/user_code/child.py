@@ -112,6 +112,7 @@ def end_with(lifeline: int) -> None:
     os.set_inheritable(lifeline, False)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    # Armed last: the signal and its receiver must be set before it can be sent.
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         os.read(lifeline, 1)

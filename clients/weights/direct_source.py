@@ -86,6 +86,7 @@ class DirectSource:
             self._places = layout(weights)
         places = self._places
         with self._lock:
+            # Withdraw the previous version first: no transfer of it may start while it is overwritten.
             before, self._newest = self._newest, None
             free = before is not None and not before.takers and len(before.data) == places.nbytes
         data = before.data if free and before is not None else np.zeros(places.nbytes, np.uint8)

@@ -59,6 +59,7 @@ class ServerFiles:
         """
         if to.host != boot_id():
             return None
+        # An abandoned publish may still be writing in its thread; wait for it to notice that it was given up.
         with self._writing:
             try:
                 descriptor = os.open(to.path, os.O_RDWR | os.O_CLOEXEC)

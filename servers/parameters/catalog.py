@@ -199,6 +199,7 @@ class Catalog:
         A version that is registered already is not submitted again: the rejection of a trainer that was fenced in the
         meantime would delete a version that the run uses.
         """
+        # Until recovery is done, it is unknown whether an earlier process has registered the version.
         await self._recovered.wait()
         key, manifest = about.key, about.manifest
         if key in self._registered:

@@ -201,6 +201,8 @@ class Versions:
             if self._sync:
                 sync_path(described)
                 sync_path(staged.path)
+            # Remove an old manifest before the bytes are replaced: a crash in between must not leave a manifest that
+            # describes other bytes.
             path.with_suffix(".json").unlink(missing_ok=True)
             staged.path.replace(path)
             path.chmod(0o444)

@@ -73,6 +73,7 @@ class Registrar:
             batch, self._pending = self._pending[:BATCH], self._pending[BATCH:]
             if not self._pending:
                 self._ready.clear()
+            # One batch in flight at a time: the ledger must see a group's operations in order.
             results = await self._results([op for op, _ in batch])
             for (op, then), result in zip(batch, results, strict=True):
                 if result.code is Code.BUSY:

@@ -67,6 +67,7 @@ class Shard:
         self._registrar = registrar
         self.stages = {node.name: node for node in stages}
         self._keep = keep
+        # Random, so that no ticket of an earlier process is valid in this one.
         first = secrets.randbits(40) << 20
         self.queues = {stage: StageQueue(first) for stage in self.stages}
         self.on_queued: Callable[[str], None] = lambda stage: None
@@ -210,6 +211,8 @@ class Shard:
 
         def then(result: Result) -> None:
             waiting, stored.waiting = stored.waiting, []
+            # A recovered push may have been acknowledged, so it is kept until the ledger decides. The worker of a new
+            # one gets the refusal and pushes again.
             if isinstance(result, NotDelivered) and not new:
                 asyncio.get_running_loop().call_later(RETRY_INTERVAL_S, self._register_again, stored)
             elif result.code is not None:

@@ -166,6 +166,7 @@ class Slabs:
                 return None
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
+                # Reserve every block now: a write through a map of a sparse file raises SIGBUS when the disk is full.
                 os.posix_fallocate(descriptor, 0, self._slab_bytes)
             finally:
                 os.close(descriptor)

@@ -152,6 +152,7 @@ class StageQueue:
 
     def give_back(self, tickets: Iterable[Ticket]) -> None:
         """Return undelivered groups to the front of the queue, as if they had never been taken."""
+        # Newest first: each is put at the front, so the oldest ends up first.
         for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
             if self.holds(ticket):
                 self._end(ticket)

@@ -119,6 +119,7 @@ class TrajectoryStore:
         try:
             records = [self._placed(one) for one in pushes]
             slabs = {record.slab: None for record in records if record.slab}
+            # Slabs first: a durable record must never refer to bytes that are not durable.
             if self._sync and slabs:
                 self._of_slabs.sync(slabs)
             with self._write() as txn:
@@ -130,6 +131,7 @@ class TrajectoryStore:
                         txn.put("payloads", raw, one.blob)
                     txn.put("records", raw, _hashed(raw, msgspec.msgpack.encode(record)))
         except BaseException as error:
+            # Nothing was stored: give the places in slabs back.
             if self.slabs is not None:
                 self.slabs.free(one.key for one in pushes)
             if isinstance(error, OSError):
