@@ -12,7 +12,7 @@ from staleflow.clients.user_code.runner import RewardRunner
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.trajectory import GroupPayload
 
-REWARDS = Path(__file__).parent / "rewards.py"
+REWARDS = Path(__file__).parents[1] / "user_code" / "rewards.py"
 
 
 def payload(**returned: list[float]) -> GroupPayload:

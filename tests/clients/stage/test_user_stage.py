@@ -18,7 +18,7 @@ from staleflow.configs.schema import Stage
 from staleflow.configs.stages import Node
 from tests.clients.stage.judged import group
 
-USERS = Path(__file__).parent / "users.py"
+USERS = Path(__file__).parents[1] / "user_code" / "users.py"
 
 
 @asynccontextmanager
