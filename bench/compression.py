@@ -29,7 +29,7 @@ from rich.table import Table
 
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.servers.trajectories.slabs import Slabs
-from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpacked
+from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpack_verified
 from staleflow.store.lmdb import Store
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.toml"
@@ -76,7 +76,7 @@ def stored(folder: Path) -> list[GroupPayload]:
     )
     try:
         return [
-            GroupPayload.from_arrays(unpacked(one.key, one.record, store.payload(one.key, one.record)))
+            GroupPayload.from_arrays(unpack_verified(one.key, one.record, store.payload(one.key, one.record)))
             for one in store.load()
             if one.record is not None
         ]

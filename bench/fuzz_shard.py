@@ -25,9 +25,9 @@ from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.main import make_service
-from staleflow.servers.trajectories.records import Key, pushed
+from staleflow.servers.trajectories.records import Key, parse_push
 from staleflow.servers.trajectories.slabs import Slabs
-from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpacked
+from staleflow.servers.trajectories.store import TABLES, TrajectoryStore, unpack_verified
 from staleflow.store.lmdb import Store
 
 WORKER, STAGE, TRAINER = WorkerId("rollout-0"), WorkerId("reward-0"), WorkerId("trainer")
@@ -153,7 +153,7 @@ class ShardTarget:
             specs, more = self._payload()
             frames += more
             item = messages.PushItem(group=group, lease=lease, worker=WORKER, truncated=False, frames=specs)
-            self._pushed[Key(group, lease)] = pushed(item, more, SAMPLES).record.sha
+            self._pushed[Key(group, lease)] = parse_push(item, more, SAMPLES).record.sha
             items.append(item)
         while len(self._pushed) > REMEMBERED:
             del self._pushed[next(iter(self._pushed))]
@@ -210,7 +210,7 @@ class ShardTarget:
         for key, record, _ in stored:
             if record is None:
                 raise Finding(f"the record of {key} is damaged")
-            unpacked(key, record, self._store.payload(key, record))
+            unpack_verified(key, record, self._store.payload(key, record))
         if len(stored) > MAX_HELD or self._working.done():
             await self.close()
             await self.begin()

@@ -1,4 +1,4 @@
-"""Asks a server how it is, and tells it to drain. What ``staleflow status`` and the supervisor use."""
+"""Client for the status of a server and for draining a run, used by ``staleflow status`` and the supervisor."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from staleflow.protocols.wire.messages import Attach, AttachReply, Detach, Done,
 
 
 class Admin:
-    """A blocking connection to one server. ``Unavailable`` when it does not answer in time."""
+    """Blocking connection to one server. Calls raise ``Unavailable`` on a timeout."""
 
     def __init__(self, address: str, name: str = "admin", *, transport: Transport = SOCKETS) -> None:
         self._name = name
@@ -22,15 +22,15 @@ class Admin:
         self.close()
 
     def status(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """The server's own account of itself."""
+        """Return the status values of the server."""
         return self._client.ask(GetStatus(), Status, timeout_s=timeout_s).values
 
     def drain(self, why: str, timeout_s: float = 5.0) -> None:
-        """End the run: train what is under way, lease nothing new, keep what is acknowledged."""
+        """End the run: finish the train step in progress, issue no new leases, keep all acknowledged data."""
         self._client.ask(Drain(why=why), Done, timeout_s=timeout_s)
 
     def run(self, timeout_s: float = 10.0) -> AttachReply:
-        """What the scheduler tells a worker that joins: configuration, run directory, addresses."""
+        """Return what the scheduler sends to an attaching worker: configuration, run directory, addresses."""
         hello = Attach(worker=self._worker, name=self._worker, role="monitor")
         attached = self._client.ask(hello, AttachReply, timeout_s=timeout_s)
         self._client.ask(Detach(worker=self._worker, why="asked only"), Done, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""How a worker joins a run: by the scheduler's address alone; the other servers' addresses come from there."""
+"""Attach a worker to a run. The scheduler's address is enough; its reply has the other addresses."""
 
 import asyncio
 import logging
@@ -16,21 +16,21 @@ from staleflow.protocols.wire.messages import Attach, AttachReply
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 2.0
-"""After so long without an answer the log names what this process waits for."""
+NOTICE_DELAY_S = 2.0
+"""Time without a reply after which the log names the address that this process waits for."""
 
 
 async def attach(scheduler: Client, request: Attach, *, parameters: bool = False) -> AttachReply:
-    """The run's answer, once every trajectory server (and the parameter server, if wanted) is attached to it too.
+    """Attach and return the reply, once every trajectory server (and, if requested, the parameter server) is attached.
 
-    Waits for servers that are still to come, and a bounded time for a name whose owner may have died. ``RunOver`` after
-    the end, ``ConfigError`` when the run does not take this worker.
+    Waits for servers that have not started, and for a bounded time for a name whose owner may have died. Raise
+    ``RunOver`` after the end of the run, ``ConfigError`` if the run rejects this worker.
     """
     request = msgspec.structs.replace(request, slot=request.slot or readiness.slot())
     backoff, attempt = Backoff(0.1, 1.0), 0
     while True:
         waiting = "waiting for the scheduler at %s, which does not answer"
-        notice = asyncio.get_running_loop().call_later(SILENCE_S, log.info, waiting, scheduler.address)
+        notice = asyncio.get_running_loop().call_later(NOTICE_DELAY_S, log.info, waiting, scheduler.address)
         try:
             answer = await scheduler.ask(request, AttachReply, timeout_s=None)
         except Refused as refused:
@@ -49,5 +49,5 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
                 parameters=reachable(answer.parameters, scheduler.address),
             )
         attempt += 1
-        log.info("waiting for the run's other servers to attach")
+        log.info("waiting for the other servers of the run to attach")
         await asyncio.sleep(backoff.delay_s(attempt))

@@ -1,13 +1,13 @@
-"""Errors that mean too little memory, whoever raises them. No torch here: its own class is told by name."""
+"""Detection of out-of-memory errors of any library. Imports no torch: its exception class is matched by name."""
 
-_SAID = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In plain errors of torch: its allocator for CPUs, CUDA's own calls, cuBLAS."""
+_MESSAGES = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Messages of plain ``RuntimeError``s of torch: its CPU allocator, CUDA itself, cuBLAS."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or this machine, had less than was asked for."""
+    """Return True if a device, or this machine, ran out of memory."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID))
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES))
     )

@@ -1,7 +1,7 @@
-"""Payload that lies in slabs of a shard on this host: mapped, checked, and not copied.
+"""Payload in slabs of a shard on this host: mapped, verified, and not copied.
 
-A slab is written anew when no record needs what is in it any more. The groups of a batch that is not consumed are
-needed; so who holds views of them lets go of them, or has copied them, before it is.
+A slab is reused once no record needs its content. The groups of a batch are needed until the batch is consumed. A
+reader must therefore drop or copy its views of them before that.
 """
 
 import hashlib
@@ -14,50 +14,51 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Place
 from staleflow.protocols.wire.tensors import Array, unpack
 
-MOST = 256
-"""Slabs of all shards that stay mapped: pages that are mapped already cost nothing to read again, but each map keeps a
-descriptor, of which a process has often no more than 1,024."""
+MAX_MAPPED = 256
+"""Maximum number of mapped slabs of all shards. Mapped pages are free to read again, but each map keeps a
+descriptor, and a process often has no more than 1,024 of them."""
 
 
 class Unmapped(Exception):
-    """This process cannot open slabs of that shard, though it is of the same host: in another container, say."""
+    """This process cannot open slabs of the shard although it is on the same host, in another container for
+    instance."""
 
 
 class Unreadable(Exception):
-    """The bytes of a payload are not those of its record: they have changed, or their slab has gone."""
+    """The bytes of a payload do not match its record: they have changed, or their slab is gone."""
 
 
 class MappedSlabs:
-    """Those that one process reads, of all shards."""
+    """Slabs of all shards that one process has mapped."""
 
     def __init__(self) -> None:
         self._maps: OrderedDict[str, memoryview] = OrderedDict()
-        """By path, which no other slab will ever have."""
+        """Maps by path; the path of a slab is never reused."""
 
     def open(self, folder: str, place: Place) -> memoryview:
-        """The packed payload, not checked. ``Unmapped``, ``Unreadable``."""
+        """Return the packed payload, unverified. Raise ``Unmapped`` or ``Unreadable``."""
         path = f"{folder}/{place.slab}"
         data = self._maps.get(path)
         if data is None:
             self._forget_deleted()
             data = self._maps[path] = _mapped(Path(path))
         self._maps.move_to_end(path)
-        while len(self._maps) > MOST:
+        while len(self._maps) > MAX_MAPPED:
             self._maps.popitem(last=False)
         if (end := place.offset + place.nbytes) > data.nbytes:
-            raise Unreadable(f"{place.slab} has {data.nbytes} bytes, not {end}")
+            raise Unreadable(f"slab {place.slab} has {data.nbytes} bytes; the payload ends at {end}")
         return data[place.offset : end]
 
     def _forget_deleted(self) -> None:
-        """A map would keep the room on disk of a file that is deleted."""
+        """Unmap deleted files: a map keeps the disk space of its file in use."""
         for path in [path for path in self._maps if not os.path.exists(path)]:
             del self._maps[path]
 
 
 def checked(data: memoryview, sha: str) -> dict[str, Array]:
-    """The arrays of a payload, as views. ``Unreadable`` unless it is the one with that sha256."""
+    """Return the arrays of a payload, as views. Raise ``Unreadable`` unless it has this sha256."""
     if hashlib.sha256(data).hexdigest() != sha:
-        raise Unreadable("the payload is not what its sha256 says")
+        raise Unreadable("the payload does not match its sha256")
     try:
         return unpack(data)
     except ProtocolError as error:
@@ -68,9 +69,11 @@ def _mapped(path: Path) -> memoryview:
     try:
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    except ValueError as error:  # it is empty
+    except ValueError as error:  # the file is empty
         raise Unreadable(f"{path}: {error}") from error
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and path.parent.is_dir():  # it was there when its place was given
+        if (
+            isinstance(error, FileNotFoundError) and path.parent.is_dir()
+        ):  # the slab existed when the shard sent the place
             raise Unreadable(str(error)) from error
         raise Unmapped(str(error)) from error

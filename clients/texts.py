@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
-"""Completions as text, with the tokenizer of the model directory. Adapter to tokenizers, else transformers.
+"""Decoding of completions with the tokenizer of the model directory. Adapter to tokenizers, else transformers.
 
-A reward worker needs no model: where there is a ``tokenizer.json`` it starts without torch, seconds earlier.
+A reward worker needs no model: if there is a ``tokenizer.json``, it starts without torch, which saves seconds.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,14 @@ from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.presence import check_model_dir
 
 Decode = Callable[[list[NDArray[np.int32]]], list[str]]
-"""The token ids of some completions -> their texts, in order."""
+"""Function from the token ids of some completions to their texts, in order."""
 
 
 def tokenizer_decoder(model: Path, *, special: bool = False) -> Decode:
-    """Decodes with the tokenizer in ``model``, special tokens left out unless asked for. ``ConfigError`` when there is
-    none."""
+    """Return a decoder with the tokenizer in ``model``; ``special``: keep special tokens.
+
+    Raise ``ConfigError`` if there is no tokenizer.
+    """
     check_model_dir(model, "model directory")
     decode_batch = _fast(model / "tokenizer.json") if (model / "tokenizer.json").is_file() else _any(model)
 
@@ -34,7 +36,7 @@ def _fast(file: Path) -> Callable[..., list[str]]:
 
     try:
         return Tokenizer.from_file(str(file)).decode_batch
-    except Exception as error:  # the library raises plain Exception for a file it cannot read
+    except Exception as error:  # the library raises plain Exception for an unreadable file
         raise ConfigError("tokenizer", str(file), f"it cannot be read: {error}") from error
 
 
@@ -46,5 +48,5 @@ def _any(model: Path) -> Callable[..., list[str]]:
 
 
 def ids_as_text(completions: list[NDArray[np.int32]]) -> list[str]:
-    """For the simulated engine, which has no tokenizer: the ids, with spaces between."""
+    """Decode for the simulated engine, which has no tokenizer: the ids, separated by spaces."""
     return [" ".join(map(str, ids.tolist())) for ids in completions]

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Prompts as token ids, by the tokenizer of a model directory. Rollout and evaluation both read prompts by this."""
+"""Encoding of prompts with the tokenizer of a model directory, shared by rollout and evaluation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +15,17 @@ Encode = Callable[[str], np.ndarray]
 
 
 def open_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a model directory. ``ConfigError`` when there is none that can be read."""
+    """Open the tokenizer of a model directory. Raise ``ConfigError`` if there is none that can be read."""
     check_model_dir(directory, "model directory")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # the library raises whatever a broken file leads it to
+    except Exception as error:  # the library raises arbitrary exceptions for a broken file
         raise ConfigError("tokenizer", str(directory), f"it cannot be read: {error}") from error
 
 
 def encoder(tokenizer: Any, *, chat_template: bool) -> Encode:
-    """Prompt -> int32 ids; with ``chat_template`` as one user message, the assistant's turn begun."""
+    """Return a function from a prompt to int32 ids; ``chat_template``: as one user message, followed by the start of
+    the assistant's turn."""
     if not chat_template:
         return lambda prompt: np.array(tokenizer(prompt)["input_ids"], np.int32)
     if not tokenizer.chat_template:
@@ -39,7 +40,7 @@ def encoder(tokenizer: Any, *, chat_template: bool) -> Encode:
 
 
 def check_vocabulary(tokenizer: Any, model: Any) -> None:
-    """``ConfigError`` for a tokenizer that makes tokens of which the model has no embedding."""
+    """Raise ``ConfigError`` if the tokenizer has ids for which the model has no embedding."""
     ids, rows = max(tokenizer.get_vocab().values(), default=0) + 1, model.config.get_text_config().vocab_size
     if ids > rows:
         raise ConfigError(
@@ -48,20 +49,20 @@ def check_vocabulary(tokenizer: Any, model: Any) -> None:
 
 
 def check_same_tokens(key: str, directory: Path, policy: Path) -> None:
-    """``ConfigError`` unless the tokenizer in ``directory`` has every token of the policy's under the same number."""
+    """Raise ``ConfigError`` unless the tokenizer in ``directory`` has every token of the policy under the same id."""
     own, theirs = (open_tokenizer(place).get_vocab() for place in (policy, directory))
     differ = sorted((number, token) for token, number in own.items() if theirs.get(token) != number)
     if differ:
         number, token = differ[0]
-        there = f"{theirs[token]}" if token in theirs else "missing"
-        allowed = f"its tokenizer is not the policy's, of which {len(differ)} tokens differ: {token!r} is {there}"
+        actual = f"{theirs[token]}" if token in theirs else "missing"
+        allowed = f"its tokenizer is not the policy's, of which {len(differ)} tokens differ: {token!r} is {actual}"
         raise ConfigError(key, str(directory), f"{allowed}, not {number}")
 
 
 def stop_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a completion: the tokenizer's end of sequence and those of the model's generation config."""
-    found = {tokenizer.eos_token_id}
+    """Return the tokens that end a completion: those of the tokenizer and of the model's generation config."""
+    ids = {tokenizer.eos_token_id}
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
-    found.update(eos if isinstance(eos, list) else [eos])
-    return sorted(token for token in found if token is not None)
+    ids.update(eos if isinstance(eos, list) else [eos])
+    return sorted(token for token in ids if token is not None)

@@ -1,1 +1,1 @@
-"""Stage workers: what happens to a group between its push and its training. The first stage is the reward."""
+"""Stage workers: process groups between their push and their training. The first stage is the reward."""

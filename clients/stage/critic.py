@@ -1,14 +1,14 @@
 # pyright: basic, reportMissingImports=false
-"""The critic stage: a value model that judges groups and learns from what they earned. Adapter to torch.
+"""The critic stage: a value model that evaluates groups and learns from their returns. Adapter to torch.
 
-The value of a token is the estimate of the state in which it was *chosen*: it sees the tokens before it, not itself, so
-that taking it off the return as a baseline leaves the policy's gradient unbiased. Learning comes after the values are
-durable; the run does not wait for it unless more groups are there.
+The value of a token estimates the state in which it was *chosen*: it depends on the tokens before it, not on the token
+itself. Subtracting it as a baseline therefore leaves the policy gradient unbiased. Learning starts after the values are
+durable; the run waits for it only if more groups are queued.
 
-There is one critic in a run, since two would learn apart. It is no part of a lineage: a rollback of the trainer leaves
-it as it is. The groups that survive one keep the values that they have and are never judged again, so a critic that
-went back as well would only forget what it learned from them. Killed, it goes on from its last checkpoint and has
-forgotten at most ``trainer.checkpoint_every`` steps.
+A run has one critic, since two would learn separately. The critic is not part of a lineage: a rollback of the trainer
+does not roll it back. Groups that survive a rollback keep their values and are not evaluated again, so rolling the
+critic back would only discard what it learned from them. After a crash it continues from its last checkpoint and loses
+at most ``trainer.checkpoint_every`` steps.
 """
 
 import logging
@@ -24,7 +24,7 @@ from staleflow.clients.stage.critic_files import CriticFiles
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.reference import Limits, finite, on_device, within
 from staleflow.clients.stage.sequences import rows_of
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.trainer.algorithms.gae import gae, token_rewards
 from staleflow.clients.trainer.backends.files import load_model
 from staleflow.configs.schema import Algorithm, Config
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 COLUMN = "values"
 GRAD_CLIP = 1.0
-"""Largest L2 norm of the gradient."""
+"""Maximum L2 norm of the gradient."""
 
 
 class ValueModel(nn.Module):
-    """A language model's backbone with one number a token on top, 0 at first."""
+    """A language model's backbone with a linear head of one value per token, initialized to 0."""
 
     def __init__(self, backbone: Any) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[N, L] -> [N, L] float32: at position t the value before token t; 0 at position 0, before the start."""
+        """Map [N, L] to [N, L] float32: the value before token t at position t; 0 at position 0."""
         hidden = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         return nn.functional.pad(self.head(hidden[:, :-1]).squeeze(-1), (1, 0))
 
 
 class Critic:
-    """Makes ``values``, float32 [T]; takes one AdamW step for every ``critic.batch`` groups that it has judged.
+    """Compute ``values``, float32 [T]; take one AdamW step per ``critic.batch`` evaluated groups.
 
-    Computes in float32 whatever the policy computes in: a small learning rate moves nothing in bfloat16.
+    Always computes in float32: in bfloat16, updates with a small learning rate are rounded away.
     """
 
     def __init__(self, config: Config, directory: Path, folder: Path) -> None:
@@ -69,14 +69,14 @@ class Critic:
         self._limits = Limits.of(model)
         self._model = ValueModel(model.base_model).to(self._device)
         self._adam = torch.optim.AdamW(self._model.parameters(), lr=self._settings.lr, weight_decay=0.0)
-        self._seen: list[GroupPayload] = []
+        self._buffered: list[GroupPayload] = []
         self._files = CriticFiles(folder)
         self.steps = self._saved = self._files.load(self._model, self._adam)
 
-    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
-        known, made = within(groups, self._limits)
-        if known:
-            rows = rows_of([group.payload for group in known])
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[StageOutcome]:
+        readable, results = within(groups, self._limits)
+        if readable:
+            rows = rows_of([group.payload for group in readable])
             values = np.zeros(rows.input_ids.shape, np.float32)
             for which, width in rows.passes(self._trainer.micro_tokens):
                 if stopping():
@@ -85,14 +85,14 @@ class Critic:
                     passed = self._model(*on_device(rows, which, width, self._device))
                 values[which, :width] = passed.cpu().numpy()
             columns = rows.columns(values)
-            made |= {g.group: finite(COLUMN, column) for g, column in zip(known, columns, strict=True)}
-        return [made[group.group] for group in groups]
+            results |= {g.group: finite(COLUMN, column) for g, column in zip(readable, columns, strict=True)}
+        return [results[group.group] for group in groups]
 
     def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
-        self._seen += [group.payload for group in groups]
+        self._buffered += [group.payload for group in groups]
         size = self._settings.batch
-        while len(self._seen) >= size:
-            batch, self._seen = self._seen[:size], self._seen[size:]
+        while len(self._buffered) >= size:
+            batch, self._buffered = self._buffered[:size], self._buffered[size:]
             self._learn(batch, stopping)
             if self.steps - self._saved >= self._trainer.checkpoint_every:
                 self._save()
@@ -107,7 +107,8 @@ class Critic:
         self._saved = self.steps
 
     def _learn(self, payloads: Sequence[GroupPayload], stopping: Stopping) -> None:
-        """One step on the mean squared error over all completion tokens; one that is not finite changes nothing."""
+        """Take one step on the mean squared error over all completion tokens; skip a step whose loss or gradient is
+        not finite."""
         rows = rows_of(payloads)
         targets = np.zeros(rows.input_ids.shape, np.float32)
         targets[rows.completions] = np.concatenate([returns(payload, self._algorithm) for payload in payloads])
@@ -131,15 +132,16 @@ class Critic:
             line = "critic step %d: loss %.5f, explained variance %.4f, gradient norm %.4f, %d tokens"
             log.info(line, self.steps, loss, share, norm, tokens)
         else:
-            log.error("critic step %d is left out: loss %g, gradient norm %g", self.steps, loss, norm)
+            log.error("critic step %d skipped: loss %g, gradient norm %g", self.steps, loss, norm)
         self._adam.zero_grad()
 
 
 def returns(payload: GroupPayload, algorithm: Algorithm) -> np.ndarray:
-    """What each completion token's state really led to, [T]: the discounted sum of the rewards from it on.
+    """Return of each completion token's state, [T]: the discounted sum of the rewards from that token on.
 
-    The Monte Carlo return (lambda = 1) whatever lambda the policy's advantages use: targets without the critic's own
-    bias. The reward is the trainer's: at the last token, less the divergence where that is a part of the reward.
+    This is the Monte Carlo return (lambda = 1) whatever lambda the policy's advantages use, so that the targets do not
+    contain the critic's own bias. The reward is the trainer's: at the last token, less the divergence if that is part
+    of the reward.
 
     Source: Yuan et al., VC-PPO (arXiv 2503.01491), decoupled GAE.
     """
@@ -153,6 +155,6 @@ def returns(payload: GroupPayload, algorithm: Algorithm) -> np.ndarray:
 
 
 def explained(errors: np.ndarray, targets: np.ndarray) -> float:
-    """Share of the returns' variance that the values explain: 1 - Var(error) / Var(return); 0 when nothing varies."""
+    """Share of the returns' variance that the values explain: 1 - Var(error) / Var(return); 0 if nothing varies."""
     variance = float(np.var(targets)) if targets.size else 0.0
     return 1.0 - float(np.var(errors)) / variance if variance > 0 else 0.0

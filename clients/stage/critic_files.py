@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
-"""The critic's checkpoint: one safetensors file, replaced as a whole, and a lock that keeps a second critic away.
+"""The critic's checkpoint: one safetensors file, replaced atomically, and a lock that excludes a second critic.
 
-A critic killed at any instant leaves the checkpoint before, or the new one, never half of one.
+A critic killed at any instant leaves the previous checkpoint or the new one, never a partial one.
 """
 
 import fcntl
@@ -24,7 +24,8 @@ _MODEL, _ADAM = "model/", "adam/"
 
 
 class CriticFiles:
-    """The critic's files in ``folder``, owned by this process. ``ConfigError`` when another one owns them."""
+    """The critic's files in ``folder``, locked by this process. Raise ``ConfigError`` if another process has the
+    lock."""
 
     def __init__(self, folder: Path) -> None:
         make_folder(folder)
@@ -34,11 +35,11 @@ class CriticFiles:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            allowed = "another critic of this run works there; there is only one"
+            allowed = "another critic of this run uses the folder; a run has only one critic"
             raise ConfigError("critic", str(folder), allowed) from None
 
     def save(self, model: nn.Module, adam: torch.optim.Optimizer, steps: int) -> None:
-        """Durable on return."""
+        """Save a checkpoint; it is durable on return."""
         tensors = {_MODEL + name: value.detach().cpu().contiguous() for name, value in model.named_parameters()}
         for name, parameter in model.named_parameters():
             for key, value in adam.state.get(parameter, {}).items():
@@ -48,25 +49,25 @@ class CriticFiles:
         replace_durably(part, self._path)
 
     def load(self, model: nn.Module, adam: torch.optim.Optimizer) -> int:
-        """Puts model and optimizer where the last checkpoint left them; returns its steps, 0 without one.
+        """Restore model and optimizer from the last checkpoint; return its number of steps, or 0 without one.
 
-        A file that is damaged or belongs to another model is named in the log, and the critic begins anew.
+        A file that is damaged or belongs to another model is logged, and the critic starts from its initial state.
         """
         if not self._path.exists():
             return 0
         try:
             with safe_open(self._path, framework="pt") as file:
                 steps = int((file.metadata() or {})[STEPS])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             _restore(model, adam, tensors)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            log.error("checkpoint %s is not used, the critic begins anew: %s", self._path, error)
+            log.error("checkpoint %s ignored, the critic starts from its initial state: %s", self._path, error)
             return 0
-        log.info("the critic goes on after step %d", steps)
+        log.info("critic resumed after step %d", steps)
         return steps
 
     def close(self) -> None:
-        """Another critic may come."""
+        """Release the lock."""
         self._lock.close()
 
 

@@ -1,4 +1,4 @@
-"""The process of a stage worker: opens what makes its columns, joins the run, works until it is asked to end."""
+"""The process of a stage worker: load the stage, attach to the run, work until stopped."""
 
 import asyncio
 import logging
@@ -28,17 +28,17 @@ from staleflow.protocols.wire.stages import CRITIC, REFERENCE, REWARD
 
 log = logging.getLogger(__name__)
 
-FAREWELL_S = 1.0
+DETACH_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 2.0
-"""Whether the run is over."""
-GONE_S = 60.0
-"""A scheduler not heard of for so long has ended with its run."""
+"""Poll interval for the end of the run."""
+SCHEDULER_TIMEOUT_S = 60.0
+"""Silence of the scheduler after which the run is considered over."""
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str, stage: str = REWARD) -> int:
-    """Serve one stage; returns the exit code. What a worker leaves undone goes to another one.
+    """Serve one stage; return the exit code. Unfinished groups go to another worker.
 
-    ``ConfigError`` when the run has no such stage.
+    Raise ``ConfigError`` if the run has no such stage.
     """
     if stage not in stages(config):
         raise ConfigError("stage", stage, f"this run has no such stage; it has {', '.join(stages(config))}")
@@ -61,8 +61,10 @@ async def work_until(
     opened: AbstractAsyncContextManager[tuple[Stage, int]],
     transport: Transport,
 ) -> None:
-    """Work until stopped or until the run is over. ``opened`` gives what makes the columns of ``stage``, and the limit
-    of concurrent calls of user code."""
+    """Work until stopped or until the run is over.
+
+    ``opened``: context of the stage and its maximum number of concurrent calls of user code.
+    """
     working = asyncio.create_task(_work(config, name, scheduler, stage, opened, transport))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -95,28 +97,28 @@ async def _work(
             answer = await attach_to_run(scheduler, request)
             attached = True
             shards += [Client(endpoint, worker=worker, transport=transport) for endpoint in answer.shards]
-            made, calls = entered
+            instance, calls = entered
             groups = groups_at_once(config, stage, calls)
-            working = StageWorker(worker=worker, name=stage, stage=made, max_groups=groups, calls=calls)
+            working = StageWorker(worker=worker, name=stage, stage=instance, max_groups=groups, calls=calls)
             await while_it_lasts(scheduler, asyncio.create_task(working.serve(shards)))
     finally:
         if attached:
-            await _say_goodbye(scheduler, Detach(worker=worker, why="asked to end"))
+            await _detach(scheduler, Detach(worker=worker, why="asked to end"))
         for client in (scheduler, *shards):
             client.close()
 
 
 async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> None:
-    """Ends ``serving`` with the run; raises what ended it before."""
+    """Cancel ``serving`` when the run is over; raise its error if it fails before."""
     try:
         while not serving.done():
             try:
-                status = (await scheduler.ask(GetStatus(), Status, timeout_s=GONE_S)).values
+                status = (await scheduler.ask(GetStatus(), Status, timeout_s=SCHEDULER_TIMEOUT_S)).values
             except Unavailable:
-                log.info("leaves: nothing is heard of the scheduler for %d s", GONE_S)
+                log.info("stage worker stops: no reply from the scheduler for %d s", SCHEDULER_TIMEOUT_S)
                 return
             if status.get("finished"):
-                log.info("leaves: the run is over")
+                log.info("stage worker stops: the run is over")
                 return
             await asyncio.wait((serving,), timeout=POLL_INTERVAL_S)
         await serving
@@ -125,37 +127,39 @@ async def while_it_lasts(scheduler: Client, serving: "asyncio.Task[None]") -> No
         await asyncio.wait((serving,))
 
 
-async def _say_goodbye(scheduler: Client, detach: Detach) -> None:
+async def _detach(scheduler: Client, detach: Detach) -> None:
     try:
-        await scheduler.ask(detach, Done, timeout_s=FAREWELL_S)
+        await scheduler.ask(detach, Done, timeout_s=DETACH_TIMEOUT_S)
     except (Refused, Unavailable) as error:
-        log.info("the scheduler did not hear the farewell: %s", error)
+        log.info("the scheduler did not receive the detach message: %s", error)
 
 
 @asynccontextmanager
 async def _opened(config: Config, run_dir: Path, stage: str) -> AsyncGenerator[tuple[Stage, int]]:
-    """What makes the columns of a stage, and the calls of user code that it has under way at most (0: none). It holds
-    nothing any more afterwards. ``ConfigError`` when it cannot start."""
+    """Open a stage; yield it with its maximum number of concurrent calls of user code (0: none).
+
+    All resources are released on exit. Raise ``ConfigError`` if the stage cannot start.
+    """
     if stage == REWARD:
         async with reward_stage(config.reward, decoder(config, run_dir)) as reward:
             yield reward, reward.calls
         return
     if stage not in (REFERENCE, CRITIC):
-        settings = next(given for given in config.stage if given.name == stage)
+        settings = next(settings for settings in config.stage if settings.name == stage)
         node = next(node for node in graph(config) if node.name == stage)
         async with user_stage(settings, node, decoder(config, run_dir)) as users:
             yield users, users.calls
         return
-    made = ModelStage(lambda: open_judge(config, run_dir, stage))
+    model = ModelStage(lambda: open_judge(config, run_dir, stage))
     try:
-        await made.start()
-        yield made, 0
+        await model.start()
+        yield model, 0
     finally:
-        await made.close()
+        await model.close()
 
 
 def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
-    """The model behind a stage. ``ConfigError`` when it cannot be loaded."""
+    """Load the model of a stage. Raise ``ConfigError`` if it cannot be loaded."""
     initial, trainer = model_dir(config, run_dir), config.trainer
     own = {REFERENCE: config.reference.path, CRITIC: config.critic.path}[stage]
     directory = Path(own) if own else initial
@@ -179,5 +183,5 @@ def open_judge(config: Config, run_dir: Path, stage: str) -> Judge:
 
 
 def decoder(config: Config, run_dir: Path) -> Decode:
-    """How this run's completions become text."""
+    """Return the function that decodes this run's completions to text."""
     return ids_as_text if config.rollout.engine == "simulated" else tokenizer_decoder(model_dir(config, run_dir))

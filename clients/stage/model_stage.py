@@ -1,6 +1,6 @@
-"""A stage whose columns a model makes in this process, beside the loop: one thread, one group of calls at a time.
+"""A stage whose columns a model computes in this process: one thread, one batch of groups at a time.
 
-The loop must go on answering heartbeats while a model computes, or its worker would be taken for dead.
+The event loop must stay free while a model computes: a worker that misses its heartbeats is considered dead.
 """
 
 import asyncio
@@ -9,35 +9,35 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, Protocol, TypeVar
 
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 
 Stopping = Callable[[], bool]
-"""True once the worker is asked to end."""
-Answer = TypeVar("Answer")
+"""Function that returns True once the worker is stopping."""
+Result = TypeVar("Result")
 
 
 class Ended(Exception):
-    """The worker is asked to end; what was under way is dropped, and its groups go to another worker."""
+    """The worker is stopping: work in progress is discarded, and its groups go to another worker."""
 
 
 class Judge(Protocol):
-    """A model and what it says of groups. Called from one thread; looks at ``stopping`` before every pass."""
+    """A model that evaluates groups. Called from one thread; checks ``stopping`` before every pass."""
 
-    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
-        """The columns of each group, in order. ``Ended`` when asked to end."""
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[StageOutcome]:
+        """Return the columns of each group, in order. Raise ``Ended`` if the worker is stopping."""
         ...
 
     def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
-        """Learn from groups whose columns are durable. ``Ended`` when asked to end."""
+        """Learn from groups whose columns are durable. Raise ``Ended`` if the worker is stopping."""
         ...
 
     def close(self) -> None:
-        """Keep what was learned."""
+        """Save the learned state."""
         ...
 
 
 class ModelStage:
-    """A ``Judge`` as a ``Stage``. Shards that call it at once wait for each other."""
+    """Adapter from ``Judge`` to ``Stage``. Concurrent calls of shards are serialized."""
 
     together: ClassVar[bool] = True
 
@@ -48,17 +48,17 @@ class ModelStage:
         self._stop = threading.Event()
 
     async def start(self) -> None:
-        """Load the model. ``ConfigError`` when it cannot be loaded."""
+        """Load the model. Raise ``ConfigError`` if it cannot be loaded."""
         self._judge = await self._run(self._open)
 
     async def close(self) -> None:
-        """Ends what is under way; returns once what was learned is kept."""
+        """Stop the work in progress; return once the learned state is saved."""
         self._stop.set()
         if self._judge is not None:
             await self._run(self._judge.close)
         self._thread.shutdown(wait=False)
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         judge = self._loaded()
         return await self._run(lambda: judge.judge(groups, self._stop.is_set))
 
@@ -67,8 +67,8 @@ class ModelStage:
         await self._run(lambda: judge.accepted(groups, self._stop.is_set))
 
     def _loaded(self) -> Judge:
-        assert self._judge is not None, "start comes first"
+        assert self._judge is not None, "call start first"
         return self._judge
 
-    async def _run(self, work: Callable[[], Answer]) -> Answer:
+    async def _run(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The reference stage: a frozen model's log-probability of every completion token. Adapter to torch."""
+"""The reference stage: log-probabilities of the completion tokens under a frozen model. Adapter to torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 
 from staleflow.clients.stage.model_stage import Ended, Stopping
 from staleflow.clients.stage.sequences import Rows, rows_of
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.trainer.algorithms.likelihood import token_logprobs
 from staleflow.clients.trainer.backends.files import load_model
 
@@ -19,7 +19,7 @@ COLUMN = "logprobs"
 
 
 class Reference:
-    """Makes ``logprobs``, float32 [T]: at the engine's sampling temperature, as the policy's are. Never learns."""
+    """Compute ``logprobs``, float32 [T], at the engine's sampling temperature, as for the policy. Never learns."""
 
     def __init__(self, directory: Path, *, dtype: str, temperature: float, micro_tokens: int, threads: int = 1) -> None:
         torch.set_num_threads(threads)
@@ -29,36 +29,36 @@ class Reference:
         self._temperature = temperature
         self._micro_tokens = micro_tokens
 
-    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[Made]:
-        known, made = within(groups, self._limits)
-        if known:
-            rows = rows_of([group.payload for group in known])
+    def judge(self, groups: Sequence[StageGroup], stopping: Stopping) -> list[StageOutcome]:
+        readable, results = within(groups, self._limits)
+        if readable:
+            rows = rows_of([group.payload for group in readable])
             columns = rows.columns(self._logprobs(rows, stopping))
-            made |= {g.group: finite(COLUMN, column) for g, column in zip(known, columns, strict=True)}
-        return [made[group.group] for group in groups]
+            results |= {g.group: finite(COLUMN, column) for g, column in zip(readable, columns, strict=True)}
+        return [results[group.group] for group in groups]
 
     def accepted(self, groups: Sequence[StageGroup], stopping: Stopping) -> None:
-        """A frozen model learns nothing."""
+        """Do nothing: a frozen model does not learn."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no state to save."""
 
     def _logprobs(self, rows: Rows, stopping: Stopping) -> np.ndarray:
-        """[N, L], 0 on padding."""
-        found = np.zeros(rows.input_ids.shape, np.float32)
+        """Return log-probabilities [N, L], 0 on padding."""
+        logprobs = np.zeros(rows.input_ids.shape, np.float32)
         for which, width in rows.passes(self._micro_tokens):
             if stopping():
                 raise Ended
             input_ids, attention = on_device(rows, which, width, self._device)
             with torch.inference_mode():
                 logits = self._model(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
-                logprobs = token_logprobs(logits, input_ids, self._temperature)
-            found[which, :width] = logprobs.cpu().numpy()
-        return found
+                computed = token_logprobs(logits, input_ids, self._temperature)
+            logprobs[which, :width] = computed.cpu().numpy()
+        return logprobs
 
 
 def on_device(rows: Rows, which: np.ndarray, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """``input_ids`` and ``attention_mask`` [n, width] of some rows."""
+    """Return ``input_ids`` and ``attention_mask`` [n, width] of some rows on the device."""
     attention = (np.arange(width) < rows.ends[which, None]).astype(np.int64)
     input_ids = np.ascontiguousarray(rows.input_ids[which, :width])
     return torch.from_numpy(input_ids).to(device), torch.from_numpy(attention).to(device)
@@ -66,11 +66,11 @@ def on_device(rows: Rows, which: np.ndarray, width: int, device: torch.device) -
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a model can read."""
+    """Limits of the inputs of a model."""
 
     vocabulary: int
     context: int
-    """Tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
 
     @classmethod
     def of(cls, model: Any) -> "Limits":
@@ -78,26 +78,26 @@ class Limits:
         return cls(model.get_input_embeddings().num_embeddings, context)
 
 
-def within(groups: Sequence[StageGroup], limits: Limits) -> tuple[list[StageGroup], dict[int, Made]]:
-    """The groups that the model can read, and the failure of each other one, by group."""
-    known: list[StageGroup] = []
-    failed: dict[int, Made] = {}
+def within(groups: Sequence[StageGroup], limits: Limits) -> tuple[list[StageGroup], dict[int, StageOutcome]]:
+    """Split groups into those that the model can process and, by group, the failure of each other one."""
+    readable: list[StageGroup] = []
+    failed: dict[int, StageOutcome] = {}
     for group in groups:
         payload = group.payload
         largest = max(int(ids.max(initial=0)) for ids in (payload.prompt_ids, payload.token_ids))
         longest = len(payload.prompt_ids) + int(payload.lengths.max(initial=0))
         if largest >= limits.vocabulary:
-            why = f"it has token {largest}; the model of this stage knows {limits.vocabulary} tokens"
+            why = f"it has token {largest}; the vocabulary of this stage's model has {limits.vocabulary} tokens"
             failed[group.group] = Failed(why)
         elif longest > limits.context:
-            why = f"it has {longest} tokens in a row; the context of this stage's model is {limits.context}"
+            why = f"it has a sequence of {longest} tokens; the context of this stage's model is {limits.context}"
             failed[group.group] = Failed(why)
         else:
-            known.append(group)
-    return known, failed
+            readable.append(group)
+    return readable, failed
 
 
-def finite(name: str, column: np.ndarray) -> Made:
-    """The column, or what is wrong with it."""
+def finite(name: str, column: np.ndarray) -> StageOutcome:
+    """Return the column, or a failure if it has a value that is not finite."""
     good = bool(np.isfinite(column).all())
     return {name: column} if good else Failed(f"the model's {name} hold a value that is not finite")

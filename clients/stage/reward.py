@@ -1,5 +1,4 @@
-"""The reward stage: what the environment returned where it returned a reward, else the user's function on every
-completion of a group."""
+"""The reward stage: rewards that the environment returned, else the user's function on every completion."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -9,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import Decode
 from staleflow.clients.user_code.runner import RewardFailed, RewardRunner, Sample
 from staleflow.configs.schema import Reward
@@ -20,9 +19,9 @@ COLUMN = "reward"
 
 
 class RewardStage:
-    """Makes ``reward``, float32 [n]. Groups are scored side by side; one sample without a reward fails its group.
+    """Compute ``reward``, float32 [n]. Groups are scored concurrently; one sample without a reward fails its group.
 
-    ``runner`` is None where there is no ``reward.run``: then every group must come with its environment's reward.
+    ``runner`` is None without ``reward.run``: every group must come with its environment's reward then.
     """
 
     together: ClassVar[bool] = False
@@ -33,24 +32,24 @@ class RewardStage:
 
     @property
     def calls(self) -> int:
-        """Most calls of the function under way at once; 0: there is none."""
+        """Maximum number of concurrent calls of the function; 0: there is no function."""
         return 0 if self._runner is None else self._runner.calls
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(self._score(group)) for group in groups]
         return [task.result() for task in scoring]
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
-        """Nothing is left to do."""
+        """Do nothing: rewards need no learning."""
 
-    async def _score(self, group: StageGroup) -> Made:
+    async def _score(self, group: StageGroup) -> StageOutcome:
         if (returned := group.payload.stages.get(ENVIRONMENT_REWARD)) is not None:
             return {COLUMN: returned}
         if self._runner is None:
-            return Failed("its environment returned no reward, and there is no reward.run")
-        if twice := named_twice(group.row, group.payload):
-            return Failed(twice)
+            return Failed("its environment returned no reward, and reward.run is not set")
+        if conflict := name_conflict(group.row, group.payload):
+            return Failed(conflict)
         try:
             texts = self._decode(completions(group.payload))
             rewards = await self._runner.score(samples(group.row, texts, numbers_of(group.payload)))
@@ -61,7 +60,7 @@ class RewardStage:
 
 @asynccontextmanager
 async def reward_stage(settings: Reward, decode: Decode) -> AsyncGenerator[RewardStage]:
-    """The stage with its process started, which ends afterwards. ``ConfigError`` if ``reward.run`` cannot be loaded."""
+    """Open the stage and its process. Raise ``ConfigError`` if ``reward.run`` cannot be loaded."""
     if not settings.run:
         yield RewardStage(None, decode)
         return
@@ -74,31 +73,33 @@ async def reward_stage(settings: Reward, decode: Decode) -> AsyncGenerator[Rewar
 
 
 def completions(payload: GroupPayload) -> list[NDArray[np.int32]]:
-    """The completion tokens of each sample (views)."""
+    """Return the completion tokens of each sample (views)."""
     return np.split(payload.token_ids, np.cumsum(payload.lengths)[:-1])
 
 
 def numbers_of(payload: GroupPayload) -> list[dict[str, float]]:
-    """For each sample, by name: what its environment returned, and the columns of ``reward.needs``."""
+    """Return for each sample, by name: the numbers that its environment returned and the columns of
+    ``reward.needs``."""
     named = {short_name(name).partition("/")[2]: column for name, column in payload.stages.items()}
     return [{name: float(column[sample]) for name, column in named.items()} for sample in range(payload.num_samples)]
 
 
-def named_twice(row: dict[str, Any], payload: GroupPayload) -> str:
-    """What keeps the numbers of a group from being arguments of the reward; empty: nothing."""
-    whose = {**dict.fromkeys(("prompt", "completion"), "the sample"), **dict.fromkeys(row, "the prompt's row")}
+def name_conflict(row: dict[str, Any], payload: GroupPayload) -> str:
+    """Return why the numbers of a group cannot be arguments of the reward; "" if they can."""
+    sources = {**dict.fromkeys(("prompt", "completion"), "the sample"), **dict.fromkeys(row, "the prompt's row")}
     for name in payload.stages:
         stage, _, argument = short_name(name).partition("/")
-        if argument in whose:
-            return f'"{argument}" comes from {whose[argument]} and from {stage}; the reward takes one value of a name'
-        whose[argument] = stage
+        if argument in sources:
+            return f'"{argument}" comes from {sources[argument]} and from {stage}; the reward takes one value per name'
+        sources[argument] = stage
     return ""
 
 
 def samples(
     row: dict[str, Any], texts: Sequence[str], numbers: Sequence[dict[str, float]] | None = None
 ) -> list[Sample]:
-    """What the reward is called with: the row's prompt, one completion, the row's other columns and its ``numbers``."""
+    """Build the arguments of the reward: the row's prompt, one completion, the row's other columns and its
+    ``numbers``."""
     columns = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
     prompt = row.get("prompt", "")
     prompt = prompt if isinstance(prompt, str) else str(prompt)

@@ -1,7 +1,7 @@
-"""The trajectories of some groups as padded rows, their cut into passes, and the way back to columns a token.
+"""Trajectories of some groups as padded rows, their split into passes, and the way back to per-token columns.
 
-Rows are prompt, completion, padding on the right, group after group; position t of a row is the same token as position
-t of the trainer's batch. Numpy only.
+A row is prompt, completion and padding on the right, group after group. Position t of a row is the same token as
+position t of the trainer's batch. Numpy only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,30 +16,30 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """N trajectories, L tokens of the longest."""
+    """N trajectories, padded to the length L of the longest."""
 
     input_ids: NDArray[np.int64]
     """[N, L]"""
     ends: NDArray[np.int64]
-    """[N]: prompt and completion."""
+    """[N]: tokens of prompt and completion."""
     completions: NDArray[np.bool_]
     """[N, L]"""
     groups: tuple[int, ...]
-    """Trajectories of each group."""
+    """Number of trajectories of each group."""
 
     def passes(self, micro_tokens: int) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Which rows go through the model together, and how wide they are: at most ``micro_tokens`` once padded."""
+        """Yield the rows of each pass through the model and their width: at most ``micro_tokens`` after padding."""
         for which in micro_batches(self.ends, micro_tokens):
             yield which, int(self.ends[which].max())
 
     def columns(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        """[N, L] -> each group's completion tokens, [T], sample after sample."""
+        """Map [N, L] to each group's completion tokens, [T], sample after sample."""
         ends = np.cumsum(self.groups)
         return [values[a:b][self.completions[a:b]] for a, b in zip(ends - self.groups, ends, strict=True)]
 
 
 def rows_of(payloads: Sequence[GroupPayload]) -> Rows:
-    """All trajectories of some groups."""
+    """Pad all trajectories of some groups."""
     prompts = np.concatenate([np.full(p.num_samples, len(p.prompt_ids), np.int64) for p in payloads])
     lengths = np.concatenate([p.lengths.astype(np.int64) for p in payloads])
     ends = prompts + lengths
@@ -47,7 +47,7 @@ def rows_of(payloads: Sequence[GroupPayload]) -> Rows:
     completions = (place >= prompts[:, None]) & (place < ends[:, None])
     input_ids = np.zeros(completions.shape, np.int64)
     input_ids[completions] = np.concatenate([p.token_ids for p in payloads])
-    said = np.repeat(np.arange(len(payloads)), [p.num_samples for p in payloads])
-    for row, group in enumerate(said.tolist()):
+    owners = np.repeat(np.arange(len(payloads)), [p.num_samples for p in payloads])
+    for row, group in enumerate(owners.tolist()):
         input_ids[row, : prompts[row]] = payloads[group].prompt_ids
     return Rows(input_ids=input_ids, ends=ends, completions=completions, groups=tuple(p.num_samples for p in payloads))

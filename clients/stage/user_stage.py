@@ -1,4 +1,4 @@
-"""A stage of the user's own: its function is called with every group, in a child process."""
+"""A stage defined by the user: its function is called with every group, in a child process."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import ClassVar
 
 from staleflow.clients.stage.reward import completions
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import Decode
 from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.group_child import noun_of
@@ -19,7 +19,7 @@ from staleflow.protocols.wire.tensors import pack, unpack
 
 
 class UserStage:
-    """Makes what its function returns. Groups of an ``async def`` are under way side by side, others one by one."""
+    """Compute the columns that its function returns. Groups of an ``async def`` run concurrently, others one by one."""
 
     together: ClassVar[bool] = False
 
@@ -29,32 +29,32 @@ class UserStage:
 
     @property
     def calls(self) -> int:
-        """Most calls of the function under way at once."""
+        """Maximum number of concurrent calls of the function."""
         return self._calls.calls
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         async with asyncio.TaskGroup() as tasks:
-            made = [tasks.create_task(self._one(group)) for group in groups]
-        return [task.result() for task in made]
+            running = [tasks.create_task(self._one(group)) for group in groups]
+        return [task.result() for task in running]
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the function is not notified."""
 
-    async def _one(self, group: StageGroup) -> Made:
+    async def _one(self, group: StageGroup) -> StageOutcome:
         texts, payload = self._decode(completions(group.payload)), pack(group.payload.to_arrays())
 
         def call(number: int) -> pipe.GroupCall:
             return pipe.GroupCall(id=number, row=group.row, completions=texts, payload=payload)
 
         try:
-            return dict(unpack((await self._calls.answer(call)).made))
+            return dict(unpack((await self._calls.answer(call)).packed))
         except (CallFailed, ProtocolError) as failed:
             return Failed(str(failed))
 
 
 @asynccontextmanager
 async def user_stage(settings: StageSettings, node: Node, decode: Decode) -> AsyncGenerator[UserStage]:
-    """The stage with its process started, which ends afterwards. ``ConfigError`` if ``run`` cannot be loaded."""
+    """Open the stage and its process. Raise ``ConfigError`` if ``run`` cannot be loaded."""
     load = pipe.Load(
         run=settings.run,
         timeout_s=settings.timeout_s,

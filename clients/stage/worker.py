@@ -1,9 +1,11 @@
-"""A stage worker: takes groups from the trajectory servers, has its stage make their columns, hands the columns back.
+"""A stage worker: takes groups from the trajectory servers, computes their columns, returns the columns.
 
-Consumes: ``StageWork`` of each shard, as soon as it has some, while others are still at work; no more at once than the
-connection carries in a moment, unless one group is. Produces: one ``StageResult`` a group, as soon as it is made: the
-columns of the stage or the reason why there are none. A worker that dies owes nothing: the shard gives its groups to
-another one, and the ticket fences what it may still say.
+Consumes: ``StageWork`` of each shard as soon as it has groups, while others are in progress; at most as much at once as
+the connection carries in a moment, or one group. Produces: one ``StageResult`` per group as soon as it is computed: the
+columns, or the reason why there are none.
+
+A worker that dies needs no recovery: the shard assigns its groups to another worker, and the ticket fences its late
+results.
 """
 
 import asyncio
@@ -32,13 +34,13 @@ log = logging.getLogger(__name__)
 
 TAKE_WAIT_MS = 2000
 TAKE_BYTES = 64 << 20
-"""Most payload of one answer."""
-AT_ONCE_S = 0.2
+"""Maximum payload of one reply."""
+MIN_POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageGroup:
-    """One group as a stage gets it; ``payload.stages`` has the columns of the stages before."""
+    """One group as a stage receives it; ``payload.stages`` has the columns of earlier stages."""
 
     group: GroupId
     row: dict[str, Any]
@@ -47,98 +49,100 @@ class StageGroup:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The stage has nothing for a group, and never will: it is released. One sentence that says why."""
+    """The stage has failed a group for good, so the group is released. ``why`` is one sentence."""
 
     why: str
 
 
-Made = dict[str, NDArray[np.float32]] | Failed
-"""The columns that a stage made of a group, by their own names."""
+StageOutcome = dict[str, NDArray[np.float32]] | Failed
+"""Columns of one group, by their short names, or the failure."""
 
 
 class Stage(Protocol):
-    """What a worker does to groups."""
+    """The computation of a stage."""
 
     together: ClassVar[bool]
-    """Whether it makes all groups of a call in one go; else the worker calls it with each, side by side."""
+    """True: the stage processes all groups of a call at once. False: the worker calls it with each group
+    concurrently."""
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
-        """The columns of each group, in order. An exception ends the worker; its groups go to another one."""
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
+        """Return the columns of each group, in order. An exception ends the worker; its groups go to another one."""
         ...
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
-        """The columns of these groups are durable; nobody waits for them any more."""
+        """Note that the columns of these groups are durable. The run does not wait for this call."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Done:
-    """What was made of one group; ``group`` is None where there was none to make anything of."""
+class _Finished:
+    """Result of one group; ``group`` is None if its payload could not be read."""
 
     item: StageItem
     group: StageGroup | None
-    made: Made
+    result: StageOutcome
 
 
-class _Hand:
-    """The groups of one shard that a worker has: taken, made, handed back, in this order. ``places`` of them at most;
-    more are taken when ``least`` places are free."""
+class _InFlight:
+    """Groups of one shard that the worker has: taken, computed, returned, in this order.
+
+    At most ``places`` of them; more are taken when ``least`` places are free.
+    """
 
     def __init__(self, *, places: int, least: int) -> None:
         self._places = places
         self._least = least
         self._tickets: dict[int, None] = {}
-        self._made: list[_Done] = []
-        self._some, self._freed = asyncio.Event(), asyncio.Event()
+        self._results: list[_Finished] = []
+        self._ready, self._freed = asyncio.Event(), asyncio.Event()
 
     def tickets(self) -> list[int]:
-        """Of all that the shard has not got back yet."""
+        """Return the tickets of all groups that have not been returned yet."""
         return list(self._tickets)
 
     async def room(self) -> int:
-        """Free places, once there are enough."""
+        """Wait for enough free places; return their number."""
         while (free := self._places - len(self._tickets)) < self._least:
             self._freed.clear()
             await self._freed.wait()
         return free
 
-    def took(self, items: Sequence[StageItem]) -> None:
-        """These are here."""
+    def add(self, items: Sequence[StageItem]) -> None:
+        """Add groups that were received."""
         self._tickets |= dict.fromkeys(item.ticket for item in items)
 
-    def made(self, done: Sequence[_Done]) -> None:
-        """These can go."""
-        self._made += done
-        self._some.set()
+    def finish(self, finished: Sequence[_Finished]) -> None:
+        """Queue results to be returned."""
+        self._results += finished
+        self._ready.set()
 
-    async def done(self) -> list[_Done]:
-        """What can go, once there is something."""
-        await self._some.wait()
-        self._some.clear()
-        done, self._made = self._made, []
-        return done
+    async def finished(self) -> list[_Finished]:
+        """Wait for results; return and clear the queue."""
+        await self._ready.wait()
+        self._ready.clear()
+        finished, self._results = self._results, []
+        return finished
 
-    def gave(self, done: Sequence[_Done]) -> None:
-        """The shard has these, or does not want them any more."""
-        for one in done:
+    def remove(self, finished: Sequence[_Finished]) -> None:
+        """Free the places of results that the shard has accepted or rejected."""
+        for one in finished:
             self._tickets.pop(one.item.ticket, None)
         self._freed.set()
 
 
 @dataclass(slots=True)
-class Worked:
-    """What a worker did so far."""
+class WorkCounts:
+    """Counts of a worker."""
 
     groups: int = 0
     failed: int = 0
 
 
 class StageWorker:
-    """Serves one stage at every shard; the stage is shared, so shards wait for each other only inside it.
+    """Serve one stage at every shard. The stage is shared, so shards wait for each other only inside it.
 
-    It has at most ``max_groups`` of each shard; ``calls`` of user code are under way at most. Where the stage makes its
-    groups one by one, the place of each that is handed back is given to a new one: a slow group holds up its own place
-    only.
+    The worker has at most ``max_groups`` of each shard and ``calls`` concurrent calls of user code. If the stage
+    processes groups one by one, each returned group is replaced immediately: a slow group blocks only its own place.
     """
 
     def __init__(self, *, worker: WorkerId, name: str, stage: Stage, max_groups: int, calls: int = 0) -> None:
@@ -147,105 +151,110 @@ class StageWorker:
         self._stage = stage
         self._max_groups = max_groups
         self._calls = calls
-        self._said = Seldom()
-        self.worked = Worked()
+        self._log_limit = Seldom()
+        self.worked = WorkCounts()
 
     async def serve(self, shards: Sequence[Client]) -> None:
         """Work until cancelled."""
         maps = MappedSlabs()
         async with asyncio.TaskGroup() as tasks:
             for shard in shards:
-                hand = _Hand(places=self._max_groups, least=self._max_groups if self._stage.together else 1)
-                tasks.create_task(self._take(shard, hand, tasks, maps))
-                tasks.create_task(self._hand_back(shard, hand))
+                in_flight = _InFlight(places=self._max_groups, least=self._max_groups if self._stage.together else 1)
+                tasks.create_task(self._take(shard, in_flight, tasks, maps))
+                tasks.create_task(self._return_results(shard, in_flight))
 
-    async def _take(self, shard: Client, hand: "_Hand", tasks: asyncio.TaskGroup, maps: MappedSlabs) -> None:
-        """Fill the hand, and begin with what comes. Who could not read it asks again, and is given the same anew."""
+    async def _take(self, shard: Client, in_flight: "_InFlight", tasks: asyncio.TaskGroup, maps: MappedSlabs) -> None:
+        """Take groups as places become free, and start their computation.
+
+        After a reply that cannot be read, the worker calls again and receives the same groups.
+        """
         host, checks, portion = boot_id(), True, Portion(TAKE_BYTES)
         loop = asyncio.get_running_loop()
         while True:
-            room, asked = await hand.room(), loop.time()
+            room, asked = await in_flight.room(), loop.time()
             take = GetStageWork(
                 stage=self._name,
                 worker=self._worker,
                 max_groups=room,
                 wait_ms=TAKE_WAIT_MS,
                 host=host if checks else "",
-                held=hand.tickets(),
+                held=in_flight.tickets(),
                 checks=checks,
                 most_bytes=portion.nbytes,
                 calls=self._calls,
             )
             try:
-                work, frames = await _asked(shard, take, portion)
+                work, frames = await _request_work(shard, take, portion)
                 groups = _groups(work, frames, maps, checks=checks)
             except Stuck:
                 continue
             except Unmapped as error:
-                log.info("shard %s is asked for frames from now on: %s", shard.address, error)
+                log.info("cannot map slabs of shard %s, requesting frames instead: %s", shard.address, error)
                 host = ""
                 continue
             except Unreadable as error:
-                log.info("shard %s is asked to check what it has: %s", shard.address, error)
+                log.info("damaged payload from shard %s, requesting checked payload: %s", shard.address, error)
                 checks = False
                 continue
             if groups:
                 checks = True
-                hand.took(work.items)
-                taken = list(zip(work.items, groups, strict=True))
-                for part in [taken] if self._stage.together else [[one] for one in taken]:
-                    tasks.create_task(self._work(part, hand))
-            elif loop.time() - asked < AT_ONCE_S:  # a shard that drains has nothing and does not wait either
-                await asyncio.sleep(AT_ONCE_S)
+                in_flight.add(work.items)
+                items = list(zip(work.items, groups, strict=True))
+                for part in [items] if self._stage.together else [[one] for one in items]:
+                    tasks.create_task(self._work(part, in_flight))
+            elif (
+                loop.time() - asked < MIN_POLL_INTERVAL_S
+            ):  # a draining shard replies at once with nothing: do not spin
+                await asyncio.sleep(MIN_POLL_INTERVAL_S)
 
-    async def _work(self, taken: Sequence[tuple[StageItem, "StageGroup | Failed"]], hand: "_Hand") -> None:
-        """Make the columns of these groups."""
-        found = [group for _, group in taken if isinstance(group, StageGroup)]
-        made = iter(await self._make(found) if found else ())
-        hand.made(
+    async def _work(self, items: Sequence[tuple[StageItem, "StageGroup | Failed"]], in_flight: "_InFlight") -> None:
+        """Compute the columns of these groups."""
+        readable = [group for _, group in items if isinstance(group, StageGroup)]
+        results = iter(await self._make(readable) if readable else ())
+        in_flight.finish(
             [
-                _Done(item, group, next(made)) if isinstance(group, StageGroup) else _Done(item, None, group)
-                for item, group in taken
+                _Finished(item, group, next(results)) if isinstance(group, StageGroup) else _Finished(item, None, group)
+                for item, group in items
             ]
         )
 
-    async def _hand_back(self, shard: Client, hand: "_Hand") -> None:
-        """Hand back what is made, together what was made in the meantime."""
+    async def _return_results(self, shard: Client, in_flight: "_InFlight") -> None:
+        """Return results, together with those computed in the meantime."""
         while True:
-            done = await hand.done()
+            finished = await in_flight.finished()
             results: list[StageResult] = []
             out: list[memoryview] = []
-            for one in done:
-                result, more = self._result(one.item, one.made)
+            for one in finished:
+                result, more = self._result(one.item, one.result)
                 results.append(result)
                 out += more
             finish = PutStageResults(stage=self._name, worker=self._worker, results=results)
             answer = await shard.ask(finish, Results, out, timeout_s=None)
             good = self._count(finish, answer)
-            groups = [one.group for one in done if one.group is not None]
+            groups = [one.group for one in finished if one.group is not None]
             await self._stage.accepted([group for group in groups if group.group in good])
-            hand.gave(done)
+            in_flight.remove(finished)
 
-    async def _make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
-        """As the stage's own; what ends the worker is told with the groups that it ends at."""
+    async def _make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
+        """Call the stage; log the groups in progress if it raises, which ends the worker."""
         try:
             return await self._stage.make(groups)
         except Exception as error:
             named = ", ".join(str(group.group) for group in groups)
             advice = "; lower trainer.micro_tokens" if out_of_memory(error) else ""
-            log.error("the %s stage fails at %s, they go to another worker: %r%s", self._name, named, error, advice)
+            log.error("stage %s failed on groups %s, they go to another worker: %r%s", self._name, named, error, advice)
             raise
 
-    def _result(self, item: StageItem, made: Made) -> tuple[StageResult, list[memoryview]]:
-        error, columns = (made.why, {}) if isinstance(made, Failed) else ("", made)
-        if error and (more := self._said.due()) is not None:
+    def _result(self, item: StageItem, outcome: StageOutcome) -> tuple[StageResult, list[memoryview]]:
+        error, columns = (outcome.why, {}) if isinstance(outcome, Failed) else ("", outcome)
+        if error and (more := self._log_limit.due()) is not None:
             log.error("group %d has no %s: %s%s", item.group, self._name, error, more)
         specs, frames = specs_and_frames(columns)
         result = StageResult(group=item.group, lease=item.lease, ticket=item.ticket, frames=specs, error=error)
         return result, frames
 
     def _count(self, finish: PutStageResults, answer: Results) -> set[GroupId]:
-        """The groups whose columns the shard has taken."""
+        """Count the results; return the groups whose columns the shard has stored."""
         good: set[GroupId] = set()
         for result, outcome in zip(finish.results, answer.results, strict=True):
             self.worked.groups += 1
@@ -257,14 +266,14 @@ class StageWorker:
         return good
 
 
-async def _asked(shard: Client, take: GetStageWork, portion: Portion) -> tuple[StageWork, list[memoryview]]:
-    """What the shard has, and learn from how long it was on its way. ``Stuck``."""
+async def _request_work(shard: Client, take: GetStageWork, portion: Portion) -> tuple[StageWork, list[memoryview]]:
+    """Request groups and adapt the portion to the time of the transfer. Raise ``Stuck``."""
     clock = asyncio.get_running_loop().time
     began, call = clock(), shard.call(take, timeout_s=None)
     work, frames = await portion.watch(shard, call, take.most_bytes, divisible=take.max_groups > 1)
     if not isinstance(work, StageWork):
-        raise ProtocolError(Code.MALFORMED, f"{shard.address} answered TakeStage with {type(work).__name__}")
-    if frames:  # of an answer without any only this loop's own pauses would be learned
+        raise ProtocolError(Code.MALFORMED, f"{shard.address} replied to GetStageWork with {type(work).__name__}")
+    if frames:  # an empty reply would only measure the pauses of this loop
         portion.took(sum(frame.nbytes for frame in frames), clock() - began - work.waited_ms / 1000)
     return work, frames
 
@@ -272,9 +281,10 @@ async def _asked(shard: Client, take: GetStageWork, portion: Portion) -> tuple[S
 def _groups(
     work: StageWork, frames: Sequence[memoryview], maps: MappedSlabs, *, checks: bool
 ) -> list[StageGroup | Failed]:
-    """Each group; of those that the shard has checked, too, why it is none. ``Unmapped``, ``Unreadable``.
+    """Read each group. With ``checks`` off, an unreadable group becomes ``Failed``: the shard has checked it. Raise
+    ``Unmapped``, ``Unreadable``.
 
-    What is mapped is copied: a stage that is given up on may still be at work when the slab is written anew.
+    Mapped payload is copied: an abandoned stage may still be reading it when the slab is reused.
     """
     start, groups = 0, list[StageGroup | Failed]()
     for item in work.items:

@@ -1,10 +1,11 @@
-"""The process in which a reward function runs: ``python -m staleflow.clients.user_code.child``, started by the runner.
+"""Process of a reward function: ``python -m staleflow.clients.user_code.child``, started by the runner.
 
-What any process of user code needs is here too; ``group_child`` serves stages with it, and
+It also has what every process of user code needs; ``group_child`` serves stages with it, and
 ``rollout.environment_child`` environments.
 
-User code may print, hang, raise, leak or crash here; nothing of that reaches the worker but an answer or the end of
-the pipe. The process ends when its parent does, with all that it started: a session of its own, which the kernel kills.
+User code may print, hang, raise, leak or crash here; only an answer or the end of the pipe reaches the worker. The
+process ends with its parent, along with everything that it started: it has a session of its own, which the kernel
+kills.
 """
 
 import asyncio
@@ -31,17 +32,17 @@ from staleflow.configs.loading.imports import load_object
 from staleflow.configs.rewards import objection
 
 NOUN = "the reward"
-"""What messages to the operator call the function."""
+"""Name of the function in messages to the operator."""
 OURS = str(Path(__file__).parent.parent)
-"""Calls come through this folder; an error that has no other lines is of the call itself."""
+"""Folder of staleflow's own code. An error whose traceback has no other files is an error of the call itself."""
 INSTALLED = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""Where no code of the user's is, or code that he did not write for this run."""
+"""Prefixes of files that are not the user's code for this run."""
 POLL_INTERVAL_S = 0.1
-"""How often the loop of an ``async def`` is asked whether it still turns."""
+"""Interval of the check that the loop of an ``async def`` is responsive."""
 
 
 class Called(Protocol):
-    """A function of the user's, which answers calls; ``awaited`` when it is an ``async def``."""
+    """A user's function that answers calls; ``awaited`` is used for an ``async def``."""
 
     def called(self, call: Any) -> pipe.Answer: ...
 
@@ -49,7 +50,7 @@ class Called(Protocol):
 
 
 class Reward:
-    """The reward, called with one sample."""
+    """Reward function, called with one sample."""
 
     def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
         self._function = function
@@ -66,8 +67,9 @@ def main() -> int:
     return serve(lambda load: NOUN, Reward)
 
 
-def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any], pipe.Load], Called]) -> int:
-    """Import what the parent names first, and serve calls of it until the parent closes the pipe; the exit code."""
+def serve(noun_of: Callable[[pipe.Load], str], make_handler: Callable[[Callable[..., Any], pipe.Load], Called]) -> int:
+    """Import the code that the parent names and serve calls of it until the parent closes the pipe; return the exit
+    code."""
     incoming, outgoing = take_over_pipes()
     load = pipe.to_child.decode(pipe.read(incoming) or b"")
     if not isinstance(load, pipe.Load):
@@ -78,7 +80,7 @@ def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any
     except ConfigError as error:
         outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
         return 2
-    concurrent, served = inspect.iscoroutinefunction(function), made(function, load)
+    concurrent, served = inspect.iscoroutinefunction(function), make_handler(function, load)
     outgoing.write(pipe.frame(pipe.Loaded(concurrent=concurrent)))
     if concurrent:
         asyncio.run(serve_concurrently(served.awaited, load.timeout_s, incoming, outgoing, noun=noun))
@@ -88,9 +90,10 @@ def serve(noun_of: Callable[[pipe.Load], str], made: Callable[[Callable[..., Any
 
 
 def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the pipes for ourselves: what user code prints goes to stderr, what it reads is empty.
+    """Reserve the pipes for staleflow: prints of user code go to stderr, its standard input is empty.
 
-    The parent's lifeline, the last word of the command line, is held from here on; the mark stands before it.
+    The last argument of the command line is the parent's lifeline, which stays open from here on; the one before it is
+    the mark.
     """
     end_with(int(sys.argv.pop()))
     incoming = os.fdopen(os.dup(0), "rb")
@@ -102,17 +105,18 @@ def take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def end_with(lifeline: int) -> None:
-    """Have the kernel kill this process group when nobody has the other end of a pipe any more.
+    """Have the kernel kill this process group when the other end of a pipe is closed.
 
-    No code of ours runs for it: user code may hold the interpreter for hours in one call of a library.
+    That needs no code of this process to run: user code may hold the interpreter lock for hours in one library call.
     """
     os.set_inheritable(lifeline, False)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    # Armed last: the signal and its receiver must be set before it can be sent.
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         os.read(lifeline, 1)
-        os._exit(1)  # the parent has ended before
+        os._exit(1)  # the parent ended before the signal was armed
 
 
 def _read_calls(incoming: BinaryIO, hand_over: Callable[[Any], Any]) -> None:
@@ -120,11 +124,11 @@ def _read_calls(incoming: BinaryIO, hand_over: Callable[[Any], Any]) -> None:
         call = pipe.to_child.decode(data)
         if not isinstance(call, pipe.Load):
             hand_over(call)
-    os.killpg(os.getpid(), signal.SIGKILL)  # the parent is gone, and a call that hangs must not keep us
+    os.killpg(os.getpid(), signal.SIGKILL)  # the parent is gone, and a hanging call must not keep this process alive
 
 
 def serve_in_turn(serve: Callable[[Any], pipe.Answer], incoming: BinaryIO, outgoing: BinaryIO, *, noun: str) -> None:
-    """Answer calls one after another until the parent closes the pipe."""
+    """Serve calls one after another until the parent closes the pipe."""
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(incoming, calls.put), daemon=True).start()
     while True:
@@ -144,7 +148,7 @@ async def serve_concurrently(
     *,
     noun: str,
 ) -> None:
-    """Answer calls side by side, each within ``timeout_s``, until the parent closes the pipe."""
+    """Serve calls concurrently, each within ``timeout_s``, until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
     calls: asyncio.Queue[pipe.Call | pipe.GroupCall | pipe.Episode | pipe.Cancel] = asyncio.Queue()
     tasks: dict[int, asyncio.Task[None]] = {}
@@ -190,7 +194,7 @@ async def _answer(
 
 
 def _watch(loop: asyncio.AbstractEventLoop, timeout_s: float, outgoing: BinaryIO) -> None:
-    """End the process when one call keeps the loop, and so all others, for ``timeout_s``; say which."""
+    """Exit if one call blocks the loop, and so all others, for ``timeout_s``; report that call first."""
     alive = threading.Event()
     while True:
         alive.clear()
@@ -203,22 +207,24 @@ def _watch(loop: asyncio.AbstractEventLoop, timeout_s: float, outgoing: BinaryIO
 
 
 def judged(call: int, value: Any) -> pipe.Answer:
-    """The answer for what the function returned: a finite real number, or an error that names the value."""
+    """Return the answer for a returned value: a finite real number, or an error that names the value."""
     if wrong := objection(value):
         return pipe.Answer(id=call, error=f"the reward is {wrong}")
     return pipe.Answer(id=call, value=float(value))
 
 
 def reason(error: BaseException, noun: str = NOUN) -> str:
-    """One line for a call that raised, with its place; of a group of errors, for the first."""
+    """Describe an exception in one line, with its place; for an exception group, its first member."""
     while isinstance(error, BaseExceptionGroup):
         error = cast(BaseExceptionGroup[BaseException], error).exceptions[0]
     return f"{noun} raised {type(error).__name__}: {error!s:.500}{place(error)}"
 
 
 def place(error: BaseException) -> str:
-    """``, at FILE:LINE``: the last line of the user's own code, or, where all of it is installed, the last that is not
-    ours; empty for an error from nowhere."""
+    """Return ``, at FILE:LINE`` for the last line of the user's own code.
+
+    If all of it is installed code, use the last line outside of staleflow; return "" if there is none.
+    """
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     theirs = [(file, line) for file, line in lines if not file.startswith(OURS)]
     own = [(file, line) for file, line in theirs if not file.startswith(INSTALLED)] or theirs
@@ -226,7 +232,7 @@ def place(error: BaseException) -> str:
 
 
 def took_too_long(timeout_s: float, noun: str = NOUN) -> str:
-    """One line for a call that hung."""
+    """Describe a call that exceeded its time limit."""
     return f"{noun} took longer than {timeout_s:g} s"
 
 

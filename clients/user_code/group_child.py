@@ -1,7 +1,6 @@
-"""Child process that runs a user's stage.
+"""Process of a user's stage: ``python -m staleflow.clients.user_code.group_child``, started by the runner.
 
-The runner starts it as ``python -m staleflow.clients.user_code.group_child``. User code cannot harm its worker, as
-for a reward (``child``).
+User code cannot harm its worker, as for a reward (``child``).
 """
 
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 from staleflow.clients.user_code import pipe
 from staleflow.clients.user_code.child import serve
-from staleflow.clients.user_code.group import Group, WrongColumns, made_of
+from staleflow.clients.user_code.group import Group, WrongColumns, checked_columns
 from staleflow.protocols.wire.tensors import pack, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
@@ -21,12 +20,12 @@ def main() -> int:
 
 
 def noun_of(stage: str) -> str:
-    """What messages to the operator call a stage."""
+    """Return the name of a stage in messages to the operator."""
     return f"the stage {stage}"
 
 
 class UserFunction:
-    """The user's function, called with groups."""
+    """A user's stage function, called with groups."""
 
     def __init__(self, function: Callable[..., Any], load: pipe.Load) -> None:
         self._function = function
@@ -42,7 +41,7 @@ class UserFunction:
 
     def _answer(self, call: pipe.GroupCall, group: Group, returned: object) -> pipe.Answer:
         try:
-            return pipe.Answer(id=call.id, made=pack(made_of(group, self._load.makes, returned)))
+            return pipe.Answer(id=call.id, packed=pack(checked_columns(group, self._load.makes, returned)))
         except WrongColumns as wrong:
             return pipe.Answer(id=call.id, error=f"{noun_of(self._load.stage)}: {wrong}")
 

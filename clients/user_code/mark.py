@@ -1,9 +1,9 @@
-"""Which call of a process has the word, kept where the parent can read it after the process has died.
+"""Record of the running call of a process, readable by the parent after the process has died.
 
 Calls that share a process die together, and only one of them is to blame. While a step of a task runs, the number of
-its call stands in a page of memory that parent and child share; a step that ends the process leaves it there. Tasks
-that user code starts inherit the number with their context. Threads have no number: while there are any, the mark may
-be that of a bystander, and says so.
+its call is in a page of memory that parent and child share; a step that ends the process leaves it there. Tasks that
+user code starts inherit the number with their context. Threads have no number: while other threads run, the crash may
+be theirs, and the mark has a flag for that.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ _call: ContextVar[int] = ContextVar("call", default=0)
 
 
 def allocate() -> tuple[int, mmap.mmap]:
-    """A page for both processes: its descriptor, which the child gets, and the parent's map of it."""
+    """Allocate a page for both processes; return its descriptor, for the child, and the parent's map of it."""
     descriptor = os.memfd_create("mark")
     os.ftruncate(descriptor, mmap.PAGESIZE)
     return descriptor, mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)
 
 
 def read(page: mmap.mmap) -> tuple[int, bool]:
-    """The call whose step ended the process (0: none is known), and whether other threads may have done it."""
+    """Return the call whose step ended the process (0: unknown), and whether other threads may have ended it."""
     number, threads = _PLACE.unpack_from(page)
     return number, threads
 
 
 class Marker:
-    """The child's side. ``install`` once all threads of our own run."""
+    """The child's side. Call ``install`` once all threads of staleflow run: any further thread is the user's."""
 
     def __init__(self, descriptor: int) -> None:
         self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
@@ -51,17 +51,17 @@ class Marker:
         loop.set_task_factory(factory)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Mark the start of a step."""
         if number := _call.get():
             _PLACE.pack_into(self._page, 0, number, threading.active_count() > self._threads)
 
     def end(self) -> None:
-        """It came back."""
+        """Mark the end of a step."""
         _PLACE.pack_into(self._page, 0, 0, False)
 
 
 def works_for(call: int) -> None:
-    """This task, and those that it starts from now on, work for that call."""
+    """Assign this task, and those that it starts from now on, to a call."""
     _call.set(call)
 
 

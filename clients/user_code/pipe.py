@@ -1,7 +1,7 @@
-"""What a worker and a process of user code say to each other: msgpack structs, each behind its length.
+"""Messages between a worker and a process of user code: msgspec structs, each preceded by its length.
 
-The pipe is private to one parent and one child on one host; messages are small, so a frame beyond ``MAX_FRAME`` means
-that somebody else wrote to it.
+The pipe is private to one parent and one child on one host. Messages are small, so a frame beyond ``MAX_FRAME`` means
+that user code wrote into the pipe.
 """
 
 import struct
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 MAX_FRAME = 64 * 2**20
-"""Bytes."""
+"""Maximum number of bytes of one message."""
 LENGTH = struct.Struct("<I")
 
 
@@ -20,12 +20,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True)
     run: str
     timeout_s: float
     options: dict[str, Any] = {}
-    """Of the class, or of every call of a stage."""
+    """Arguments of the class, or of every call of a stage."""
     stage: str = ""
     makes: list[str] = []
-    """Of a stage: its columns by their full names."""
+    """For a stage: full names of its columns."""
     memory_mb: int = 0
-    """Most private memory of the process, in MiB; 0 sets no limit."""
+    """Limit of the private memory of the process, in MiB; 0: none."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
@@ -44,11 +44,11 @@ class GroupCall(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     row: dict[str, Any]
     completions: list[str]
     payload: bytes
-    """Packed arrays (``wire.tensors``): the group's, and the columns that the stage needs."""
+    """Packed arrays (``wire.tensors``): those of the group, and the columns that the stage needs."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """To the child: let the environment play one row, with a client of this address and key. -> Answer"""
+    """To the child: run the environment on one row, with a client of this address and key. -> Answer"""
 
     id: int
     base_url: str
@@ -57,36 +57,36 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=Tr
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """To the child: nobody wants the answer to this call any more; end it and say so. -> Answer"""
+    """To the child: the answer to this call is no longer needed; cancel it and confirm. -> Answer"""
 
     id: int
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """From the child: ready. An ``async def`` may have many calls under way."""
+    """From the child: ready. ``concurrent``: the function is an ``async def``, so several calls may run at once."""
 
     concurrent: bool
 
 
 class NotLoaded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """From the child: the function cannot be imported, and why. It ends after that."""
+    """From the child: the function cannot be imported, and why. The child exits after that."""
 
     why: str
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """From the child: a finite number (of an environment: some, by name), or the reason why there is none."""
+    """From the child: a finite number (from an environment: several, by name), or the reason why there is none."""
 
     id: int
     value: float = 0.0
     error: str = ""
     columns: dict[str, float] = {}
-    made: bytes = b""
-    """Of a stage: its columns, packed, by their full names."""
+    packed: bytes = b""
+    """For a stage: its columns, packed, by their full names."""
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """From the child, at its end: this call does not let go of the thread that it shares with the others."""
+    """From the child, before it exits: this call blocks the thread that it shares with the others."""
 
     id: int
 
@@ -100,13 +100,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def frame(message: ToChild | FromChild) -> bytes:
-    """One message as it goes over the pipe."""
+    """Encode one message with its length."""
     body = _encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def read(stream: BinaryIO) -> bytes | None:
-    """The next message of a blocking stream, or None at its end."""
+    """Read the next message of a blocking stream; None at its end."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

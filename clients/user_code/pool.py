@@ -1,9 +1,10 @@
-"""Some processes of user code, each with several calls under way, started again as they die.
+"""Pool of processes of user code, each with several concurrent calls; processes that die are replaced.
 
-A call that ends its process takes those that share it along. They run again, and the more share a process, the fewer of
-them come to their end. So the pool lets fewer calls share a process while calls end processes, and more again when they
-do not. A call that was killed too often runs in a process of its own, whose end is its own fault. From the first such
-end on one more process stands ready: starting one takes as long as many a call.
+- A call that ends its process also ends the calls that share it. Those run again; the more calls share a process, the
+  fewer of them finish. So the pool lets fewer calls share a process while calls end processes, and more again
+  afterwards.
+- A call that was killed too often runs in a process of its own, so that a crash there is certainly its own fault.
+- After the first crash, one spare process is kept ready: starting one takes as long as many calls.
 """
 
 import asyncio
@@ -16,38 +17,40 @@ from staleflow.clients.user_code.process import CONDEMNED, Program, UserProcess
 Make = Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]
 
 WINDOW = 32
-"""Calls over which the share of those that ended their process is measured."""
-CRASHES = 0.5
-"""Crashes that are expected before a call comes to its end: with one, only 37 % of the calls beside it would."""
+"""Number of calls over which the share of crashes is measured."""
+MAX_EXPECTED_CRASHES = 0.5
+"""Maximum expected number of crashes of its process during one call. With 1, only 37 % (1/e) of the calls would
+finish."""
 
 
 class Pool:
-    """Belongs to one event loop. ``concurrency``: calls under way in one process that runs them side by side."""
+    """Pool of processes. Owned by one event loop. ``concurrency``: maximum number of concurrent calls in one
+    process."""
 
     def __init__(self, program: Program, *, processes: int, concurrency: int) -> None:
         self._program = program
         self._concurrency = concurrency
         self._processes: list[UserProcess | None] = [None] * processes
         self._busy = [0] * processes
-        """Calls of each process."""
+        """Number of calls in each process."""
         self._starting = [asyncio.Lock() for _ in self._processes]
         self._waiting: deque[asyncio.Future[int]] = deque()
         self._crashing = 0.0
-        """Share of calls that ended their process, lately."""
+        """Moving average of the share of calls that ended their process."""
         self._spare: asyncio.Task[UserProcess] | None = None
         self._alone = asyncio.Lock()
         self._lone: UserProcess | None = None
         self._lonely = 0
-        """Calls that are in the process of their own, or wait for it."""
+        """Number of calls in the process of their own, or waiting for it."""
 
     async def start(self) -> None:
-        """Start the processes. ``ConfigError`` when the user's code cannot be loaded."""
+        """Start the processes. Raise ``ConfigError`` if the user's code cannot be loaded."""
         started = await asyncio.gather(*(self._living(place) for place in range(len(self._processes))))
         if not started[0].concurrent:
             self._concurrency = 1
 
     async def close(self) -> None:
-        """Kill the processes; calls under way fail."""
+        """Kill the processes; calls in progress fail."""
         living = [process for process in (*self._processes, self._lone) if process is not None]
         if self._spare is not None:
             self._spare.cancel()
@@ -57,29 +60,32 @@ class Pool:
 
     @property
     def calls(self) -> int:
-        """Most calls under way at once in one process; known once it has started."""
+        """Maximum number of concurrent calls in one process; known once it has started."""
         return self._concurrency
 
     @property
     def under_way(self) -> int:
-        """Calls that share the processes now."""
+        """Number of calls in the shared processes."""
         return sum(self._busy)
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a place."""
+        """Number of calls that wait for a place."""
         return sum(not turn.done() for turn in self._waiting)
 
     @property
     def limit(self) -> int:
-        """Calls that may share a process now."""
-        if self._crashing * self._concurrency <= CRASHES:
+        """Number of calls that may currently share a process."""
+        if self._crashing * self._concurrency <= MAX_EXPECTED_CRASHES:
             return self._concurrency
-        return max(1, int(CRASHES / self._crashing))
+        return max(1, int(MAX_EXPECTED_CRASHES / self._crashing))
 
     async def call(self, make: Make, suspicion: int = 0) -> pipe.Answer:
-        """The answer to the call that ``make`` makes of a number; ``Killed`` when it has to run again, with the sum of
-        the suspicions so far. ``ConfigError`` when a process does not start again."""
+        """Run the call that ``make`` builds from a number and return its answer.
+
+        Raise ``Killed`` if it must run again; the caller sums up the suspicion. Raise ``ConfigError`` if a process
+        cannot be restarted.
+        """
         if suspicion >= CONDEMNED:
             return await self._call_alone(make)
         place = await self._enter()
@@ -100,7 +106,7 @@ class Pool:
                     self._lone = await UserProcess.start(self._program)
                 try:
                     return await self._lone.call(make)
-                except asyncio.CancelledError:  # it may go on in there, and the next one is to be alone
+                except asyncio.CancelledError:  # it may still be running there, and the next call must be alone
                     await self._lone.kill()
                     raise
         finally:
@@ -110,7 +116,7 @@ class Pool:
                 await process.kill()
 
     async def _enter(self) -> int:
-        """A place in the least busy process, in the order of asking."""
+        """Wait for a place in the least busy process, first come, first served."""
         if not self._waiting and (place := self._free()) is not None:
             self._busy[place] += 1
             return place
@@ -152,9 +158,9 @@ class Pool:
             return process
 
     async def _next(self) -> UserProcess:
-        """The process that stands ready, or a new one; another one is started meanwhile."""
+        """Return the spare process, or a new one, and start another spare."""
         spare, self._spare = self._spare, None
         process = await UserProcess.start(self._program) if spare is None else await spare
-        if self._spare is None:  # another place may have started one meanwhile
+        if self._spare is None:  # unless another place has started one in the meantime
             self._spare = asyncio.create_task(UserProcess.start(self._program))
         return await self._next() if process.gone else process

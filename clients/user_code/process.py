@@ -1,9 +1,11 @@
-"""A process of user code, its pipe, and the calls under way in it.
+"""A process of user code, its pipe, and its calls in progress.
 
-Nothing that user code does reaches the worker but an answer or the end of the pipe: a call that raises is answered with
-the reason, one that hangs costs the process, and so does one that will not be cancelled. A process that dies names the
-call that ended it, where that can be known; the others are ``Killed``, and may run again. The process is of lower rank
-than its worker: the kernel ends it first when memory runs out, and it dies with its worker, with all that it started.
+- User code affects the worker only through answers and the end of the pipe. A call that raises is answered with the
+  reason. A call that hangs, or ignores its cancellation, costs the process.
+- A process that dies leaves a mark that names the call that ended it, where that can be known. The others are
+  ``Killed`` and may run again.
+- The process ranks below its worker: the kernel kills it first when memory runs out, and it dies with its worker, along
+  with everything that it started.
 """
 
 import asyncio
@@ -25,32 +27,34 @@ from staleflow.configs.errors import ConfigError
 from staleflow.process.rate_limited_log import Seldom
 
 log = logging.getLogger(__name__)
-_said = Seldom()
+_log_limit = Seldom()
 
 IMPORT_TIMEOUT_S = 120.0
-"""A module may load a model of its own."""
+"""Timeout of the import; long, because a module may load a model of its own."""
 GRACE_S = 1.0
-"""A child that serves calls side by side ends overdue ones by itself; only long after that is it taken to hang."""
-CANCEL_S = 2.0
-"""A cancelled call that goes on for longer costs its process."""
+"""Extra time for a child with concurrent calls, which ends overdue calls itself; a child that takes longer hangs."""
+CANCEL_TIMEOUT_S = 2.0
+"""Time for a cancelled call to end; after that its process is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What such a process runs, and what it is called in messages to the operator."""
+    """Program of such a process, and its name in messages to the operator."""
 
     module: str
     key: str
-    """Of the configuration, that names the user's code."""
+    """Configuration key that names the user's code."""
     noun: str
     load: pipe.Load
     cancels: bool = False
-    """Whether a call that nobody waits for any more is cancelled in the process too."""
+    """True: cancel a call in the process, too, if its caller is cancelled."""
 
 
 class Killed(Exception):
-    """The process was ended because of another call, or of one that is not known. ``suspicion``: of ``CONDEMNED``, how
-    much speaks for this call."""
+    """The process was ended because of another call, or of an unknown one.
+
+    ``suspicion``: evidence against this call, relative to ``CONDEMNED``.
+    """
 
     def __init__(self, suspicion: int = 1) -> None:
         super().__init__()
@@ -58,14 +62,16 @@ class Killed(Exception):
 
 
 CONDEMNED = 8
-"""Suspicion that sends a call into a process of its own: a bystander of so many crashes is more likely their cause, and
-one that is not comes to its end there."""
+"""Suspicion that moves a call into a process of its own.
+
+After so many crashes beside it, the call is more likely their cause than a bystander; a bystander finishes there.
+"""
 UNKNOWN = CONDEMNED // 2
-"""Suspicion of every call in a process that died and named none of them."""
+"""Suspicion of every call in a process that died without naming one of them."""
 
 
 class UserProcess:
-    """A started process. Belongs to one event loop."""
+    """A started process. Owned by one event loop."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, lifeline: FileIO, program: Program, page: mmap.mmap
@@ -78,13 +84,13 @@ class UserProcess:
         self._pending: dict[int, asyncio.Future[pipe.Answer]] = {}
         self._last_id = 0
         self._reading: asyncio.Task[None] | None = None
-        self._letting_go: set[asyncio.Task[None]] = set()
+        self._cancelling: set[asyncio.Task[None]] = set()
         self.concurrent = False
         self.gone = False
 
     @classmethod
     async def start(cls, program: Program) -> "UserProcess":
-        """A process that has loaded the user's code; ``ConfigError`` names what is wrong with that."""
+        """Start a process and load the user's code. Raise ``ConfigError`` if that fails."""
         its_end, ours = os.pipe()
         lifeline = FileIO(ours, "wb")
         its_mark, page = mark.allocate()
@@ -99,7 +105,9 @@ class UserProcess:
         )
         try:
             process = await asyncio.shield(spawning)
-        except asyncio.CancelledError:  # cancelled in itself, uvloop leaves a process behind that its close waits for
+        except (
+            asyncio.CancelledError
+        ):  # shielded: if the spawn itself is cancelled, uvloop leaks a process that its close waits for
             process = await spawning
             await cls(process, lifeline, program, page).kill()
             raise
@@ -129,9 +137,9 @@ class UserProcess:
         return child
 
     async def call(self, make: Callable[[int], pipe.Call | pipe.GroupCall | pipe.Episode]) -> pipe.Answer:
-        """The child's answer to the call that ``make`` makes of a number, or one that says that it hung or died.
+        """Run the call that ``make`` builds from a number; return its answer, or an error if it hung or died.
 
-        ``Killed`` when another call's fault ends the process, or one's that is not known.
+        Raise ``Killed`` if the process ended because of another call, or of an unknown one.
         """
         if self.gone:
             raise Killed
@@ -151,23 +159,27 @@ class UserProcess:
             return pipe.Answer(id=call.id, error=took_too_long(self._timeout_s, self._program.noun))
         except asyncio.CancelledError:
             if self._program.cancels and not self.gone:
-                letting_go = asyncio.create_task(self._let_go(call.id))
-                self._letting_go.add(letting_go)
-                letting_go.add_done_callback(self._letting_go.discard)
+                cancelling = asyncio.create_task(self._cancel_call(call.id))
+                self._cancelling.add(cancelling)
+                cancelling.add_done_callback(self._cancelling.discard)
             raise
         finally:
             self._pending.pop(call.id, None)
 
-    async def _let_go(self, call: int) -> None:
-        """Have a call cancelled; kill the process if it goes on all the same."""
+    async def _cancel_call(self, call: int) -> None:
+        """Cancel a call in the process; kill the process if the call does not end in time."""
         future: asyncio.Future[pipe.Answer] = asyncio.get_running_loop().create_future()
         self._pending[call] = future
         try:
-            async with asyncio.timeout(CANCEL_S):
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await self._send(pipe.Cancel(id=call))
                 await future
         except TimeoutError:
-            log.warning("%s went on for %g s after its end: its process is killed", self._program.noun, CANCEL_S)
+            log.warning(
+                "%s did not end within %g s of its cancellation, killing its process",
+                self._program.noun,
+                CANCEL_TIMEOUT_S,
+            )
             self._pending.pop(call, None)
             self._end_calls(Killed())
             await self.kill()
@@ -177,7 +189,7 @@ class UserProcess:
             self._pending.pop(call, None)
 
     async def kill(self) -> None:
-        """End the process, and those it started, whatever it does."""
+        """Kill the process and everything it started."""
         self.gone = True
         self._end_process()
         await self._process.wait()
@@ -191,7 +203,9 @@ class UserProcess:
 
     async def _send(self, message: pipe.ToChild) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError, RuntimeError):  # its end shows at the other pipe; uvloop raises both
+        with contextlib.suppress(
+            ConnectionError, RuntimeError
+        ):  # the reader notices the end of the process; uvloop raises either
             self._process.stdin.write(pipe.frame(message))
             await self._process.stdin.drain()
 
@@ -200,7 +214,10 @@ class UserProcess:
         try:
             (length,) = pipe.LENGTH.unpack(await self._process.stdout.readexactly(pipe.LENGTH.size))
             return pipe.from_child.decode(await self._process.stdout.readexactly(min(length, pipe.MAX_FRAME)))
-        except (asyncio.IncompleteReadError, msgspec.DecodeError):  # ended, or user code wrote into the pipe
+        except (
+            asyncio.IncompleteReadError,
+            msgspec.DecodeError,
+        ):  # the process ended, or user code wrote into the pipe
             return None
 
     async def _read_answers(self) -> None:
@@ -215,20 +232,22 @@ class UserProcess:
         if not self._pending:
             return
         marked, others = mark.read(self._page)
-        certain = not others and code != -signal.SIGKILL  # no step sends that: the kernel did, or a person
+        certain = (
+            not others and code != -signal.SIGKILL
+        )  # SIGKILL is not the call's doing: the kernel or an operator sent it
         guilty = next(iter(self._pending)) if len(self._pending) == 1 else marked if certain else 0
-        known = guilty in self._pending
-        played = len(self._pending) - known
-        if played and (more := _said.due()) is not None:
-            by = "one call is to blame" if known else "which call is to blame is not known"
-            told = "%s's process ended with code %d; %s, %d that shared it run again%s"
-            log.warning(told, self._program.noun, code, by, played, more)
-        if known:
+        identified = guilty in self._pending
+        bystanders = len(self._pending) - identified
+        if bystanders and (more := _log_limit.due()) is not None:
+            cause = "caused by one call" if identified else "the call that caused it is unknown"
+            message = "%s's process ended with code %d; %s, %d calls that shared it run again%s"
+            log.warning(message, self._program.noun, code, cause, bystanders, more)
+        if identified:
             self._settle(pipe.Answer(id=guilty, error=f"{self._program.noun}'s process ended with code {code}"))
         elif (suspect := self._pending.pop(marked, None)) is not None and not suspect.done():
             suspect.set_exception(Killed(CONDEMNED))
-            known = True
-        self._end_calls(Killed(1 if known else UNKNOWN))
+            identified = True
+        self._end_calls(Killed(1 if identified else UNKNOWN))
 
     def _settle(self, answer: pipe.Answer) -> None:
         future = self._pending.pop(answer.id, None)

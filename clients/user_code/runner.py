@@ -1,9 +1,11 @@
-"""Calls a user's function in a child process, with a time limit a call and retries.
+"""Run a user's function in a child process, with a time limit per call and retries.
 
-A call that raises, hangs, kills its process or returns what it must not is tried again up to ``retries`` times, then it
-has failed. A hanging call costs the child: it is killed and a new one is started. Calls that were merely under way in a
-child that another call ended run again and are not charged for it. A call that nobody waits for any more keeps its
-place until the child has done with it, so that the time of the next one begins when the child does.
+- A call that raises, hangs, kills its process or returns an invalid value is retried up to ``retries`` times; then it
+  has failed.
+- A hanging call costs the child: the child is killed and replaced. Other calls in progress there run again without
+  being charged.
+- A cancelled call keeps its place until the child has finished it, so that the time limit of the next call starts when
+  the child starts that call.
 """
 
 import asyncio
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class CallFailed(Exception):
-    """A call has failed, all tries spent; the text says why."""
+    """A call failed in all tries; the text gives the reason."""
 
 
 class RewardFailed(CallFailed):
@@ -31,15 +33,15 @@ class RewardFailed(CallFailed):
 
 
 class CallRunner:
-    """One child process at a time; calls beyond what it takes at once wait here. Belongs to one event loop."""
+    """Runner with one child process at a time; excess calls wait. Owned by one event loop."""
 
     def __init__(self, program: Program, *, retries: int, concurrency: int) -> None:
-        """``concurrency``: calls of an ``async def`` under way at once."""
+        """``concurrency``: maximum number of concurrent calls of an ``async def``."""
         self._retries = retries
         self._pool = Pool(program, processes=1, concurrency=concurrency)
-        self._said = Seldom()
+        self._log_limit = Seldom()
         self.failed_calls = 0
-        """Tries that failed."""
+        """Number of failed tries."""
 
     @property
     def calls(self) -> int:
@@ -55,14 +57,15 @@ class CallRunner:
         await self._pool.close()
 
     async def answer(self, make: Callable[[int], pipe.Call | pipe.GroupCall]) -> pipe.Answer:
-        """The answer to the call that ``make`` makes of a number; ``CallFailed`` when all tries are spent."""
+        """Run the call that ``make`` builds from a number and return its answer. Raise ``CallFailed`` after the last
+        try."""
         answer = pipe.Answer(id=0)
         for attempt in range(self._retries + 1):
             answer = await self._call(make)
             if not answer.error:
                 return answer
             self.failed_calls += 1
-            if (more := self._said.due()) is not None:
+            if (more := self._log_limit.due()) is not None:
                 log.info("try %d of %d: %s%s", attempt + 1, self._retries + 1, answer.error, more)
         tries = f"{self._retries + 1} tries" if self._retries else "1 try"
         raise CallFailed(f"{answer.error} ({tries})")
@@ -80,24 +83,24 @@ class CallRunner:
 
 def _ended(calling: "asyncio.Task[pipe.Answer]") -> None:
     if not calling.cancelled():
-        calling.exception()  # who waited for it may have gone
+        calling.exception()  # retrieved, because the caller may have been cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one call of a reward is given."""
+    """Arguments of one call of a reward."""
 
     prompt: str
     completion: str
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def call(self, number: int) -> pipe.Call:
-        """As it goes to the child."""
+        """Return the message to the child."""
         return pipe.Call(id=number, prompt=self.prompt, completion=self.completion, columns=self.columns)
 
 
 class RewardRunner:
-    """A reward function. Belongs to one event loop."""
+    """Runner of a reward function. Owned by one event loop."""
 
     def __init__(self, run: str, *, timeout_s: float, retries: int, concurrency: int) -> None:
         load = pipe.Load(run=run, timeout_s=timeout_s)
@@ -106,7 +109,7 @@ class RewardRunner:
 
     @classmethod
     def of(cls, settings: Reward) -> "RewardRunner":
-        """The reward of a run."""
+        """Create the runner of a run's reward."""
         return cls(
             settings.run, timeout_s=settings.timeout_s, retries=settings.retries, concurrency=settings.concurrency
         )
@@ -118,7 +121,7 @@ class RewardRunner:
 
     @property
     def failed_calls(self) -> int:
-        """Tries that gave no reward."""
+        """Number of failed tries."""
         return self._calls.failed_calls
 
     async def start(self) -> None:
@@ -130,7 +133,7 @@ class RewardRunner:
         await self._calls.close()
 
     async def score(self, samples: Sequence[Sample]) -> list[float]:
-        """The reward of each sample, in order; ``RewardFailed`` as soon as one has failed for good."""
+        """Return the reward of each sample, in order. Raise ``RewardFailed`` once one has failed for good."""
         tasks = [asyncio.ensure_future(self.score_one(sample)) for sample in samples]
         try:
             return list(await asyncio.gather(*tasks))
@@ -140,7 +143,7 @@ class RewardRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def score_one(self, sample: Sample) -> float:
-        """The reward of one sample; ``RewardFailed`` when all tries are spent."""
+        """Return the reward of one sample. Raise ``RewardFailed`` after the last try."""
         try:
             return (await self._calls.answer(sample.call)).value
         except CallFailed as failed:

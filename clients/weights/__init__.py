@@ -1,9 +1,9 @@
-"""Weights to and from the parameter server, without torch: names, dtypes, shapes and raw bytes.
+"""Publishing and pulling of weights, without torch: names, dtypes, shapes and raw bytes.
 
-- On the server's host the bytes go through a file that both see (``written`` and ``mapped``); elsewhere through chunks,
-  a few of them under way (``chunks``). Both ways end in the same bytes.
-- Nothing is believed without its checksum.
-- Async only; a training loop runs it on a loop in a thread of its own, as it runs its other calls.
+- On the server's host the bytes go through a file that both processes access (``local_upload`` and ``mapped``);
+  elsewhere through several concurrent chunks (``chunks``). The bytes are the same either way.
+- No byte is used without its checksum.
+- Async only; a training loop runs it on an event loop in a separate thread, like its other calls.
 """
 
 from staleflow.clients.weights.publish import TRIES, Publisher, damaged

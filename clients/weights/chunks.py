@@ -1,4 +1,4 @@
-"""Bytes of a version from a publisher on another host, a few messages of them under way."""
+"""Upload of a version from a publisher on another host, with several messages in flight."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,30 +15,30 @@ from staleflow.protocols.wire.messages import Done, Manifest, PublishChunk, Tens
 async def send(
     client: Client, upload: int, places: Manifest, weights: NamedTensors, portion: Portion, arrived: Moved
 ) -> list[str]:
-    """All bytes of a version, one tensor in memory at a time. Returns the digest of each."""
-    taken, digests = _taken(places, weights), list[str]()
-    while (one := await asyncio.to_thread(next, taken, None)) is not None:
-        entry, tensor, found = one
-        digests.append(found)
+    """Send all bytes of a version, one tensor in memory at a time. Return the digest of each tensor."""
+    tensors, digests = _with_digests(places, weights), list[str]()
+    while (one := await asyncio.to_thread(next, tensors, None)) is not None:
+        entry, tensor, tensor_digest = one
+        digests.append(tensor_digest)
         cut = pieces(entry, tensor, CHUNK_BYTES)
         await credited(_send_chunk(client, upload, *piece, portion, arrived) for piece in cut)
     return digests
 
 
-def _taken(places: Manifest, weights: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor, str]]:
-    """Each tensor with its place and its digest, when it is asked for."""
+def _with_digests(places: Manifest, weights: NamedTensors) -> Iterator[tuple[TensorEntry, Tensor, str]]:
+    """Yield each tensor with its place and its digest, computed on demand."""
     for entry, (name, array) in zip(places.tensors, weights.items(), strict=True):
         tensor = tensor_of(name, array)
         yield entry, tensor, digest(tensor.data)
 
 
 def pieces(entry: TensorEntry, tensor: Tensor, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a tensor, so many at most at once, each with its place in the version.
+    """Split a tensor into pieces of at most ``nbytes``, each with its offset in the version.
 
-    ``ValueError`` when it is not the one that belongs there.
+    Raise ``ValueError`` if it is not the tensor that was announced.
     """
-    if (found := (tensor.name, tensor.dtype, tensor.shape)) != (entry.name, entry.dtype, entry.shape):
-        raise ValueError(f"{found} came where {(entry.name, entry.dtype, entry.shape)} was announced")
+    if (actual := (tensor.name, tensor.dtype, tensor.shape)) != (entry.name, entry.dtype, entry.shape):
+        raise ValueError(f"unexpected tensor {actual}; {(entry.name, entry.dtype, entry.shape)} was announced")
     starts = range(0, entry.nbytes, nbytes)
     return ((entry.offset + start, tensor.data[start : start + nbytes]) for start in starts)
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The reader's side of a direct transfer: a version from the trainer's memory into its own, verified as it arrives."""
+"""The reader's side of a direct transfer: from the trainer's memory into its own, verified as it arrives."""
 
 import mmap
 import secrets
@@ -35,7 +35,7 @@ class DirectReader:
         self._last: mmap.mmap | None = None
 
     def take(self, endpoint: str, asked: GetManifest, manifest: Manifest) -> memoryview | str:
-        """All bytes of the version, each tensor's as its digest says; or why they do not come from the trainer."""
+        """Return all bytes of the version, verified, or the reason why they do not come from the trainer."""
         try:
             store, name = connect(endpoint), f"{self._worker}-{asked.version}-{secrets.token_hex(4)}"
             ask = Ask(group=name, lineage=asked.lineage, version=asked.version, nbytes=manifest.nbytes, card=self._card)
@@ -47,24 +47,24 @@ class DirectReader:
             buffer = self._memory(manifest.nbytes)
             with closing(Group(answer, store, name, rank=1)) as group:
                 damaged = _received(group, manifest, buffer)
-        except (OSError, RuntimeError, msgspec.DecodeError) as error:  # RuntimeError: of torch.distributed
+        except (OSError, RuntimeError, msgspec.DecodeError) as error:  # torch.distributed raises RuntimeError
             return f"{endpoint}: {error}"
         self._last = buffer
         return damaged or memoryview(buffer).toreadonly()
 
     def _memory(self, nbytes: int) -> mmap.mmap:
-        """What held the last version, once nobody looks at it."""
+        """Return the memory of the last version if no view of it exists, else new memory."""
         last = self._last
         return last if last is not None and len(last) == nbytes and is_free(last) else room(nbytes)
 
 
 def _received(group: Group, manifest: Manifest, buffer: mmap.mmap) -> str:
-    """Fill the buffer; what is wrong with the bytes, if anything is."""
-    data, coming = memoryview(buffer), iter(manifest.tensors)
-    entry = next(coming, None)
+    """Fill and verify the buffer; return what is wrong with the bytes, or ""."""
+    data, remaining = memoryview(buffer), iter(manifest.tensors)
+    entry = next(remaining, None)
     for arrived in group.take(np.frombuffer(buffer, np.uint8, manifest.nbytes)):
         while entry is not None and entry.offset + entry.nbytes <= arrived:
             if not is_right(entry, data):
-                return f"tensor {entry.name} is not what its digest says"
-            entry = next(coming, None)
+                return f"tensor {entry.name} does not match its digest"
+            entry = next(remaining, None)
     return ""

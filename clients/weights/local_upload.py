@@ -1,11 +1,10 @@
-"""The server's file of a version, where a publisher is on its host: the bytes go there without a message.
+"""Upload to a parameter server on the same host: bytes are written into the server's file, without messages.
 
-- Each is read once: a piece is small enough to stay in the cache between digest and copy.
-- A file that this process writes for the first time is written by ``pwrite``, which makes large pages of it. From the
-  second time on it is written through a map: several threads copy at once there, where the lock of a file lets
-  one write at a time (docs/decisions/0016).
-- A publish that was given up writes no more, and no other begins before that is so: a version that somebody sees does
-  not change.
+- Each byte is read once: a piece is small enough to stay in the cache between digest and copy.
+- A file that this process writes for the first time is written with ``pwrite``, which allocates large pages. From the
+  second time on it is written through a map: several threads copy at once there, while the lock of a file admits one
+  ``pwrite`` at a time (docs/decisions/0016).
+- An abandoned publish stops writing before the next one starts, so that a visible version never changes.
 """
 
 import mmap
@@ -27,36 +26,40 @@ from staleflow.protocols.wire.messages import BeginPublishReply, Manifest, Tenso
 from staleflow.protocols.wire.tensors import Array
 
 PIECE_BYTES = 2 << 20
-"""Fits the share of the last-level cache that a core has; smaller ones cost more in Python than they save."""
+"""Fits a core's share of the last-level cache; smaller pieces cost more in Python than they save."""
 WRITERS = 4
-"""Threads of a publisher: one core alone does not fill the memory of a large machine."""
+"""Threads of a publisher: one core does not saturate the memory of a large machine."""
 RESERVES = ("ext4", "tmpfs")
-"""File systems that have room for every byte of a file that was written once. On those that share blocks between files
-(xfs, btrfs, ZFS) a full disk would end a process that writes through a map (SIGBUS), where ``pwrite`` says so."""
-LOOKS = 64
-"""Places of a file at which is looked whether the machine still has it in memory."""
+"""File systems that reserve every byte of a file that was written once.
+
+On file systems that share blocks between files (xfs, btrfs, ZFS), a full disk would kill a process that writes through
+a map (SIGBUS), where ``pwrite`` returns an error.
+"""
+NUM_PROBES = 64
+"""Number of places of a file that are probed for being in the page cache."""
 
 Put = Callable[[int, memoryview], None]
-"""Puts bytes where they belong in the file."""
+"""Function that writes bytes at an offset of the file."""
 
 
 class ServerFiles:
-    """The files that one publisher writes into, again and again."""
+    """Files that one publisher writes into repeatedly."""
 
     def __init__(self) -> None:
         self._maps = KeptMaps(mmap.PROT_READ | mmap.PROT_WRITE)
-        """Of files that were written to their end."""
+        """Maps of files that were written completely."""
         self._writing = threading.Lock()
 
     def write(
         self, to: BeginPublishReply, places: Manifest, weights: NamedTensors, given_up: threading.Event
     ) -> list[str] | None:
-        """Put the bytes where the server will look for them, and return the digest of each tensor.
+        """Write the weights into the server's file and return the digest of each tensor.
 
-        None when its file is not within reach, or the publish is ``given_up``.
+        Return None if the file cannot be accessed, or the publish is ``given_up``.
         """
         if to.host != boot_id():
             return None
+        # An abandoned publish may still be writing in its thread; wait for it to notice that it was given up.
         with self._writing:
             try:
                 descriptor = os.open(to.path, os.O_RDWR | os.O_CLOEXEC)
@@ -84,33 +87,34 @@ class ServerFiles:
         return digests
 
     def forget_deleted(self) -> None:
-        """A map keeps the room of a file that is deleted."""
+        """Drop deleted files: their maps keep the disk space in use."""
         self._maps.forget_deleted()
 
     def close(self) -> None:
-        """Keep nothing mapped."""
+        """Unmap all files."""
         self._maps.close()
 
     def _into(self, descriptor: int, status: os.stat_result) -> Put:
-        again = status.st_size > 0 and status in self._maps and file_system(status.st_dev) in RESERVES
-        if again and _in_memory(descriptor, status.st_size):
+        reusable = status.st_size > 0 and status in self._maps and file_system(status.st_dev) in RESERVES
+        if reusable and _in_memory(descriptor, status.st_size):
             with suppress(OSError):  # no memory for another map
                 return _through(self._maps.map(status, lambda: os.dup(descriptor)))
         return lambda offset, data: _pwrite(descriptor, offset, data)
 
 
 class _GivenUp(Exception):
-    """Nobody waits for the version any more."""
+    """The publish was cancelled."""
 
 
 def _in_memory(descriptor: int, nbytes: int) -> bool:
-    """Whether a file seems to be. What went to the disk would be read before it is written over through a map."""
-    for offset in range(0, nbytes, max(nbytes // LOOKS, 1)):
+    """Return True if a file seems to be in memory. Pages on disk would be read before being overwritten through a
+    map."""
+    for offset in range(0, nbytes, max(nbytes // NUM_PROBES, 1)):
         try:
             os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
         except BlockingIOError:
             return False
-        except OSError:  # a file system that does not say it: tmpfs, which is memory
+        except OSError:  # RWF_NOWAIT is unsupported: tmpfs, which is memory
             return True
     return True
 
@@ -138,16 +142,16 @@ def _write(put: Put, places: Manifest, weights: NamedTensors) -> list[str]:
 
 
 def _write_at_once(put: Put, places: Manifest, weights: Mapping[str, Array]) -> list[str]:
-    """Several tensors at a time, the large ones first: all of them are in memory anyway."""
+    """Write several tensors concurrently, the large ones first. They are all in memory anyway."""
     order = sorted(places.tensors, key=lambda entry: -entry.nbytes)
     with ThreadPoolExecutor(WRITERS) as writers:
-        coming = {e.name: writers.submit(_write_tensor, put, e, e.name, weights[e.name]) for e in order}
-        return [coming[entry.name].result() for entry in places.tensors]
+        writing = {e.name: writers.submit(_write_tensor, put, e, e.name, weights[e.name]) for e in order}
+        return [writing[entry.name].result() for entry in places.tensors]
 
 
 def _write_tensor(put: Put, entry: TensorEntry, name: str, array: Array) -> str:
-    found = Digest()
+    digest = Digest()
     for offset, data in pieces(entry, tensor_of(name, array), PIECE_BYTES):
-        found.update(data)
+        digest.update(data)
         put(offset, data)
-    return found.hex()
+    return digest.hex()

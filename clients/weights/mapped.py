@@ -1,4 +1,4 @@
-"""The server's file of a version, where it is within a reader's reach, mapped."""
+"""Maps of the server's file of a version, for readers that can access it."""
 
 import mmap
 import os
@@ -13,55 +13,57 @@ from staleflow.protocols.wire.messages import ManifestReply
 from staleflow.store.shared_file import hold
 
 
-def map_file(found: ManifestReply) -> memoryview | None:
-    """The file of the version, mapped; None when it is not within reach. Nobody writes it while the map lives."""
+def map_file(reply: ManifestReply) -> memoryview | None:
+    """Map the file of a version; return None if it is not accessible. It is not overwritten while the map exists."""
     maps = Maps()
     try:
-        return maps.map(found)
+        return maps.map(reply)
     finally:
         maps.close()
 
 
 class Maps:
-    """Files that a reader maps. A file is held for as long as anybody has a view of a version, and no longer."""
+    """Maps of a reader. A file stays locked for as long as a view of its version exists, and no longer."""
 
     def __init__(self) -> None:
         self._kept = KeptMaps(mmap.PROT_READ)
 
-    def map(self, found: ManifestReply) -> memoryview | None:
-        """The file of the version; None when it is not within reach."""
-        if found.host != boot_id():
+    def map(self, reply: ManifestReply) -> memoryview | None:
+        """Map the file of a version; return None if it is not accessible."""
+        if reply.host != boot_id():
             return None
         try:
-            descriptor = hold(Path(found.path))
+            descriptor = hold(Path(reply.path))
         except OSError:
             return None
         try:
-            content = self._content(descriptor, found)
+            content = self._content(descriptor, reply)
         except OSError:
             content = None
         if content is None:
             os.close(descriptor)
-            return memoryview(b"") if found.manifest.nbytes == 0 else None
+            return memoryview(b"") if reply.manifest.nbytes == 0 else None
         root = np.frombuffer(content, np.uint8)
-        weakref.finalize(root, os.close, descriptor)  # every view of it keeps it alive
+        weakref.finalize(root, os.close, descriptor)  # every view keeps the root, and thereby the lock, alive
         return root.data
 
-    def _content(self, held: int, found: ManifestReply) -> mmap.mmap | None:
-        """The map of a file that is held; None when it has another size. ``OSError``."""
-        status = os.fstat(held)
-        if status.st_size != found.manifest.nbytes or status.st_size == 0:
+    def _content(self, locked: int, reply: ManifestReply) -> mmap.mmap | None:
+        """Return the map of a locked file; None if its size is wrong. Raise ``OSError``."""
+        status = os.fstat(locked)
+        if status.st_size != reply.manifest.nbytes or status.st_size == 0:
             return None
 
         def opened() -> int:
-            descriptor = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)  # not a copy of the one that holds
+            descriptor = os.open(
+                reply.path, os.O_RDONLY | os.O_CLOEXEC
+            )  # not a dup: that would share the lock and keep it
             if not os.path.samestat(os.fstat(descriptor), status):
                 os.close(descriptor)
-                raise FileNotFoundError(found.path)  # the name is another file's by now
+                raise FileNotFoundError(reply.path)  # the name belongs to another file by now
             return descriptor
 
         return self._kept.map(status, opened)
 
     def close(self) -> None:
-        """Keep nothing mapped beyond what somebody still has a view of."""
+        """Drop all maps. Views that exist stay valid."""
         self._kept.close()

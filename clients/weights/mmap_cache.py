@@ -1,5 +1,7 @@
-"""Files that stay open and mapped, for the next versions that are written into them: to map a file anew costs half as
-much as to look at all of its bytes."""
+"""Cache of open and mapped files, for the next versions that are written into them.
+
+Mapping a file again costs half as much as reading all of its bytes.
+"""
 
 import errno
 import mmap
@@ -9,38 +11,42 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-KEPT = 16
-"""Files of one process at most. A run has ``parameters.keep_versions``, one that is written, and a spare one."""
+MAX_FILES = 16
+"""Maximum number of files per process. A run has ``parameters.keep_versions``, one being written, and a spare."""
 
 FileId = tuple[int, int]
-"""Device and inode: which file it is, whatever its name."""
+"""Device and inode: the identity of a file, independent of its name."""
 
 
 @dataclass(slots=True)
 class _File:
     descriptor: int
-    """Open: nobody else can have its number, and it is known when it is deleted."""
+    """Stays open, so that the inode number is not reused and a deletion is noticed."""
     content: mmap.mmap | None = None
 
 
 class KeptMaps:
-    """The last ``KEPT`` files, unless they are deleted. Safe to use from several threads."""
+    """The most recently used ``MAX_FILES`` files that are not deleted. Thread-safe."""
 
     def __init__(self, prot: int) -> None:
-        """``prot``: how they are mapped, as ``mmap`` names it."""
+        """``prot``: protection of the maps, as for ``mmap``."""
         self._prot = prot
         self._kept: OrderedDict[FileId, _File] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
 
     def keep(self, status: os.stat_result, opened: Callable[[], int]) -> None:
-        """A file, not mapped yet. ``opened`` gives a descriptor of it, which belongs to this object then. ``OSError``
-        where there is none, and after ``close``."""
+        """Add a file without mapping it.
+
+        ``opened`` returns a descriptor of the file, which this object then owns. Raise ``OSError`` if it fails, and
+        after ``close``.
+        """
         with self._lock:
             self._file(status, opened)
 
     def map(self, status: os.stat_result, opened: Callable[[], int]) -> mmap.mmap:
-        """The whole of a file that is not empty. ``OSError`` as ``keep``, and where it cannot be mapped."""
+        """Return a map of a whole file, which must not be empty. Raise ``OSError`` like ``keep``, and if mapping
+        fails."""
         with self._lock:
             file = self._file(status, opened)
             if file.content is None or len(file.content) != status.st_size:
@@ -53,12 +59,12 @@ class KeptMaps:
             return _id(status) in self._kept
 
     def forget_deleted(self) -> None:
-        """What is kept keeps the room of a file that is deleted. Giving it back takes time where it is large."""
+        """Drop deleted files: cached maps keep their disk space in use. Freeing a large file takes time."""
         with self._lock:
             self._forget_deleted()
 
     def close(self) -> None:
-        """Keep nothing beyond what somebody still has a view of."""
+        """Drop all files. Views that exist stay valid."""
         with self._lock:
             self._closed = True
             for key in list(self._kept):
@@ -70,7 +76,7 @@ class KeptMaps:
         self._forget_deleted()
         if (key := _id(status)) not in self._kept:
             descriptor = opened()
-            if len(self._kept) == KEPT:
+            if len(self._kept) == MAX_FILES:
                 self._forget(next(iter(self._kept)))
             self._kept[key] = _File(descriptor)
         self._kept.move_to_end(key)

@@ -1,4 +1,4 @@
-"""The trainer's side: a version goes to the parameter server, and is durable and registered at the end."""
+"""The trainer's side: upload of a version to the parameter server, until it is durable and registered."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from staleflow.clients.weights import chunks
 from staleflow.clients.weights.local_upload import ServerFiles
-from staleflow.clients.weights.tensors import NamedTensors, described, in_memory, layout
+from staleflow.clients.weights.tensors import NamedTensors, in_memory, layout, with_digests
 from staleflow.net.adaptive_chunks import Portion
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
@@ -32,27 +32,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRIES = 5
-"""Uploads of one version of which nothing arrives, or other bytes than were sent. One that is lost on its way, with a
-server that starts again, does not count: the next one gets farther."""
-FULL_S = 1.0
-"""After this the bytes are written again that the disk had no room for."""
+"""Maximum number of uploads of a version of which nothing arrives, or wrong bytes.
+
+An upload that is interrupted by a restart of the server does not count: the next one gets further.
+"""
+FULL_RETRY_INTERVAL_S = 1.0
+"""Retry interval after the disk had no room for the bytes."""
 POLL_INTERVAL_S = 1.0
-"""Between looks, while the server finds no room, at which files it has deleted."""
+"""Interval at which deleted files are dropped while the server has no room."""
 
 
 class Publisher:
     """The trainer's connection to the parameter server."""
 
     def __init__(self, address: str, *, worker: WorkerId, transport: Transport = SOCKETS, direct: str = "") -> None:
-        """``direct``: ``tcp://host:port`` (0: any), where readers get the newest version from this process itself
-        (imports torch); it is copied for them then, once a version. Empty: nowhere."""
+        """``direct``: ``tcp://host:port`` (port 0: any) at which readers get the newest version from this process
+        (imports torch); every version is copied once for them. Empty: off."""
         self._client = Client(address, worker=worker, transport=transport)
         self._portion = Portion(CHUNK_BYTES)
         self._direct = direct
         self._source: DirectSource | None = None
         self._files = ServerFiles()
         self._places: Manifest | None = None
-        """Of the weights that came last: to ask gathered ones for their shapes takes as long as for their bytes."""
+        """Layout of the last weights. Cached, because asking gathered weights for their shapes costs as much as for
+        their bytes."""
 
     async def publish(
         self,
@@ -63,11 +66,12 @@ class Publisher:
         version: Version,
         batch: BatchId | None,
     ) -> RegisterVersionReply:
-        """Returns once the version is durable and registered. Waits for a server that is away; ``Refused`` is final.
+        """Publish a version; return once it is durable and registered. Waits for a server that is away; ``Refused`` is
+        final.
 
-        uint16 arrays are the bits of bfloat16. Nobody may change the arrays before the end. They are gone through
-        once, and once more for each upload that has to be made again; the first ones of this connection twice, since
-        every version is expected to have their names, dtypes and shapes. ``ValueError`` when it has others.
+        uint16 arrays are the bits of bfloat16. The arrays must not change before the end. They are iterated once, and
+        once more for each upload that has to be repeated; the first ones of this connection twice, since every version
+        is expected to have their names, dtypes and shapes. Raise ``ValueError`` if it has others.
         """
         if (source := self._opened_source()) is not None:
             weights = await asyncio.to_thread(source.hold, weights, lineage, version)
@@ -86,22 +90,22 @@ class Publisher:
             except ValueError:
                 self._places = None
                 raise
-            except Refused as no:
+            except Refused as refusal:
                 tries += not 0 < arrived.nbytes < nbytes
-                if no.code is not Code.STALE or tries == TRIES:
+                if refusal.code is not Code.STALE or tries == TRIES:
                     raise
-            except OSError as error:  # a file system may reserve room, and have none all the same
+            except OSError as error:  # a file system may reserve room and still run out of it
                 if state_of(error) is None:
                     raise
                 log.warning("no room: %s", error)
-                await asyncio.sleep(FULL_S)
+                await asyncio.sleep(FULL_RETRY_INTERVAL_S)
 
     async def damaged(self, lineage: Lineage, version: Version) -> bool:
-        """Whether the server has lost a version that was published, or found that its bytes are others."""
+        """Return True if the server has lost a published version, or found its bytes damaged."""
         return await damaged(self._client, lineage, version)
 
     def close(self) -> None:
-        """Close the connection. May be called again."""
+        """Close the connection. Idempotent."""
         if self._source is not None:
             self._source.close()
         self._files.close()
@@ -110,7 +114,7 @@ class Publisher:
     async def _upload(
         self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: Moved
     ) -> RegisterVersionReply:
-        to = await self._begun(begin)
+        to = await self._begin(begin)
         given_up = threading.Event()
         try:
             digests = await asyncio.to_thread(self._files.write, to, places, weights, given_up)
@@ -120,12 +124,13 @@ class Publisher:
         in_place = digests is not None
         if digests is None:
             digests = await chunks.send(self._client, to.upload, places, weights, self._portion, arrived)
-        manifest = described(places, digests)
+        manifest = with_digests(places, digests)
         commit = CommitPublish(upload=to.upload, manifest=manifest, in_place=in_place, direct=direct)
         return await self._client.ask(commit, RegisterVersionReply, timeout_s=None)
 
-    async def _begun(self, begin: BeginPublish) -> BeginPublishReply:
-        """Where the version goes, once there is room: this process must not keep what is deleted."""
+    async def _begin(self, begin: BeginPublish) -> BeginPublishReply:
+        """Begin the upload, once there is room. Meanwhile, drop maps of deleted files: they would keep the room in
+        use."""
         await asyncio.to_thread(self._files.forget_deleted)
 
         async def forgetting() -> None:
@@ -140,7 +145,7 @@ class Publisher:
             meanwhile.cancel()
 
     def _opened_source(self) -> "DirectSource | None":
-        """What gives versions to readers itself, if anything does; opened when there is a first one."""
+        """Return the source of direct transfers, if enabled; open it at the first version."""
         if self._direct and self._source is None:
             from staleflow.clients.weights.direct_source import DirectSource
 
@@ -149,7 +154,7 @@ class Publisher:
 
 
 async def damaged(server: Client, lineage: Lineage, version: Version) -> bool:
-    """Whether the parameter server has lost a version that was published, or found that its bytes are others."""
+    """Return True if the parameter server has lost a published version, or found its bytes damaged."""
     status = await server.ask(GetStatus(), Status, timeout_s=None)
     whole = [(one["lineage"], one["version"]) for one in status.values["versions"] if not one["corrupt"]]
     return (lineage, version) not in whole

@@ -1,4 +1,4 @@
-"""The reader's side: a version in this process's memory, verified, and pinned at the server until it is closed."""
+"""The reader's side: a verified version in this process's memory, pinned at the server until it is closed."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ import msgspec
 
 from staleflow.clients.weights import mapped
 from staleflow.clients.weights.relays import Relays, map_near, unpinning
-from staleflow.clients.weights.remote import Brought, CorruptWeights, Remote, unpin, verify
+from staleflow.clients.weights.remote import CorruptWeights, Remote, RemoteVersion, unpin, verify
 from staleflow.clients.weights.tensors import Tensor, part
 from staleflow.configs.errors import ConfigError
 from staleflow.net.client import Client
@@ -32,23 +32,23 @@ __all__ = ["CorruptWeights", "PulledVersion", "Puller"]
 log = logging.getLogger(__name__)
 
 DOUBT_TIMEOUT_S = 60.0
-"""In which the server reads a whole version."""
+"""Timeout of a full verification by the server."""
 
 
 class PulledVersion:
-    """A version in this process's memory. Its bytes stay as they are, kept by the server, until it is closed."""
+    """A version in this process's memory. The server keeps its bytes unchanged until it is closed."""
 
     def __init__(
         self,
         asked: GetManifest,
         manifest: Manifest,
         data: memoryview,
-        let_go: Callable[[], Coroutine[Any, Any, None]],
+        release: Callable[[], Coroutine[Any, Any, None]],
         *,
         mapped: bool = False,
         direct: bool = False,
     ) -> None:
-        self._let_go = let_go
+        self._release = release
         self.asked = asked
         self._manifest = manifest
         self._data: memoryview | None = data
@@ -57,39 +57,40 @@ class PulledVersion:
         self.sha = manifest.sha
         self.nbytes = manifest.nbytes
         self.mapped = mapped
-        """True when the bytes are the server's file itself."""
+        """True if the bytes are the server's file itself."""
         self.direct = direct
-        """True when they came from the trainer itself."""
+        """True if the bytes came from the trainer directly."""
 
     @property
     def way(self) -> str:
-        """How the bytes came, in words."""
+        """Source of the bytes, in words for the log."""
         if self.mapped:
             return "mapped"
         return "from the trainer" if self.direct else "over the network"
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name; the bytes are read-only views, nothing is copied."""
+        """Return the tensors by name, as read-only views without a copy."""
         if self._data is None:
             raise ValueError(f"version {self.version} is closed")
         data = self._data
         return {e.name: Tensor(e.name, e.dtype, e.shape, part(data, e)) for e in self._manifest.tensors}
 
     def arrays(self) -> dict[str, Array]:
-        """The same for NumPy; float16 and bfloat16 as their bits in uint16."""
+        """Return NumPy views by name; float16 and bfloat16 as their bits in uint16."""
         return {name: tensor.array() for name, tensor in self.tensors().items()}
 
     async def verify(self) -> None:
-        """``CorruptWeights`` unless every tensor is what its digest says. Bytes that came over the network are."""
+        """Raise ``CorruptWeights`` unless every tensor matches its digest. Bytes from the network are verified
+        already."""
         if self.mapped and self._data is not None:
             await asyncio.to_thread(verify, self._manifest, self._data)
 
     async def close(self) -> None:
-        """Let go of the bytes and of the pin. May be called again."""
+        """Release the bytes and the pin. Idempotent."""
         if self._data is None:
             return
         self._data = None
-        await self._let_go()
+        await self._release()
 
     async def __aenter__(self) -> "PulledVersion":
         return self
@@ -112,8 +113,8 @@ class Puller:
         deltas: bool = True,
         direct: bool = False,
     ) -> None:
-        """``deltas``: whether a version may come as what changed since the one before, where the link is slow.
-        ``direct``: whether it is asked of the trainer first, where that gives it (imports torch)."""
+        """``deltas``: allow deltas over slow connections. ``direct``: try the trainer first, if it serves direct
+        transfers (imports torch)."""
         self._client = Client(address, worker=worker, transport=transport)
         self._worker = worker
         self._maps = mapped.Maps()
@@ -122,9 +123,9 @@ class Puller:
         self._direct = _direct_reader(worker) if direct else None
 
     async def pull(self, lineage: Lineage, version: Version) -> PulledVersion:
-        """A verified version, pinned for this worker. Waits for a server that is away.
+        """Return a verified version, pinned for this worker. Waits for a server that is away.
 
-        ``Refused`` if the server has no such version, ``CorruptWeights`` if its bytes are not those of the manifest.
+        Raise ``Refused`` if the server has no such version, ``CorruptWeights`` if its bytes do not match the manifest.
         """
         pulled = await self.reach(lineage, version)
         try:
@@ -136,45 +137,45 @@ class Puller:
         return pulled
 
     async def reach(self, lineage: Lineage, version: Version) -> PulledVersion:
-        """As ``pull``, but nothing may be made of the bytes before ``verify`` has looked at them."""
+        """Same as ``pull``, but without verification: call ``verify`` before using the bytes."""
         asked = GetManifest(worker=self._worker, lineage=lineage, version=version)
-        found = await self._client.ask(asked, ManifestReply, timeout_s=None)
-        check(found.manifest)
-        if (given := await self._given(asked, found)) is not None:
-            return given
-        file = await asyncio.to_thread(self._maps.map, found)
+        reply = await self._client.ask(asked, ManifestReply, timeout_s=None)
+        check(reply.manifest)
+        if (direct := await self._from_trainer(asked, reply)) is not None:
+            return direct
+        file = await asyncio.to_thread(self._maps.map, reply)
         if file is None:
-            return await self._brought(asked, found.manifest)
-        return PulledVersion(asked, found.manifest, file, lambda: unpin(self._client, asked), mapped=True)
+            return await self._from_network(asked, reply.manifest)
+        return PulledVersion(asked, reply.manifest, file, lambda: unpin(self._client, asked), mapped=True)
 
-    async def _given(self, asked: GetManifest, found: ManifestReply) -> PulledVersion | None:
-        """By the trainer itself; None when it does not, and the bytes are to be had as always."""
-        if self._direct is None or not found.direct:
+    async def _from_trainer(self, asked: GetManifest, reply: ManifestReply) -> PulledVersion | None:
+        """Get the version from the trainer; return None if that fails, so that the usual way is tried."""
+        if self._direct is None or not reply.direct:
             return None
-        data = await asyncio.to_thread(self._direct.take, found.direct, asked, found.manifest)
+        data = await asyncio.to_thread(self._direct.take, reply.direct, asked, reply.manifest)
         if isinstance(data, str):
             log.warning("version %d does not come from the trainer: %s", asked.version, data)
             return None
-        return PulledVersion(asked, found.manifest, data, lambda: unpin(self._client, asked), direct=True)
+        return PulledVersion(asked, reply.manifest, data, lambda: unpin(self._client, asked), direct=True)
 
     async def _doubt(self, asked: GetManifest) -> None:
-        """Have the server look at every byte: what it finds damaged can be published again."""
+        """Have the server verify every byte: a version that it finds damaged can be published again."""
         with suppress(Refused, Unavailable):
             doubted = msgspec.structs.replace(asked, doubted=True)
             await self._client.ask(doubted, ManifestReply, timeout_s=DOUBT_TIMEOUT_S)
 
-    async def _brought(self, asked: GetManifest, manifest: Manifest) -> PulledVersion:
-        """Through a relay, or else into this process's own memory."""
+    async def _from_network(self, asked: GetManifest, manifest: Manifest) -> PulledVersion:
+        """Fetch the version through a relay, or else from the server into this process's memory."""
         for relay in await self._relays.nearest():
             try:
-                return await self._through(relay, asked, manifest)
+                return await self._from_relay(relay, asked, manifest)
             except (Refused, Unavailable, ProtocolError, CorruptWeights, ConfigError) as error:
                 log.warning("version %d does not come from the relay %s: %s", asked.version, relay.address, error)
                 if isinstance(error, Unavailable):
                     self._relays.shunned.add(relay.address, error)
                 await unpin(relay, asked)
         try:
-            return self._owned(await self._remote.bring(self._client, asked, manifest))
+            return self._owned(await self._remote.fetch(self._client, asked, manifest))
         except CorruptWeights:
             await self._doubt(asked)
             await unpin(self._client, asked)
@@ -183,24 +184,24 @@ class Puller:
             await unpin(self._client, asked)
             raise
 
-    async def _through(self, relay: Client, asked: GetManifest, manifest: Manifest) -> PulledVersion:
-        """The relay's file where that is on this host, else its bytes in memory."""
+    async def _from_relay(self, relay: Client, asked: GetManifest, manifest: Manifest) -> PulledVersion:
+        """Map the relay's file if it is on this host, else fetch its bytes into memory."""
         file = await while_alive(relay, map_near(relay, asked, manifest))
         if file is None:
-            return self._owned(await self._remote.bring(relay, asked, manifest, watched=True))
+            return self._owned(await self._remote.fetch(relay, asked, manifest, watched=True))
         return PulledVersion(asked, manifest, file, unpinning(asked, relay, self._client), mapped=True)
 
-    def _owned(self, brought: Brought) -> PulledVersion:
-        async def let_go() -> None:
-            await self._remote.let_go(brought)
-            if brought.client is not self._client:
-                await unpin(self._client, brought.asked)
+    def _owned(self, fetched: RemoteVersion) -> PulledVersion:
+        async def release() -> None:
+            await self._remote.release(fetched)
+            if fetched.client is not self._client:
+                await unpin(self._client, fetched.asked)
 
-        data = memoryview(brought.buffer).toreadonly()
-        return PulledVersion(brought.asked, brought.manifest, data, let_go)
+        data = memoryview(fetched.buffer).toreadonly()
+        return PulledVersion(fetched.asked, fetched.manifest, data, release)
 
     def close(self) -> None:
-        """Close the connections; the servers free what is still pinned. May be called again."""
+        """Close the connections; the servers then remove the remaining pins. Idempotent."""
         self._maps.close()
         self._relays.close()
         self._client.close()

@@ -1,4 +1,4 @@
-"""The relay that a reader was sent to, and what it gives: believed as far as it agrees with the parameter server."""
+"""Reading from relays: a relay is trusted only as far as it agrees with the parameter server."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -17,14 +17,14 @@ from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import GetManifest, GetSources, Manifest, ManifestReply, Sources
 
-NEAR_S = 60.0
-"""In which a relay must say that a version is there, or still comes."""
-ANSWER_S = 10.0
-"""In which the parameter server must name a relay, and a relay look at bytes that were found damaged."""
+NEAR_TIMEOUT_S = 60.0
+"""Timeout of a relay's reply that a version is stored or arriving."""
+REPLY_TIMEOUT_S = 10.0
+"""Timeout of a relay's check of bytes that were found damaged."""
 
 
 class Relays:
-    """Connections of one reader to the relays that it is sent to, one after another."""
+    """Connections of one reader to the relays that are assigned to it."""
 
     def __init__(self, root: Client, *, worker: WorkerId, transport: Transport) -> None:
         self._root = root
@@ -34,15 +34,15 @@ class Relays:
         self.shunned = Shunned()
 
     async def nearest(self) -> list[Client]:
-        """Whom to ask before the parameter server itself, in this order."""
-        found = await self._root.ask(GetSources(worker=self._worker, host=boot_id()), Sources, timeout_s=None)
+        """Return the relays to try before the parameter server, in order of preference."""
+        sources = await self._root.ask(GetSources(worker=self._worker, host=boot_id()), Sources, timeout_s=None)
         for endpoint in list(self._open):
-            if endpoint not in found.endpoints:  # gone, or another is nearer: what is pinned there goes with it
+            if endpoint not in sources.endpoints:  # gone, or another is nearer; closing also removes the pins there
                 self._open.pop(endpoint).close()
-        for endpoint in found.endpoints:
+        for endpoint in sources.endpoints:
             if endpoint not in self._open:
                 self._open[endpoint] = Client(endpoint, worker=self._worker, transport=self._transport)
-        return [self._open[endpoint] for endpoint in found.endpoints if endpoint not in self.shunned]
+        return [self._open[endpoint] for endpoint in sources.endpoints if endpoint not in self.shunned]
 
     def close(self) -> None:
         """Close the connections."""
@@ -51,19 +51,20 @@ class Relays:
 
 
 async def map_near(relay: Client, asked: GetManifest, manifest: Manifest) -> memoryview | None:
-    """The relay's file, whole and verified, and pinned there; None when it is on another host, and only pinned.
+    """Map and verify the relay's file, and pin it there; return None if the relay is on another host and it is only
+    pinned.
 
-    ``ProtocolError`` when the relay has other bytes by that name, ``CorruptWeights`` when its file is damaged.
+    Raise ``ProtocolError`` if the relay has other bytes under this name, ``CorruptWeights`` if its file is damaged.
     """
     near = msgspec.structs.replace(asked, host=boot_id())
     while True:
-        found = await relay.ask(near, ManifestReply, timeout_s=NEAR_S)
-        if found.manifest.sha != manifest.sha:
-            detail = f"{relay.address} calls other weights version {asked.version}: is it a relay of another run?"
+        reply = await relay.ask(near, ManifestReply, timeout_s=NEAR_TIMEOUT_S)
+        if reply.manifest.sha != manifest.sha:
+            detail = f"{relay.address} has other weights as version {asked.version}; is it a relay of another run?"
             raise ProtocolError(Code.CONFLICT, detail)
-        if found.path or found.host != near.host:
+        if reply.path or reply.host != near.host:
             break
-    if (file := await asyncio.to_thread(mapped.map_file, found)) is None:
+    if (file := await asyncio.to_thread(mapped.map_file, reply)) is None:
         return None
     try:
         await asyncio.to_thread(verify, manifest, file)
@@ -74,15 +75,15 @@ async def map_near(relay: Client, asked: GetManifest, manifest: Manifest) -> mem
 
 
 async def doubt(relay: Client, asked: GetManifest) -> None:
-    """Have the relay look at every byte of a version, and forget it if that is damaged."""
-    await relay.ask(msgspec.structs.replace(asked, doubted=True), ManifestReply, timeout_s=ANSWER_S)
+    """Have the relay verify every byte of a version, and delete the version if it is damaged."""
+    await relay.ask(msgspec.structs.replace(asked, doubted=True), ManifestReply, timeout_s=REPLY_TIMEOUT_S)
 
 
 def unpinning(asked: GetManifest, *clients: Client) -> Callable[[], Coroutine[Any, Any, None]]:
-    """What lets go of a version at each of them."""
+    """Return a function that unpins a version at each client."""
 
-    async def let_go() -> None:
+    async def release() -> None:
         for client in clients:
             await unpin(client, asked)
 
-    return let_go
+    return release

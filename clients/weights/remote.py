@@ -1,10 +1,10 @@
-"""A version for a reader that cannot map the server's file: in memory of its own, whole or by what changed.
+"""Transfer of a version to a reader that cannot map the server's file: into its own memory, whole or as a delta.
 
-- The memory of a version is that of the one before, once nobody has a view of it.
-- On a link so slow that it pays, the bytes of the version that was loaded last are kept, and pinned where they came
-  from, as the base of the next: the server sends what changed, and it is written over them.
-- Whichever way was faster when it was last taken is taken again. A delta that cannot be had, or does not give the
-  version, is followed by the whole version: no reader ever sees the difference.
+- The memory of the previous version is reused if no view of it exists.
+- On a connection slow enough for that to pay, the bytes of the last loaded version are kept, and pinned at their
+  source, as the base of the next one: the server sends a delta, which is applied to them.
+- The way that was faster the last time is used again. If a delta is unavailable or does not produce the version, the
+  whole version is fetched; the reader sees no difference.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ UNPIN_TIMEOUT_S = 5.0
 
 
 class CorruptWeights(Exception):
-    """A pulled version is not what its manifest names."""
+    """A pulled version does not match its manifest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Brought:
-    """A verified version in memory, pinned at ``client`` until somebody unpins it."""
+class RemoteVersion:
+    """A verified version in memory, pinned at ``client`` until it is unpinned."""
 
     client: Client
     asked: GetManifest
@@ -45,8 +45,8 @@ class Brought:
     buffer: mmap.mmap
 
 
-class _Coming:
-    """A version on its way from ``client``."""
+class _Transfer:
+    """A transfer of a version from ``client``."""
 
     def __init__(self, client: Client, *, watched: bool) -> None:
         self._client = client
@@ -54,117 +54,128 @@ class _Coming:
         self.moved = Moved()
 
     async def wait(self, work: Coroutine[Any, Any, None]) -> None:
-        """Until its bytes have come; what is done with them in this process is not the server's time."""
+        """Wait for the bytes. Time that this process spends on them does not count against the server."""
         await (while_alive(self._client, work, self.moved) if self._watched else work)
 
 
 class Remote:
-    """What one reader has brought over the network, and the base that it keeps for the next time."""
+    """Versions that one reader has fetched over the network, and the base that it keeps for the next delta."""
 
     def __init__(self, *, deltas: bool = True) -> None:
         self._ways = Ways(deltas=deltas)
         self._portions = Portions()
-        self._base: Brought | None = None
+        self._base: RemoteVersion | None = None
         self._spare: mmap.mmap | None = None
-        """Memory of the last version, where that is not the base."""
+        """Memory of the last version, unless that is the base."""
 
-    async def bring(self, client: Client, asked: GetManifest, manifest: Manifest, *, watched: bool = False) -> Brought:
-        """The version that was asked for and is pinned. ``Refused``, ``Unavailable`` or ``ProtocolError`` from its
-        server, which is waited for unless it is ``watched``; ``CorruptWeights``."""
-        coming = _Coming(client, watched=watched)
+    async def fetch(
+        self, client: Client, asked: GetManifest, manifest: Manifest, *, watched: bool = False
+    ) -> RemoteVersion:
+        """Fetch a pinned version.
+
+        Raise ``Refused``, ``Unavailable`` or ``ProtocolError`` of its server, or ``CorruptWeights``. Waits for a server
+        that is away, unless ``watched``.
+        """
+        transfer = _Transfer(client, watched=watched)
         base, self._base = self._base, None
         source = Source(client=client, pace=Pace(), portions=self._portions)
         try:
-            if base is not None and not is_free(base.buffer):  # somebody kept an array of it
+            if base is not None and not is_free(base.buffer):  # the caller kept an array of it
                 base = replace(base, buffer=await asyncio.to_thread(_copied, base.buffer))
-            if base is not None and await self._by_delta(source, asked, manifest, base, coming):
-                return Brought(client, asked, manifest, base.buffer)
+            if base is not None and await self._by_delta(source, asked, manifest, base, transfer):
+                return RemoteVersion(client, asked, manifest, base.buffer)
             buffer = self._take(manifest.nbytes) if base is None else base.buffer
             buffer = buffer if len(buffer) == manifest.nbytes else room(manifest.nbytes)
-            await self._whole(source, asked, manifest, memoryview(buffer), coming)
-            return Brought(client, asked, manifest, buffer)
+            await self._whole(source, asked, manifest, memoryview(buffer), transfer)
+            return RemoteVersion(client, asked, manifest, buffer)
         except Unavailable:
-            if not coming.moved.nbytes:  # the base is what it was: another server may know it
+            if not transfer.moved.nbytes:  # the base is unmodified: another server may have it, too
                 self._base, base = base, None
             raise
         finally:
             if base is not None and (base.client, base.asked) != (client, asked):
                 await unpin(base.client, base.asked)
 
-    async def let_go(self, brought: Brought) -> None:
-        """Nobody is to look at these bytes any more: the base of the next version, or unpinned and written over."""
+    async def release(self, released: RemoteVersion) -> None:
+        """Release a version: keep it as the base of the next one, or unpin it and reuse its memory. No view of it
+        may be used any more."""
         if self._ways.delta_pays and self._base is None:
-            self._base, self._spare = brought, None
-            await unpin(brought.client, brought.asked, base=True)
+            self._base, self._spare = released, None
+            await unpin(released.client, released.asked, base=True)
             return
-        await unpin(brought.client, brought.asked)
+        await unpin(released.client, released.asked)
         if self._base is None:
-            self._spare = brought.buffer
+            self._spare = released.buffer
 
     def _take(self, nbytes: int) -> mmap.mmap:
-        """Memory for a version: what held the last one, since fresh pages cost several times what written ones do."""
+        """Return memory for a version: that of the last one if possible, since fresh pages cost several times as
+        much as written ones."""
         spare, self._spare = self._spare, None
         return spare if spare is not None and len(spare) == nbytes and is_free(spare) else room(nbytes)
 
     async def _by_delta(
-        self, source: Source, asked: GetManifest, manifest: Manifest, base: Brought, coming: _Coming
+        self, source: Source, asked: GetManifest, manifest: Manifest, base: RemoteVersion, transfer: _Transfer
     ) -> bool:
-        """True when the base's buffer holds the version now; otherwise it holds nothing of use."""
+        """Apply a delta to the buffer of the base; return True if it is the new version then. Otherwise its content
+        is undefined."""
         if not delta.comparable(base.manifest, manifest):
             return False
         began = asyncio.get_running_loop().time()
         target, spans = memoryview(base.buffer), delta.spans(base.manifest, manifest, most_bytes=weights.SPAN_BYTES)
         try:
-            moved = coming.moved
+            moved = transfer.moved
             work = changes(source, asked, base.asked, spans, target, lambda ask, _: moved(ask.offset, ask.nbytes))
-            await coming.wait(work)
+            await transfer.wait(work)
             await asyncio.to_thread(verify, manifest, target)
         except (Refused, ProtocolError, CorruptWeights) as error:
-            log.warning("version %d comes whole, not as a delta: %s", asked.version, error)
+            log.warning("version %d is fetched whole, not as a delta: %s", asked.version, error)
             return False
         self._ways.delta_took(manifest.nbytes, asyncio.get_running_loop().time() - began)
         return True
 
     async def _whole(
-        self, source: Source, asked: GetManifest, manifest: Manifest, target: memoryview, coming: _Coming
+        self, source: Source, asked: GetManifest, manifest: Manifest, target: memoryview, transfer: _Transfer
     ) -> None:
         began = asyncio.get_running_loop().time()
-        await coming.wait(whole(source, asked, [(0, manifest.nbytes)], target, coming.moved))
+        await transfer.wait(whole(source, asked, [(0, manifest.nbytes)], target, transfer.moved))
         await asyncio.to_thread(verify, manifest, target)
         self._ways.whole_took(manifest.nbytes, asyncio.get_running_loop().time() - began)
 
 
 def room(nbytes: int) -> mmap.mmap:
-    """Memory of which the system gives each page when it is first written. A ``bytearray`` is filled with zeros at
-    once: seconds for a large version, in which every thread of the process waits."""
+    """Allocate memory whose pages are zeroed on first write.
+
+    A ``bytearray`` would be zeroed at once: for a large version that takes seconds, during which it blocks every thread
+    of the process.
+    """
     return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def is_free(buffer: mmap.mmap) -> bool:
-    """Whether nobody has a view of these bytes: only then may they be written over."""
+    """Return True if no view of these bytes exists, so that they may be overwritten."""
     try:
-        buffer.resize(len(buffer))  # Python refuses to move what others look at
+        buffer.resize(len(buffer))  # a resize fails while exported views exist
     except BufferError:
         return False
     return True
 
 
 def _copied(buffer: mmap.mmap) -> mmap.mmap:
-    """The same bytes elsewhere; other threads go on meanwhile."""
+    """Copy the bytes; other threads continue meanwhile."""
     copy = room(len(buffer))
     np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(buffer, np.uint8))
     return copy
 
 
 def verify(manifest: Manifest, data: memoryview) -> None:
-    """``CorruptWeights`` names the first tensor that is not what the manifest says."""
+    """Raise ``CorruptWeights`` for the first tensor that does not match the manifest."""
     for entry in manifest.tensors:
         if not is_right(entry, data):
-            raise CorruptWeights(f"tensor {entry.name} is not what its digest says")
+            raise CorruptWeights(f"tensor {entry.name} does not match its digest")
 
 
 async def unpin(client: Client, asked: GetManifest, *, base: bool = False) -> None:
-    """The server may forget the version, as far as this worker is concerned; a ``base`` when it has to."""
+    """Unpin a version for this worker; ``base``: keep it as a base while there is room."""
     with suppress(Refused, Unavailable, ProtocolError, ConfigError):
         message = Unpin(worker=asked.worker, lineage=asked.lineage, version=asked.version, base=base)
         await client.ask(message, Done, timeout_s=UNPIN_TIMEOUT_S)

@@ -11,19 +11,19 @@ from staleflow.protocols.wire.messages import Manifest, TensorEntry
 from staleflow.protocols.wire.tensors import Array
 
 _NUMPY = {"bool": "?", "float16": "<u2", "bfloat16": "<u2"}
-"""Dtypes of which NumPy gets the bits; the others it knows by name."""
+"""Dtypes that NumPy gets as raw bits; it knows the others by name."""
 
 
 class NamedTensors(Protocol):
-    """Weights by name. A mapping is one; so is what gathers them one by one, each time somebody goes through."""
+    """Weights by name: a mapping, or an object that gathers them one by one at each iteration."""
 
     def items(self) -> Iterable[tuple[str, Array]]:
-        """The same names, order and bytes every time."""
+        """Yield the same names, order and bytes every time."""
         ...
 
 
 class Tensor(NamedTuple):
-    """One tensor: its bytes in C order, little endian."""
+    """One tensor with its bytes in C order, little endian."""
 
     name: str
     dtype: str
@@ -32,12 +32,12 @@ class Tensor(NamedTuple):
     data: memoryview
 
     def array(self) -> Array:
-        """The same for NumPy, nothing copied; float16 and bfloat16 as their bits in uint16."""
+        """Return a NumPy view; float16 and bfloat16 as their bits in uint16."""
         return np.frombuffer(self.data, np.dtype(_NUMPY.get(self.dtype, self.dtype))).reshape(self.shape)
 
 
 def tensor_of(name: str, array: Array) -> Tensor:
-    """A view of the array where it is in C order, else a copy. ``ValueError`` for a dtype that may not travel."""
+    """Return a view of the array if it is in C order, else a copy. Raise ``ValueError`` for an unsupported dtype."""
     dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
     if dtype not in NBYTES:
         raise ValueError(f"tensor {name} is {dtype}; it must be one of {', '.join(NBYTES)}")
@@ -46,34 +46,34 @@ def tensor_of(name: str, array: Array) -> Tensor:
 
 
 def in_memory(weights: NamedTensors) -> bool:
-    """Whether all of them are there at once, so that to go through them costs nothing."""
+    """Return True if all weights are in memory, so that iterating over them is free."""
     return isinstance(weights, Mapping)
 
 
 def layout(weights: NamedTensors) -> Manifest:
-    """Where each tensor goes; no byte is looked at, and no digest is known."""
+    """Return the offset of each tensor, without reading any bytes and without digests."""
     tensors = (tensor_of(name, array) for name, array in weights.items())
     return lay_out((tensor.name, tensor.dtype, tensor.shape, "") for tensor in tensors)
 
 
-def placed(places: Manifest, weights: NamedTensors, into: NDArray[np.uint8]) -> dict[str, Array]:
-    """Copies of the weights, each in its place in ``into``. ``ValueError`` when they are not those of the layout."""
+def copy_into(places: Manifest, weights: NamedTensors, into: NDArray[np.uint8]) -> dict[str, Array]:
+    """Copy the weights into ``into`` and return the copies. Raise ``ValueError`` if they do not match the layout."""
     copies: dict[str, Array] = {}
     for entry, (name, array) in zip(places.tensors, weights.items(), strict=True):
-        if (found := (name, array.shape, array.nbytes)) != (entry.name, entry.shape, entry.nbytes):
-            raise ValueError(f"{found} came where {(entry.name, entry.shape, entry.nbytes)} was announced")
+        if (actual := (name, array.shape, array.nbytes)) != (entry.name, entry.shape, entry.nbytes):
+            raise ValueError(f"unexpected tensor {actual}; {(entry.name, entry.shape, entry.nbytes)} was announced")
         dtype = array.dtype.newbyteorder("<")
         copies[name] = np.ndarray(array.shape, dtype, into.data, entry.offset)
         np.copyto(copies[name], array)
     return copies
 
 
-def described(places: Manifest, digests: Iterable[str]) -> Manifest:
-    """The layout with the digests of its tensors, in order."""
+def with_digests(places: Manifest, digests: Iterable[str]) -> Manifest:
+    """Return the layout with the digests of its tensors, in order."""
     tensors = zip(places.tensors, digests, strict=True)
     return lay_out((entry.name, entry.dtype, entry.shape, digest) for entry, digest in tensors)
 
 
 def part(data: memoryview, entry: TensorEntry) -> memoryview:
-    """The bytes of one tensor of a version."""
+    """Return the bytes of one tensor of a version."""
     return data[entry.offset : entry.offset + entry.nbytes]

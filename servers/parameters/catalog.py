@@ -1,9 +1,9 @@
-"""Which versions there are for whom: registered, corrupt, pinned, in use.
+"""Catalog of the versions: registered, corrupt, pinned, in use.
 
-- A version counts once the scheduler has registered it; one that it refuses is forgotten.
-- What is deleted: not pinned, not in use by the scheduler's word, not among the newest ``keep_versions``. Where a new
-  version would not fit into the budget or onto the disk, the oldest go, whatever ``keep_versions`` says and if they are
-  bases of deltas. The newest one always stays.
+- A version counts once the scheduler has registered it. A version that the scheduler rejects is deleted.
+- Deleted are versions that are neither pinned, nor in use according to the scheduler, nor among the newest
+  ``keep_versions``. If a new version would exceed the budget or the disk, the oldest ones are deleted despite
+  ``keep_versions``, bases of deltas included. The newest one always stays.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from staleflow.protocols.wire.messages import (
     Status,
 )
 from staleflow.servers.parameters.pins import Pins
-from staleflow.servers.parameters.turns import Looks
+from staleflow.servers.parameters.turns import FullChecks
 from staleflow.servers.parameters.versions import (
     About,
     CorruptVersion,
@@ -41,11 +41,11 @@ from staleflow.servers.parameters.versions import (
 log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 1.0
-"""After a no of now: the run is over, or a key is not allowed at present."""
+"""Retry interval after a refusal that may be temporary: the run is over, or a key is currently not allowed."""
 
 
 class Catalog:
-    """All versions of the folder. Lives on one loop; slow work on files happens in threads."""
+    """All versions of the folder. Owned by one event loop; slow file work runs in threads."""
 
     def __init__(self, versions: Versions, scheduler: Client, *, keep_versions: int, budget_bytes: int = 0) -> None:
         self.pins = Pins()
@@ -55,36 +55,39 @@ class Catalog:
         self._budget_bytes = budget_bytes
         self._registered: set[VersionKey] = set()
         self._recovered = asyncio.Event()
-        """It is known which versions of the folder were registered before this process began."""
+        """Set once it is known which versions were registered before this process started."""
         self._corrupt: dict[VersionKey, str] = {}
         self._verifying = asyncio.Lock()
-        self._looks = Looks(versions)
-        self._said = Seldom()
+        self._full_checks = FullChecks(versions)
+        self._log_limit = Seldom()
         self.publishing = asyncio.Lock()
-        """Held by whoever adds or registers versions."""
+        """Held while a version is added or registered."""
         self.grown = asyncio.Event()
-        """Set when there is a version more: an older one may go."""
+        """Set when a version was added, so an older one may be deleted."""
 
     # For pullers -----------------------------------------------------------------------------------------------------
 
     def find(self, key: VersionKey) -> Stored:
-        """A version that may be served. ``Refused`` if there is none, or not yet."""
+        """Return a version that may be served. Raise ``Refused`` if it does not exist, is corrupt, or is not
+        registered yet."""
         if (stored := self._versions.stored.get(key)) is None:
             raise Refused(Code.BAD_VERSION, f"{key} is not here")
         if key in self._corrupt:
             raise Refused(Code.BAD_VERSION, self._corrupt[key])
         if key not in self._registered:
-            raise Refused(Code.BUSY, f"{key} waits for the scheduler")
+            raise Refused(Code.BUSY, f"{key} is waiting for its registration")
         return stored
 
     async def verified(self, worker: str, key: VersionKey, stored: Stored, *, doubted: bool) -> None:
-        """Look at the bytes of a pinned version, closely if they are ``doubted``. ``Refused``, and no longer pinned, if
-        they are corrupt, or cannot be read at present."""
+        """Verify the bytes of a pinned version: all of them if they are ``doubted``, else only if the file has changed.
+
+        If they are corrupt, or currently unreadable, remove the pin and raise ``Refused``.
+        """
         try:
             if doubted:
-                await self._looks.at(stored)
+                await self._full_checks.check(stored)
                 return
-            async with self._verifying:  # a second reader finds the work done
+            async with self._verifying:  # serialized: a second reader finds the file verified
                 await asyncio.to_thread(self._versions.verify, stored)
         except CorruptVersion as error:
             self.pins.remove(worker, key)
@@ -94,44 +97,46 @@ class Catalog:
             raise Refused(Code.BUSY, str(error)) from error
 
     def quarantined(self, key: VersionKey, stored: Stored, error: Exception) -> Refused:
-        """Serve a version no more whose bytes are wrong, or cannot be read. Returns what to say of it."""
-        if self._versions.stored.get(key) is not stored:  # it was deleted meanwhile, or is published anew
+        """Stop serving a version whose bytes are wrong or unreadable; return the refusal to send."""
+        if self._versions.stored.get(key) is not stored:  # deleted or published again in the meantime
             return Refused(Code.BAD_VERSION, f"{key} is not here")
-        log.error("%s is corrupt and not served: %s", key, error)
+        log.error("%s is corrupt and no longer served: %s", key, error)
         self._corrupt[key] = f"{key} is corrupt: {error}"
         return Refused(Code.BAD_VERSION, self._corrupt[key])
 
     # For the publisher -----------------------------------------------------------------------------------------------
 
     def lacks(self, about: About) -> bool:
-        """True when the version must be stored; False when these bytes are here already.
+        """Return True if the version must be stored, False if these bytes are stored already.
 
-        ``Refused`` conflict when it is published with other bytes; busy while that is not known.
+        Raise ``Refused``: ``CONFLICT`` if it is published with other bytes, ``BUSY`` while its registration is
+        undecided.
         """
-        key, known = about.key, self._versions.stored.get(about.key)
-        if known is None:
+        key, existing = about.key, self._versions.stored.get(about.key)
+        if existing is None:
             return True
-        if known.about.manifest.sha == about.manifest.sha:
+        if existing.about.manifest.sha == about.manifest.sha:
             return key in self._corrupt
         if key not in self._registered:
-            raise Refused(Code.BUSY, f"{key} waits for the scheduler")
-        raise Refused(Code.CONFLICT, f"{key} is published with other bytes: {known.about.manifest.sha}")
+            raise Refused(Code.BUSY, f"{key} is waiting for its registration")
+        raise Refused(Code.CONFLICT, f"{key} is already published with other bytes: {existing.about.manifest.sha}")
 
-    async def stage(self, key: VersionKey, nbytes: int, coming: int) -> Staged:
-        """A file to write the version into. Until it fits into the budget beside those ``coming``, and onto the disk,
-        what is only kept by count, or as a base, is deleted.
+    async def stage(self, key: VersionKey, nbytes: int, upload_bytes: int) -> Staged:
+        """Create a file for a version of ``nbytes``.
 
-        ``Refused`` busy when it does not fit even then, and denied when it never will.
+        ``upload_bytes``: bytes of the other uploads in progress. Versions that are kept only by count or as a base are
+        deleted until the new one fits into the budget and onto the disk. Raise ``Refused``: ``BUSY`` if it does not fit
+        even then, ``DENIED`` if it exceeds the whole budget.
         """
         budget = self._budget_bytes
         if nbytes > budget > 0:
-            raise Refused(Code.DENIED, f"{key}: it has {nbytes} bytes; parameters.budget_mb allows {budget >> 20} MiB")
+            raise Refused(Code.DENIED, f"{key} has {nbytes} bytes; parameters.budget_mb allows {budget >> 20} MiB")
         while True:
-            held = self._nbytes + coming
-            if budget and held + nbytes > budget:
+            used_bytes = self._nbytes + upload_bytes
+            if budget and used_bytes + nbytes > budget:
                 if not await self._make_room():
-                    full = f"{held >> 20} of {budget >> 20} MiB of parameters.budget_mb are in use"
-                    raise Refused(Code.BUSY, f"{key}: it has {nbytes} bytes; {full}")
+                    full = f"{used_bytes >> 20} of {budget >> 20} MiB of parameters.budget_mb are in use"
+                    raise Refused(Code.BUSY, f"{key} has {nbytes} bytes; {full}")
                 continue
             try:
                 return await asyncio.to_thread(self._versions.stage, key, nbytes)
@@ -141,17 +146,19 @@ class Catalog:
                     raise Refused(Code.BUSY, str(error)) from error
 
     def _log_no_room(self, error: Exception) -> None:
-        """Once in a while: the publisher tries again five times a second."""
-        if (more := self._said.due()) is not None:
+        """Log a lack of room, rate-limited: the publisher retries five times a second."""
+        if (more := self._log_limit.due()) is not None:
             log.error("no room: %s%s", error, more)
 
     async def _make_room(self) -> bool:
-        """Delete the oldest version that is only kept by count, or as a base; False when there is none. ``Refused``
-        when the scheduler does not say what is in use: the run is over."""
+        """Delete the oldest version that is kept only by count or as a base; return False if there is none.
+
+        Raise ``Refused`` if the scheduler does not list the versions in use: the run is over.
+        """
         before = sorted(self._registered)[:-1]
         used = await self._in_use()
         for old in before:
-            if old not in self._registered:  # somebody else made room meanwhile
+            if old not in self._registered:  # a concurrent call made room
                 return True
             if old not in used and not self.pins.in_use(old):
                 await self._delete(old)
@@ -163,19 +170,22 @@ class Catalog:
         return sum(stored.about.manifest.nbytes for stored in self._versions.stored.values())
 
     async def check_begun(self, term: TrainerTerm) -> None:
-        """``Refused`` denied when no trainer has joined with that term, by the scheduler's word: whoever could name any
-        would fence every trainer to come."""
+        """Raise ``Refused`` with ``DENIED`` if the scheduler has issued no such trainer term.
+
+        A peer that could invent a term would fence every future trainer.
+        """
         status = await self._scheduler.ask(GetStatus(), Status, timeout_s=None)
         if term > (newest := int(status.values["trainer_term"])):
-            raise Refused(Code.DENIED, f"trainer term {term} has not begun; the newest one is {newest}")
+            raise Refused(Code.DENIED, f"unknown trainer term: {term}; the newest one is {newest}")
 
     async def keep(self, staged: Staged, about: About, *, in_place: bool) -> None:
-        """Make a version durable. ``Refused`` stale when its bytes are not those of the manifest: write them again."""
+        """Store a version durably. Raise ``Refused`` with ``STALE`` if its bytes do not match the manifest; they
+        must be written again."""
         key = about.key
         try:
             stored = await asyncio.to_thread(self._versions.keep, staged, about, in_place=in_place)
         except CorruptVersion as error:
-            log.error("a publish is refused: %s", error)
+            log.error("publish rejected: %s", error)
             raise Refused(Code.STALE, f"{error}; begin again") from error
         except (NoRoom, Scarce) as error:
             self._log_no_room(error)
@@ -184,8 +194,12 @@ class Catalog:
         self._corrupt.pop(key, None)
 
     async def register(self, about: About) -> RegisterVersionReply:
-        """Tell the scheduler of a durable version; forget it if the answer is no. One that is registered is not asked
-        for again: the no to a trainer that is fenced meanwhile would cost the run a version that it uses."""
+        """Register a durable version with the scheduler; delete the version if the scheduler rejects it.
+
+        A version that is registered already is not submitted again: the rejection of a trainer that was fenced in the
+        meantime would delete a version that the run uses.
+        """
+        # Until recovery is done, it is unknown whether an earlier process has registered the version.
         await self._recovered.wait()
         key, manifest = about.key, about.manifest
         if key in self._registered:
@@ -200,21 +214,21 @@ class Catalog:
         )
         try:
             registered = await self._scheduler.ask(request, RegisterVersionReply, timeout_s=None)
-        except Refused as no:
-            log.warning("%s is not registered: %s", key, no)
+        except Refused as refusal:
+            log.warning("%s rejected by the scheduler: %s", key, refusal)
             await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
             raise
         self._registered.add(key)
         await asyncio.to_thread(self._versions.reach, self._versions.reached.run, key)
         self.grown.set()
-        log.info("%s is published, %d bytes, sha %s", key, manifest.nbytes, manifest.sha[:12])
+        log.info("%s published, %d bytes, sha %s", key, manifest.nbytes, manifest.sha[:12])
         return registered
 
     # Housekeeping ----------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Find out which of the versions in the folder are registered; register, or forget, the others. While nobody
-        says it, all of them stay."""
+        """Find out which versions of the folder are registered; submit the others. None is deleted before the
+        scheduler replies."""
         while (used := await self._used()) is None:  # noqa: ASYNC110
             await asyncio.sleep(RETRY_INTERVAL_S)
         self._registered |= used & self._versions.stored.keys()
@@ -226,7 +240,7 @@ class Catalog:
                         await self.register(stored.about)
 
     async def collect(self) -> None:
-        """Delete what is neither used, nor pinned, nor new."""
+        """Delete versions that are neither used, nor pinned, nor among the newest."""
         before = sorted(self._registered)
         if (used := await self._used()) is None:
             return
@@ -236,27 +250,27 @@ class Catalog:
                 await self._delete(key)
 
     async def _delete(self, key: VersionKey) -> None:
-        """It is forgotten at once; its room is there when this returns."""
+        """Delete a version: it is invisible immediately, its room is free on return."""
         self._registered.discard(key)
         corrupt = self._corrupt.pop(key, None)
         aside = self._versions.put_aside(key, reuse=corrupt is None)
-        log.info("%s is deleted", key)
+        log.info("%s deleted", key)
         await asyncio.to_thread(self._versions.remove, aside)
 
     async def _used(self) -> set[VersionKey] | None:
-        """What is in use; None when the run is over."""
+        """Return the versions in use; None if the run is over."""
         try:
             return await self._in_use()
         except Refused:
             return None
 
     async def _in_use(self) -> set[VersionKey]:
-        """What the scheduler says is in use. ``Refused`` when the run is over."""
+        """Return the versions that the scheduler lists as in use. Raise ``Refused`` if the run is over."""
         answer = await self._scheduler.ask(GetRetainedVersions(), RetainedVersions, timeout_s=None)
         return {VersionKey(*key) for key in answer.versions}
 
     def status(self) -> list[dict[str, Any]]:
-        """All versions, newest last."""
+        """Return all versions for ``staleflow status``, newest last."""
         return [
             {
                 "lineage": key.lineage,

@@ -1,7 +1,7 @@
-"""Deltas between versions of the folder: made when somebody asks for them, and kept while there is room.
+"""Deltas between versions of the folder, encoded on request and cached.
 
-A delta is of one span and goes to readers who hold another version already, most often the one before. Several of them
-ask for the same in the same seconds, so what was made stays in memory, the last used ones up to ``KEPT_BYTES``.
+A delta covers one span and serves readers that have another version already, usually the previous one. Several of them
+request the same delta within seconds, so the most recently used ones stay in memory, up to ``KEPT_BYTES``.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from staleflow.protocols.wire.messages import GetDelta, Manifest
 from staleflow.servers.parameters.versions import Stored, Versions
 
 KEPT_BYTES = 256 << 20
-ENCODING = 2
-"""Spans encoded at once, each by one thread: the trainer's host has other work."""
+MAX_CONCURRENT_ENCODES = 2
+"""Maximum number of spans encoded at once, one thread each. Low, because the trainer runs on the same host."""
 SPAN_BYTES = 16 << 20
-"""The largest span that is diffed for a reader."""
+"""Maximum size of the span of a request."""
 
 
 class Deltas:
-    """Belongs to one loop; encoding happens in threads."""
+    """Delta cache. Owned by one event loop; encoding runs in threads."""
 
     def __init__(self, versions: Versions, kind: DeltaKind) -> None:
         self._versions = versions
@@ -30,34 +30,38 @@ class Deltas:
         self._kept: OrderedDict[GetDelta, bytes] = OrderedDict()
         self._kept_bytes = 0
         self._making: dict[GetDelta, asyncio.Lock] = {}
-        self._encoding = asyncio.Semaphore(ENCODING)
+        self._encoding = asyncio.Semaphore(MAX_CONCURRENT_ENCODES)
 
     def check(self, ask: GetDelta, old: Manifest, new: Manifest) -> None:
-        """``Refused`` when no delta of that span can be made."""
+        """Raise ``Refused`` if no delta of that span can be made."""
         if self._kind == "off":
             raise Refused(Code.DENIED, 'parameters.delta is "off" in this run')
         size = new.nbytes
         if old.nbytes != size:
-            detail = f"versions {ask.base_version} and {ask.version} are not of one size"
+            detail = f"versions {ask.base_version} and {ask.version} differ in size"
             raise Refused(Code.BAD_VERSION, detail)
         inside = 0 <= ask.offset < ask.offset + ask.nbytes <= size and ask.nbytes <= SPAN_BYTES
         if ask.width not in WIDTHS or not inside or ask.nbytes % ask.width:
-            detail = f"{ask.nbytes} bytes of width {ask.width} at {ask.offset} are no span of a version of {size} bytes"
+            detail = (
+                f"{ask.nbytes} bytes of width {ask.width} at {ask.offset} are not a span of a version of {size} bytes"
+            )
             raise Refused(Code.MALFORMED, detail)
 
     async def make(self, ask: GetDelta, old: Stored, new: Stored | memoryview) -> bytes:
-        """The delta of a span that ``check`` let pass, to a version or to the bytes that the span has in it; made once,
-        however many ask. ``FileNotFoundError`` when a version is gone."""
+        """Return the delta of a span that ``check`` accepted, to a stored version or to the new bytes of the span.
+
+        Concurrent requests for the same delta share one encoding. Raise ``FileNotFoundError`` if a version is gone.
+        """
         making = self._making.setdefault(ask, asyncio.Lock())
         try:
             async with making:
-                if (known := self._kept.get(ask)) is not None:
+                if (cached := self._kept.get(ask)) is not None:
                     self._kept.move_to_end(ask)
-                    return known
+                    return cached
                 async with self._encoding:
-                    made = await asyncio.to_thread(self._encode, ask, old, new)
-                self.keep(ask, made)
-                return made
+                    encoded = await asyncio.to_thread(self._encode, ask, old, new)
+                self.keep(ask, encoded)
+                return encoded
         finally:
             if self._making.get(ask) is making:
                 del self._making[ask]
@@ -69,11 +73,11 @@ class Deltas:
             raise FileNotFoundError(f"version {ask.base_version} or {ask.version} ends early")
         return encode(was, now, ask.width, compress=self._kind == "compressed")
 
-    def keep(self, ask: GetDelta, made: bytes) -> None:
-        """A delta that is known to be right, for whoever asks for the same."""
+    def keep(self, ask: GetDelta, encoded: bytes) -> None:
+        """Cache a verified delta for other readers."""
         self._kept_bytes -= len(self._kept.pop(ask, b""))
-        self._kept[ask] = made
-        self._kept_bytes += len(made)
+        self._kept[ask] = encoded
+        self._kept_bytes += len(encoded)
         while self._kept_bytes > KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= len(oldest)

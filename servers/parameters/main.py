@@ -25,7 +25,7 @@ NAME = "parameters"
 
 
 def serve(config: Config, run_dir: Path) -> int:
-    """Hold the weights of the run in ``run_dir`` until a signal; returns the exit code."""
+    """Serve the weights of the run in ``run_dir`` until a signal; return the exit code."""
     raise_file_limit()
 
     async def main(stop: Stop) -> None:
@@ -35,21 +35,24 @@ def serve(config: Config, run_dir: Path) -> int:
     return run(main, NAME, run_dir)
 
 
-class Taken(ConfigError):
-    """Another process has the folder."""
+class FolderInUse(ConfigError):
+    """Another process owns the folder."""
 
 
 @contextmanager
 def owned(folder: Path) -> Generator[None]:
-    """The folder is this process's. Before anything in it is touched: what looks left behind may be what a live server
-    is writing. ``Taken``, and ``ConfigError`` where its file system has no locks."""
+    """Lock the folder for this process.
+
+    Lock before touching anything in it: files that look abandoned may be in use by a live server. Raise
+    ``FolderInUse``, or ``ConfigError`` if the file system does not support locks.
+    """
     make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Taken("folder", str(folder), "in use by another process") from None
+            raise FolderInUse("folder", str(folder), "in use by another process") from None
         except OSError as error:
             why = f"its file system does not lock it (flock: {error.strerror}, errno {error.errno})"
             raise ConfigError("folder", str(folder), why) from error
@@ -59,7 +62,7 @@ def owned(folder: Path) -> Generator[None]:
 
 
 async def serve_until(stop: Stop, config: Config, run_dir: Path, *, transport: Transport = SOCKETS) -> None:
-    """Serve until stopped; publishes under way may end."""
+    """Serve until stopped; publishes in progress may finish."""
     where, worker = addresses(config, run_dir), worker_id(NAME)
     versions = Versions(run_dir / NAME, durability=config.parameters.durability)
     scheduler = Client(where.scheduler, worker=worker, transport=transport)

@@ -1,30 +1,34 @@
-"""Who uses which version: pinned versions are not deleted."""
+"""Pins of versions by workers. A pinned version is not deleted."""
 
 from staleflow.servers.parameters.versions import VersionKey
 
 MAX_OF_ONE = 16
-"""Versions that one worker pins at once. An engine needs three: the one that it has, its base, and the next."""
+"""Maximum number of versions that one worker pins. An engine needs three: its current one, that one's base, and the
+next."""
 MAX_PER_KEY = 32
-"""Versions that all workers of one key pin at once, however many names they have; without keys, all workers.
+"""Maximum number of versions that all workers of one key pin together, however many names they use; without keys, all
+workers.
 
-The workers of a run use few versions at a time, and mostly the same."""
+The workers of a run use few versions at a time, and mostly the same ones.
+"""
 
 
 class Pins:
-    """Pairs of worker and version; a pair is there once, however often it is added."""
+    """Set of (worker, version) pairs; adding a pair again has no effect on its existence."""
 
     def __init__(self) -> None:
         self._of: dict[str, dict[VersionKey, bool]] = {}
-        """True: in use; False: only the base of the worker's next delta."""
+        """By worker and version: True if in use, False if it is only the base of the worker's next delta."""
         self._owners: dict[str, str] = {}
-        """By worker: the key that it came with, empty without one."""
+        """Access key that each worker came with; empty without one."""
         self._by_owner: dict[str, dict[VersionKey, set[str]]] = {}
-        """By key: the versions that its workers pin, and which do; the version that was pinned last comes last."""
+        """By access key: the versions that its workers pin, each with those workers. The most recently pinned
+        version comes last."""
 
     def add(self, worker: str, key: VersionKey, owner: str = "") -> None:
-        """``worker``, with the key ``owner``, uses the version from now on.
+        """Pin the version for ``worker``, which came with the access key ``owner``.
 
-        Beyond ``MAX_OF_ONE`` versions of the worker, or ``MAX_PER_KEY`` of the key, the oldest goes.
+        Beyond ``MAX_OF_ONE`` versions of the worker, or ``MAX_PER_KEY`` of the key, the oldest pin is removed.
         """
         if self._owners.get(worker, owner) != owner:
             self.forget(worker)
@@ -42,12 +46,12 @@ class Pins:
                 self.remove(other, oldest)
 
     def keep_as_base(self, worker: str, key: VersionKey) -> None:
-        """``worker`` would like to have the next version as what changed since this one, if it has pinned it."""
+        """Keep the version only as a base of the worker's next delta, if the worker has pinned it."""
         if key in (pinned := self._of.get(worker, {})):
             pinned[key] = False
 
     def remove(self, worker: str, key: VersionKey) -> None:
-        """``worker`` does not use it any more, if it ever did."""
+        """Remove a pin, if it exists."""
         pinned = self._of.get(worker, {})
         if pinned.pop(key, None) is None:
             return
@@ -62,14 +66,14 @@ class Pins:
             del self._of[worker], self._owners[worker]
 
     def forget(self, worker: str) -> None:
-        """``worker`` is gone."""
+        """Remove all pins of a lost worker."""
         for key in tuple(self._of.get(worker, ())):
             self.remove(worker, key)
 
     def of(self, key: VersionKey) -> list[str]:
-        """Who pins this version, if only as a base."""
+        """Return the workers that pin this version, as a base included."""
         return [worker for worker, pinned in self._of.items() if key in pinned]
 
     def in_use(self, key: VersionKey) -> bool:
-        """Whether somebody needs it for more than a base."""
+        """Return True if a worker uses the version, other than as a base."""
         return any(pinned.get(key, False) for pinned in self._of.values())

@@ -1,9 +1,9 @@
-"""The parameter server: takes versions from the trainer, registers them, and gives them to whoever pulls.
+"""The parameter server: receives versions from the trainer, registers them, and serves them to readers.
 
-- The order of a publish: bytes verified and visible in the folder, then ``RegisterVersion`` at the scheduler, then the
-  answer. A version is served only once it is registered.
-- A pull pins its version for the worker until ``Unpin``, or until nothing is heard of the worker.
-- Nothing slow runs on the loop: hashing, syncing and reading happen in threads, waiting for the scheduler in tasks.
+- Order of a publish: the bytes are verified and visible in the folder, then ``RegisterVersion`` is sent to the
+  scheduler, then the publisher gets its reply. A version is served only once it is registered.
+- A pull pins its version for the worker until ``Unpin``, or until the worker is lost.
+- Nothing slow runs on the event loop: hashing, syncing and reading run in threads, waits for the scheduler in tasks.
 """
 
 import asyncio
@@ -56,12 +56,12 @@ from staleflow.servers.runner import Tasks
 log = logging.getLogger(__name__)
 
 BUSY_MS = 200
-"""A client asks again after this long for what is not ready yet."""
+"""Retry delay in milliseconds sent with a ``BUSY`` reply."""
 COLLECT_INTERVAL_S = 2.0
 
 
 class Direct(NamedTuple):
-    """The version that a trainer gives to readers itself."""
+    """Version that a trainer serves to readers itself."""
 
     key: VersionKey
     endpoint: str
@@ -69,7 +69,7 @@ class Direct(NamedTuple):
 
 
 class ParameterService:
-    """Answers every call of the parameter server; lives on one loop."""
+    """Dispatch every call of the parameter server. Owned by one event loop."""
 
     def __init__(
         self,
@@ -92,31 +92,31 @@ class ParameterService:
         self._pieces = Turns(turns.MAX_PIECES)
         self._direct: Direct | None = None
         self.run = ""
-        """Id of the run, once the scheduler has said it."""
+        """Id of the run; "" until the scheduler has attached this server."""
         self._beginning = asyncio.Lock()
-        self._said = Seldom()
+        self._log_limit = Seldom()
         self._draining = False
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def on_call(self, call: Call) -> None:
-        """Answer now, or start the task that will."""
+        """Reply now, or start the task that will."""
         try:
             self._dispatch(call)
-        except Refused as no:
-            _refuse(call, no)
+        except Refused as refusal:
+            _refuse(call, refusal)
         except ProtocolError as error:
             call.refuse(error.code, error.detail)
 
     def on_drained(self) -> None:
-        """Nothing is gathered from several messages here."""
+        """No batching across messages in this server."""
 
     def drain(self) -> None:
-        """No new uploads; what is under way may end."""
+        """Reject new uploads; those in progress may finish."""
         self._draining = True
 
     def on_gone(self, peer: str) -> None:
-        """Nothing is heard of a worker any more."""
+        """Release everything that a lost worker held: pins, uploads, its place in the tree, its direct transfers."""
         self._catalog.pins.forget(peer)
         self._uploads.leave(peer)
         self._tree.leave(peer)
@@ -128,7 +128,9 @@ class ParameterService:
             case GetManifest() as ask:
                 key = VersionKey(ask.lineage, ask.version)
                 stored = self._catalog.find(key)
-                self._catalog.pins.add(ask.worker, key, call.key)  # now: a later Unpin must find it
+                self._catalog.pins.add(
+                    ask.worker, key, call.key
+                )  # before the task starts: a later Unpin must find the pin
                 self._later(call, partial(self._manifest, ask, key, stored))
             case GetChunk() as ask:
                 self._later_chunk(call, ask)
@@ -152,14 +154,14 @@ class ParameterService:
                 values = {"versions": self._catalog.status(), "uploads": len(self._uploads)}
                 call.reply(Status(values=values | {"relays": self._tree.status()}))
             case _:
-                call.refuse(Code.DENIED, f"the parameter server does not answer {type(call.body).__name__}")
+                call.refuse(Code.DENIED, f"the parameter server does not serve {type(call.body).__name__}")
 
-    def _later(self, call: Call, answer: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
-        async def answering() -> None:
+    def _later(self, call: Call, make_reply: Callable[[], Coroutine[Any, Any, Reply]]) -> None:
+        async def respond() -> None:
             try:
-                reply = await answer()
-            except Refused as no:
-                _refuse(call, no)
+                reply = await make_reply()
+            except Refused as refusal:
+                _refuse(call, refusal)
             except ProtocolError as error:
                 call.refuse(error.code, error.detail)
             except Scarce as error:
@@ -167,7 +169,7 @@ class ParameterService:
             else:
                 call.reply(reply)
 
-        self._tasks.start(answering())
+        self._tasks.start(respond())
 
     # Publishing ------------------------------------------------------------------------------------------------------
 
@@ -175,11 +177,11 @@ class ParameterService:
         if self._draining:
             raise Refused(Code.BUSY, "the parameter server is draining")
         if not 0 <= ask.nbytes <= MAX_BYTES:
-            raise Refused(Code.MALFORMED, f"a version has 0 to {MAX_BYTES} bytes, not {ask.nbytes}")
+            raise Refused(Code.MALFORMED, f"the version has {ask.nbytes} bytes; 0 to {MAX_BYTES} are allowed")
         if self._uploads.is_newest(ask.trainer_term):
             await self._catalog.check_begun(ask.trainer_term)
         async with self._beginning:
-            upload = await self._uploads.again(peer, ask)
+            upload = await self._uploads.resume(peer, ask)
             if upload is None:
                 key = VersionKey(ask.lineage, ask.version)
                 staged = await self._catalog.stage(key, ask.nbytes, self._uploads.nbytes)
@@ -189,40 +191,40 @@ class ParameterService:
     async def _write(self, call: Call, ask: PublishChunk) -> Done:
         upload = self._uploads.find(ask.upload)
         if upload.committing is not None:
-            raise Refused(Code.STALE, f"upload {ask.upload} is committed already")
+            raise Refused(Code.STALE, f"upload {ask.upload} is already committed")
         if len(call.frames) != 1:
-            raise Refused(Code.MALFORMED, f"a chunk is one frame; {len(call.frames)} came")
+            raise Refused(Code.MALFORMED, f"{len(call.frames)} frames received; a chunk is one frame")
         end, nbytes = ask.offset + call.frames[0].nbytes, upload.announced.nbytes
         if ask.offset < 0 or end > nbytes:
-            raise Refused(Code.MALFORMED, f"bytes {ask.offset} to {end} are not in a version of {nbytes} bytes")
+            raise Refused(Code.MALFORMED, f"bytes {ask.offset} to {end} are outside a version of {nbytes} bytes")
         try:
             await asyncio.to_thread(self._versions.write, upload.staged, ask.offset, call.frames[0])
-        except FileNotFoundError as error:  # it was forgotten meanwhile
-            raise Refused(Code.STALE, f"upload {ask.upload} is not known; begin again") from error
+        except FileNotFoundError as error:  # it was discarded in the meantime
+            raise Refused(Code.STALE, f"unknown upload: {ask.upload}; begin again") from error
         except NoRoom as error:
-            if (more := self._said.due()) is not None:
+            if (more := self._log_limit.due()) is not None:
                 log.error("no room: %s", f"{error}{more}")
             raise Refused(Code.BUSY, str(error)) from error
         return Done()
 
     async def _commit(self, peer: str, ask: CommitPublish) -> RegisterVersionReply:
-        """The outcome of an upload, however often it is asked for."""
+        """Commit an upload, or return the outcome of an earlier commit of it."""
         check(ask.manifest)
         if ask.direct:
             _check_endpoint(ask.direct)
         upload = self._uploads.find(ask.upload)
         about = upload.commit(ask.manifest)
-        if ask.direct:  # before the scheduler sends anybody here
+        if ask.direct:  # before registration: readers may come as soon as the scheduler knows the version
             self._direct = Direct(about.key, ask.direct, peer)
         if upload.committing is None:
             publishing = self._publish(upload, about, in_place=ask.in_place)
-            upload.committing = self._tasks.start(_settled(publishing))
+            upload.committing = self._tasks.start(_outcome(publishing))
         committing = upload.committing
         outcome = await asyncio.shield(committing)
         self._uploads.forget_finished()
         if isinstance(outcome, Refused):
             if outcome.code is Code.BUSY and upload.committing is committing:
-                upload.committing = None  # its publisher will ask again, unless it is gone
+                upload.committing = None  # the publisher retries, unless it is lost
             raise outcome
         return outcome
 
@@ -230,8 +232,8 @@ class ParameterService:
         async with self._catalog.publishing:
             try:
                 lacked = self._catalog.lacks(about)
-            except Refused as no:
-                if no.code is not Code.BUSY:
+            except Refused as refusal:
+                if refusal.code is not Code.BUSY:
                     await asyncio.to_thread(self._versions.discard, upload.staged)
                 raise
             if lacked:
@@ -249,20 +251,20 @@ class ParameterService:
         return ManifestReply(manifest=stored.about.manifest, path=path, host=boot_id(), direct=direct)
 
     def _later_chunk(self, call: Call, ask: GetChunk) -> None:
-        """One piece, at most ``chunk_bytes`` of what was asked."""
+        """Reply with one chunk, at most ``chunk_bytes`` of the requested bytes."""
         key = VersionKey(ask.lineage, ask.version)
         stored = self._catalog.find(key)
         size = stored.about.manifest.nbytes
         if ask.nbytes < 1 or not 0 <= ask.offset < size:
-            raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are not in a version of {size} bytes")
+            raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are outside a version of {size} bytes")
 
         self._pieces.begin(call.peer)
 
-        async def answering() -> None:
+        async def respond() -> None:
             nbytes = min(ask.nbytes, self._chunk_bytes)
             try:
                 data = await asyncio.to_thread(self._versions.read, stored, ask.offset, nbytes)
-            except FileNotFoundError:  # nobody pinned it, and it went meanwhile
+            except FileNotFoundError:  # not pinned, and deleted in the meantime
                 data = b""
             except Scarce as error:
                 _refuse(call, Refused(Code.BUSY, str(error)))
@@ -277,38 +279,39 @@ class ParameterService:
             else:
                 call.refuse(Code.BAD_VERSION, f"{stored.path.name} is gone, or ends before byte {ask.offset}")
 
-        self._tasks.start(answering())
+        self._tasks.start(respond())
 
     def _later_delta(self, call: Call, ask: GetDelta) -> None:
-        """What changed since a version that the reader has; the whole version is still to be had when that is gone."""
+        """Reply with a delta from a version that the reader has. If that version is gone, the reader fetches the new
+        one whole."""
         old = self._catalog.find(VersionKey(ask.base_lineage, ask.base_version))
         new = self._catalog.find(VersionKey(ask.lineage, ask.version))
         self._deltas.check(ask, old.about.manifest, new.about.manifest)
         self._pieces.begin(call.peer)
 
-        async def answering() -> None:
+        async def respond() -> None:
             try:
                 delta = await self._deltas.make(ask, old, new)
-            except OSError as error:  # which of the two it is, who reads the whole version finds out
+            except OSError as error:  # whichever of the two is bad: a read of the whole version will show it
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=ask.offset), [delta])
             finally:
                 self._pieces.end(call.peer)
 
-        self._tasks.start(answering())
+        self._tasks.start(respond())
 
     def _join(self, peer: str, ask: JoinRelays) -> Sources:
-        """A relay has its place in the tree."""
+        """Add or refresh a relay in the tree and return its sources."""
         if self._draining or not self.run:
             raise Refused(Code.BUSY, "the parameter server is starting, or draining")
         if ask.run != self.run:
-            raise Refused(Code.CONFLICT, f'it is of run "{ask.run}"; this is run "{self.run}"')
+            raise Refused(Code.CONFLICT, f'the relay is of run "{ask.run}"; this is run "{self.run}"')
         _check_endpoint(ask.endpoint)
         return Sources(endpoints=self._tree.join(peer, ask.endpoint, ask.host))
 
     async def work(self) -> None:
-        """Settle what the folder held at the start; then delete what nobody needs, again and again."""
+        """Recover the versions in the folder, then delete unneeded ones until cancelled."""
         await self._catalog.recover()
         while True:
             self._catalog.grown.clear()
@@ -319,21 +322,21 @@ class ParameterService:
                     await self._catalog.grown.wait()
 
 
-async def _settled(publishing: Coroutine[Any, Any, RegisterVersionReply]) -> RegisterVersionReply | Refused:
-    """The result or the refusal, as a value: a refused publish is no failure of this process."""
+async def _outcome(publishing: Coroutine[Any, Any, RegisterVersionReply]) -> RegisterVersionReply | Refused:
+    """Return the result or the refusal as a value: a refused publish must not fail a task of this process."""
     try:
         return await publishing
-    except Refused as no:
-        return no
+    except Refused as refusal:
+        return refusal
 
 
 def _check_endpoint(endpoint: str) -> None:
-    """``Refused`` unless others can be sent there."""
+    """Raise ``Refused`` if the endpoint is not one that readers can be sent to."""
     try:
         check_connect(endpoint)
     except ConfigError as error:
         raise Refused(Code.MALFORMED, str(error)) from error
 
 
-def _refuse(call: Call, no: Refused) -> None:
-    call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+def _refuse(call: Call, refusal: Refused) -> None:
+    call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)

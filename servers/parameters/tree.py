@@ -1,11 +1,11 @@
-"""Which relay reads from where, and which reader from which relay. Pure: endpoints in, endpoints out.
+"""Distribution tree: assigns each relay its parent and each reader its relay. Pure: endpoints in, endpoints out.
 
-- Relays hang in a tree under the parameter server, each under the highest place that has fewer than ``FANOUT`` others
-  below it. One stays where it is for as long as its source is there.
-- A reader gets a relay of its own host; without one the parameter server while that has fewer than ``ROOT_READERS``,
-  for a relay may be farther away; then whoever has the fewest. It stays there too, since that is where the bytes are
-  pinned that its next delta is made from.
-- A relay that can be reached from its own host only is nobody else's.
+- Relays form a tree below the parameter server, each under the highest node with fewer than ``FANOUT`` child relays. A
+  relay keeps its parent for as long as the parent exists.
+- A reader gets a relay on its own host. Without one, it gets the parameter server while that has fewer than
+  ``ROOT_READERS`` readers, because a relay may be farther away; then the node with the fewest children. It keeps its
+  source, too, because the base of its next delta is pinned there.
+- A relay whose endpoint is only reachable from its own host serves no other host.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ from typing import Any
 from staleflow.net.addresses import is_loopback
 
 FANOUT = 4
-"""Relays right below one place."""
+"""Maximum number of child relays per node."""
 ROOT_READERS = 4
-"""Readers at the parameter server itself before others are sent to a relay on another host."""
+"""Number of readers at the parameter server before further ones are sent to a relay on another host."""
 ROOT = ""
-"""Stands for the parameter server itself."""
+"""The parameter server itself."""
 
 
 @dataclass(slots=True)
 class Relay:
-    """One relay that is there."""
+    """One attached relay."""
 
     endpoint: str
     host: str
@@ -33,15 +33,17 @@ class Relay:
 
 
 class Tree:
-    """All relays of the run, by worker id, and who was sent to which of them."""
+    """All relays of the run by worker id, and the source assigned to each reader."""
 
     def __init__(self) -> None:
         self.relays: dict[str, Relay] = {}
         self._readers: dict[str, str] = {}
 
     def join(self, worker: str, endpoint: str, host: str) -> list[str]:
-        """A relay is there, or still is: where it gets its bytes."""
-        if worker not in self.relays:  # an earlier process of that place is gone, if nobody has noticed yet
+        """Add a relay, or refresh it; return the endpoint of its parent, or nothing for the root."""
+        if (
+            worker not in self.relays
+        ):  # a restarted relay: remove its predecessor at this endpoint now rather than at its timeout
             for other in [
                 name for name, relay in self.relays.items() if (relay.endpoint, relay.host) == (endpoint, host)
             ]:
@@ -53,7 +55,7 @@ class Tree:
         return [self.relays[relay.parent].endpoint] if relay.parent != ROOT else []
 
     def leave(self, worker: str) -> None:
-        """A relay or a reader is gone; who read from it asks again."""
+        """Remove a relay or a reader. Readers of a removed relay get a new source at their next request."""
         self.relays.pop(worker, None)
         self._readers.pop(worker, None)
         for reader, source in list(self._readers.items()):
@@ -61,10 +63,10 @@ class Tree:
                 del self._readers[reader]
 
     def sources(self, reader: str, host: str) -> list[str]:
-        """Where a reader gets its bytes, before it asks the parameter server itself."""
-        there = [worker for worker, relay in self.relays.items() if self._reaches(relay, host)]
-        near = [worker for worker in there if self.relays[worker].host == host]
-        choices = near or [ROOT, *there]
+        """Return the endpoints to read from before the parameter server."""
+        reachable = [worker for worker, relay in self.relays.items() if self._reaches(relay, host)]
+        near = [worker for worker in reachable if self.relays[worker].host == host]
+        choices = near or [ROOT, *reachable]
         source = self._readers.get(reader, "?")
         if source not in choices:
             self._readers.pop(reader, None)
@@ -73,19 +75,19 @@ class Tree:
         return [self.relays[source].endpoint] if source != ROOT else []
 
     def num_below(self, place: str) -> int:
-        """Readers and relays that get their bytes right there."""
+        """Return the number of readers and relays directly below a node."""
         relays = sum(relay.parent == place for relay in self.relays.values())
         return relays + sum(source == place for source in self._readers.values())
 
     def status(self) -> list[dict[str, Any]]:
-        """Every relay: where it is, what it hangs below, how many get their bytes there."""
+        """Return the endpoint, parent and number of children of every relay."""
         return [
             {"relay": worker, "endpoint": relay.endpoint, "from": relay.parent, "num_below": self.num_below(worker)}
             for worker, relay in self.relays.items()
         ]
 
     def _place_for(self, worker: str) -> str:
-        """The highest place with room that is not below the relay itself; the root if there is none."""
+        """Return the highest node with room that is not below the relay itself; the root if there is none."""
         mine, host = set(self._below(worker)), self.relays[worker].host
         level = [ROOT]
         while level:

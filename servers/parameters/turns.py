@@ -1,4 +1,4 @@
-"""What one peer may have done for it at once, so that no other waits behind thousands of its questions."""
+"""Limits on the concurrent requests of one peer, so that no other peer waits behind thousands of them."""
 
 import asyncio
 from collections import Counter
@@ -8,47 +8,49 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.servers.parameters.versions import Stored, Versions
 
 MAX_PIECES = 64
-"""Chunks and deltas that are read or made for one peer at once. A reader asks for four; a relay for four a version."""
+"""Maximum number of chunks and deltas in progress for one peer. A reader requests four at once; a relay four per
+version."""
 MAX_MANIFESTS = 8
-"""Versions that a relay looks for at once for one peer. A reader asks for one; a relay for what its readers want."""
+"""Maximum number of manifests in progress at a relay for one peer. A reader requests one; a child relay one for each
+version that its readers want."""
 
 
 class Turns:
-    """By peer, what it waits for."""
+    """Number of requests in progress by peer."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._of = Counter[str]()
 
     def begin(self, peer: str) -> None:
-        """One more. ``Refused`` busy when there are too many."""
+        """Count one more request. Raise ``Refused`` with ``BUSY`` at the limit."""
         if self._of[peer] >= self._most:
-            raise Refused(Code.BUSY, f"{self._of[peer]} questions of this peer wait already")
+            raise Refused(Code.BUSY, f"{self._of[peer]} requests of this peer are already in progress")
         self._of[peer] += 1
 
     def end(self, peer: str) -> None:
-        """It has its answer, or is gone."""
+        """Count one request less: it was replied to, or its peer is lost."""
         self._of[peer] -= 1
         if not self._of[peer]:
             del self._of[peer]
 
 
-class Looks:
-    """Looks at all bytes of a version that somebody doubts: one at a time, whoever else doubts it meanwhile."""
+class FullChecks:
+    """Full verifications of versions whose bytes a reader doubts. Concurrent doubts about a version share one check."""
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._going: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
 
-    async def at(self, stored: Stored) -> None:
-        """``CorruptVersion`` unless the bytes are right."""
-        if (going := self._going.get(id(stored))) is None:
-            looking = asyncio.to_thread(self._versions.verify, stored, doubted=True)
-            going = self._going[id(stored)] = asyncio.ensure_future(looking)
-            going.add_done_callback(lambda done: self._over(stored, done))
-        await asyncio.shield(going)
+    async def check(self, stored: Stored) -> None:
+        """Verify all bytes of a version. Raise ``CorruptVersion`` if they are wrong."""
+        if (running := self._running.get(id(stored))) is None:
+            checking = asyncio.to_thread(self._versions.verify, stored, doubted=True)
+            running = self._running[id(stored)] = asyncio.ensure_future(checking)
+            running.add_done_callback(lambda done: self._over(stored, done))
+        await asyncio.shield(running)
 
     def _over(self, stored: Stored, done: "asyncio.Task[None]") -> None:
-        del self._going[id(stored)]
+        del self._running[id(stored)]
         if not done.cancelled():
-            done.exception()  # told to whoever waits; nobody may
+            done.exception()  # retrieved, because every waiter may have been cancelled

@@ -1,9 +1,9 @@
-"""Versions on their way in: who may publish, which upload is which, and what became of it.
+"""Uploads of versions in progress, with fencing of old publishers.
 
-A publisher with an older trainer term than the newest one seen is fenced: it can neither begin nor commit. Who asks
-here has made sure that a newer one than that has begun: terms are the scheduler's to give. Beginning the same again
-continues the same upload; anything else that the same trainer had begun is forgotten. A link that is lost for seconds
-costs no upload: one whose publisher is gone stays for ``LEFT_S``.
+- A publisher with an older trainer term than the newest one seen is fenced: it can neither begin nor commit. Terms are
+  issued by the scheduler, and the caller must have verified a newer one there.
+- Beginning the same upload again resumes it. Any other uncommitted upload of the trainer is discarded.
+- A connection that is lost for seconds costs no upload: an abandoned upload stays for ``ABANDONED_TIMEOUT_S``.
 """
 
 import asyncio
@@ -16,31 +16,34 @@ from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire.messages import BeginPublish, Manifest, RegisterVersionReply
 from staleflow.servers.parameters.versions import About, Staged, Versions
 
-REMEMBERED = 16
-"""Finished uploads whose answer can be given again."""
-LEFT_S = 60.0
-"""In which a publisher that is gone may go on where it was."""
+MAX_REMEMBERED = 16
+"""Maximum number of finished uploads whose result can be returned again."""
+ABANDONED_TIMEOUT_S = 60.0
+"""Time in which a lost publisher may resume its upload."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Upload:
-    """One version that a trainer is writing, or has written."""
+    """One upload, in progress or finished."""
 
     number: int
     peer: str
     announced: BeginPublish
     staged: Staged
     about: About | None = None
-    """What it turned out to be, once it is committed."""
+    """Description of the version; None until it is committed."""
     committing: "asyncio.Task[RegisterVersionReply] | None" = None
     left_s: float | None = None
-    """When its publisher was gone; None while it is there."""
+    """Time at which its publisher was lost; None while it is connected."""
 
     def commit(self, manifest: Manifest) -> About:
-        """What is in it. ``Refused`` if that is not what was announced, or not what was committed before."""
+        """Return the description of the version that ``manifest`` commits.
+
+        Raise ``Refused`` if the manifest contradicts the announcement, or an earlier commit of this upload.
+        """
         announced = self.announced
         if manifest.nbytes != announced.nbytes:
-            detail = f"a version of {announced.nbytes} bytes was announced; the manifest says {manifest.nbytes}"
+            detail = f"the manifest has {manifest.nbytes} bytes; {announced.nbytes} were announced"
             raise Refused(Code.MALFORMED, detail)
         about = About(
             lineage=announced.lineage,
@@ -50,7 +53,7 @@ class Upload:
             manifest=manifest,
         )
         if self.committing is not None and self.about != about:
-            raise Refused(Code.CONFLICT, f"upload {self.number} is committed with another manifest")
+            raise Refused(Code.CONFLICT, f"upload {self.number} is already committed with another manifest")
         self.about = about
         return about
 
@@ -67,16 +70,16 @@ class Uploads:
         return sum(1 for upload in self._uploads.values() if upload.committing is None)
 
     def is_newest(self, term: TrainerTerm) -> bool:
-        """Whether no publisher with that term has been here yet, nor one with a newer."""
+        """Return True if this term is newer than every term seen."""
         return term > self._term
 
     @property
     def nbytes(self) -> int:
-        """What those take that are not committed."""
+        """Bytes of the uncommitted uploads."""
         return sum(upload.announced.nbytes for upload in self._uploads.values() if upload.committing is None)
 
-    async def again(self, peer: str, announced: BeginPublish) -> Upload | None:
-        """The upload that goes on, or None; any other that is not committed is forgotten. ``Refused`` fenced."""
+    async def resume(self, peer: str, announced: BeginPublish) -> Upload | None:
+        """Return the upload to resume, or None; discard every other uncommitted upload. Raise ``Refused`` if fenced."""
         self.check_term(announced.trainer_term)
         self._term = announced.trainer_term
         for upload in list(self._uploads.values()):
@@ -89,42 +92,45 @@ class Uploads:
         return None
 
     def add(self, peer: str, announced: BeginPublish, staged: Staged) -> Upload:
-        """A new upload, and where its bytes go."""
+        """Add an upload that writes to ``staged``."""
         number = secrets.randbits(48)
         self._uploads[number] = upload = Upload(number=number, peer=peer, announced=announced, staged=staged)
         return upload
 
     def find(self, number: int) -> Upload:
-        """The upload, for its publisher, which is there. ``Refused`` stale if it is not known (any more), fenced if its
-        trainer was replaced."""
+        """Return an upload for its publisher, which is thereby connected.
+
+        Raise ``Refused``: ``STALE`` if the upload is unknown (any more), ``FENCED`` if its trainer was replaced.
+        """
         if (upload := self._uploads.get(number)) is None:
-            raise Refused(Code.STALE, f"upload {number} is not known; begin again")
+            raise Refused(Code.STALE, f"unknown upload: {number}; begin again")
         self.check_term(upload.announced.trainer_term)
         upload.left_s = None
         return upload
 
     def check_term(self, term: TrainerTerm) -> None:
-        """``Refused`` fenced when a newer trainer has published since."""
+        """Raise ``Refused`` with ``FENCED`` if a newer trainer has published since."""
         if term < self._term:
-            raise Refused(Code.FENCED, f"trainer term {term} is over; the present one is {self._term}")
+            raise Refused(Code.FENCED, f"trainer term {term} is over; the current one is {self._term}")
 
     def leave(self, peer: str) -> None:
-        """Nothing is heard of a publisher any more."""
+        """Mark the uploads of a lost publisher as abandoned."""
         for upload in self._uploads.values():
             if upload.peer == peer:
                 upload.left_s = asyncio.get_running_loop().time()
 
     async def forget_left(self) -> None:
-        """What is not committed, or cannot be committed now, goes when its publisher has been gone for long."""
-        before_s = asyncio.get_running_loop().time() - LEFT_S
+        """Discard uncommitted uploads, failed commits included, whose publisher was lost ``ABANDONED_TIMEOUT_S``
+        ago."""
+        before_s = asyncio.get_running_loop().time() - ABANDONED_TIMEOUT_S
         for upload in list(self._uploads.values()):
             if upload.committing is None and upload.left_s is not None and upload.left_s < before_s:
                 await self._forget(upload)
 
     def forget_finished(self) -> None:
-        """Keep the newest answers only."""
+        """Forget all finished uploads but the newest ``MAX_REMEMBERED``."""
         finished = [u for u in self._uploads.values() if u.committing is not None and u.committing.done()]
-        for upload in finished[:-REMEMBERED]:
+        for upload in finished[:-MAX_REMEMBERED]:
             del self._uploads[upload.number]
 
     async def _forget(self, upload: Upload) -> None:

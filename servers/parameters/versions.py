@@ -1,12 +1,11 @@
-"""Versions of the weights as files of one folder. Blocking; whoever owns a loop calls the slow ones from a thread.
+"""Versions of the weights as files of one folder. Blocking: the owner of an event loop calls slow methods in a thread.
 
-- ``<lineage>-<version>.bin`` holds the bytes, ``<lineage>-<version>.json`` says what they are. The second is written
-  last, in one rename: without it nothing of the version is visible.
-- What a publisher writes goes into ``upload-<any>.part``, what is deleted is ``gone-<any>.part`` until its room is
-  given back. Such files, and bytes without a manifest, are what a killed process left behind: they are removed at the
-  start.
-- Fresh pages cost several times what written ones do. So the file of a deleted version that nobody holds becomes
-  ``spare.part``, and the next version is written over it. A reader holds the file for as long as it has it mapped.
+- ``<lineage>-<version>.bin`` has the bytes, ``<lineage>-<version>.json`` describes them. The latter is written last, in
+  one rename: without it, nothing of the version is visible.
+- A publisher writes into ``upload-<any>.part``. A deleted version is ``gone-<any>.part`` until its room is freed. Such
+  files, and bytes without a manifest, are remains of a killed process and are removed at the start.
+- Fresh pages cost several times as much as written ones. So the file of a deleted version that no reader has mapped
+  becomes ``spare.part``, and the next version overwrites it. A reader locks the file for as long as it has it mapped.
 - ``durability = "power"``: a version is on disk before it is visible.
 """
 
@@ -35,11 +34,11 @@ from staleflow.trace import run_history
 log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 20
-"""Read at once when a file is verified: no more than stays in a core's cache."""
+"""Bytes read at once by a verification: a block that stays in the cache of a core."""
 
 
 class VersionKey(NamedTuple):
-    """What a version is called."""
+    """Identity of a version."""
 
     lineage: Lineage
     version: Version
@@ -49,7 +48,7 @@ class VersionKey(NamedTuple):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the manifest file says: enough to register the version once more."""
+    """Content of the manifest file: enough to register the version again."""
 
     lineage: Lineage
     version: Version
@@ -64,42 +63,42 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class Stored:
-    """A version that is visible in the folder."""
+    """Version that is visible in the folder."""
 
     about: About
     path: Path
     verified: tuple[int, int, int] | None = None
-    """Inode, size and time of the file when its bytes were last known to be right."""
+    """Inode, size and modification time of the file when its bytes were last verified."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
-    """A version that is being written."""
+    """Version that is being written."""
 
     key: VersionKey
     path: Path
     recycled: bool
-    """Its bytes were another version's."""
+    """The file has the bytes of an older version."""
 
 
 class CorruptVersion(Exception):
-    """Bytes are not those that the manifest names."""
+    """The bytes do not match the manifest."""
 
 
 class NoRoom(Exception):
-    """There is no room for a version."""
+    """The disk has no room for a version."""
 
 
 class Unwritable(NoRoom):
-    """The disk takes no writes: it is read-only, or fails. To delete a version would not help."""
+    """The disk is read-only or failing. Deleting a version would not help."""
 
 
 class Scarce(OSError):
-    """This process, or the machine, has no descriptor or memory left to read or write a version with, at present."""
+    """No descriptor or memory is available to read or write a version. Temporary."""
 
 
 class Versions:
-    """The folder; made if it is missing, cleaned if it is there."""
+    """Folder of versions. Created if it is missing, else cleaned of the remains of a killed process."""
 
     def __init__(self, folder: Path, *, durability: Durability) -> None:
         self._folder = folder
@@ -108,11 +107,11 @@ class Versions:
         self.stored: dict[VersionKey, Stored] = {}
         make_folder(folder)
         self.reached = run_history.read(folder)
-        """The run and its newest registered version, as noted in the folder."""
+        """Run and its newest registered version, as recorded in the folder."""
         self._collect()
 
     def _collect(self) -> None:
-        """Learn what is visible; remove what is not."""
+        """Index the visible versions; remove all other files."""
         for path in sorted(self._folder.glob("*.json")):
             if (about := _read(path)) is not None and path.with_suffix(".bin").exists():
                 self.stored[about.key] = Stored(about=about, path=path.with_suffix(".bin"))
@@ -125,8 +124,10 @@ class Versions:
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def stage(self, key: VersionKey, nbytes: int) -> Staged:
-        """A file of the right size to write the version into; its bytes are any. ``NoRoom`` when it does not fit;
-        ``Scarce``."""
+        """Create a file of the right size for a version; its content is arbitrary.
+
+        Raise ``NoRoom`` if it does not fit, or ``Scarce``.
+        """
         path = self._folder / f"upload-{secrets.token_hex(8)}.part"
         try:
             with _room(str(key)):
@@ -143,7 +144,7 @@ class Versions:
         return Staged(key=key, path=path, recycled=recycled)
 
     def _recycle(self, path: Path, nbytes: int) -> bool:
-        """The spare file as this one, where it is about as large, and another thread does not take it first."""
+        """Use the spare file if it has about the right size. Return False if not, or if another thread took it."""
         try:
             size = self._spare.stat().st_size
             if not size // 2 <= nbytes <= size:
@@ -156,17 +157,17 @@ class Versions:
         return True
 
     def drop_spare(self) -> None:
-        """Give the room of the spare file back."""
+        """Delete the spare file."""
         _unlink(self._spare)
 
     def _check_room(self, key: VersionKey, nbytes: int) -> None:
-        """``NoRoom`` before a file that cannot fit is begun: a file system may fill up on the way to finding out."""
+        """Raise ``NoRoom`` before creating a file that cannot fit: allocating it could fill the file system first."""
         disk = os.statvfs(self._folder)
         if nbytes > (free := disk.f_bavail * disk.f_frsize):
-            raise NoRoom(f"{key}: it has {nbytes} bytes, {free} are free")
+            raise NoRoom(f"{key} has {nbytes} bytes; {free} bytes are free")
 
     def write(self, staged: Staged, offset: int, data: Data) -> None:
-        """Put some bytes of the version where they belong. ``NoRoom`` where the file system reserved none for them;
+        """Write some bytes of a version at ``offset``. Raise ``NoRoom`` if the file system has not reserved room, or
         ``Scarce``."""
         with _room(str(staged.key)):
             descriptor = os.open(staged.path, os.O_WRONLY)
@@ -176,13 +177,14 @@ class Versions:
                 os.close(descriptor)
 
     def discard(self, staged: Staged) -> None:
-        """Forget what was written. Nobody's next: the publisher may still be writing."""
+        """Delete the file of an upload. It is not recycled: the publisher may still be writing into it."""
         _unlink(staged.path)
 
     def keep(self, staged: Staged, about: About, *, in_place: bool = False) -> Stored:
-        """Make a version visible in the folder. Its bytes are read once more unless ``in_place``.
+        """Make a version visible in the folder. Its bytes are verified first unless ``in_place``.
 
-        ``CorruptVersion`` if they are not what was announced: they are gone then. ``NoRoom``, ``Scarce``: try again.
+        Raise ``CorruptVersion`` if they do not match the manifest; the upload is deleted then. ``NoRoom`` and
+        ``Scarce`` permit a retry.
         """
         try:
             if not in_place:
@@ -199,6 +201,8 @@ class Versions:
             if self._sync:
                 sync_path(described)
                 sync_path(staged.path)
+            # Remove an old manifest before the bytes are replaced: a crash in between must not leave a manifest that
+            # describes other bytes.
             path.with_suffix(".json").unlink(missing_ok=True)
             staged.path.replace(path)
             path.chmod(0o444)
@@ -208,8 +212,8 @@ class Versions:
         return Stored(about=about, path=path, verified=_identity(path))
 
     def reach(self, run: str, key: VersionKey | None = None) -> None:
-        """Note that the folder is of ``run``, and that the scheduler has registered ``key``. A note that finds no room
-        lags until the next one."""
+        """Record the run of the folder, and that the scheduler has registered ``key``. If the disk is full, the
+        record lags until the next call."""
         was = self.reached
         newest = max(VersionKey(was.lineage, was.version), key or VersionKey(Lineage(0), Version(-1)))
         self.reached = run_history.Reached(run=run, lineage=newest.lineage, version=newest.version)
@@ -217,20 +221,23 @@ class Versions:
             try:
                 run_history.write(self._folder, self.reached, sync=self._sync)
             except OSError as error:
-                log.warning("the newest version is not noted in %s: %s", self._folder, error)
+                log.warning("could not record the newest version in %s: %s", self._folder, error)
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def verify(self, stored: Stored, *, doubted: bool = False) -> None:
-        """``CorruptVersion`` unless the bytes are right, or ``Scarce``. Cheap, unless ``doubted``, while the file is
-        untouched."""
+        """Verify a version. Raise ``CorruptVersion`` if the bytes are wrong, or ``Scarce``.
+
+        Cheap while the file is unmodified, unless the bytes are ``doubted``.
+        """
         identity = _identity(stored.path)
         if doubted or stored.verified != identity:
             _verify(stored.path, stored.about.manifest)
             stored.verified = identity
 
     def read(self, stored: Stored, offset: int, nbytes: int) -> bytes:
-        """Some bytes of a version; fewer at its end. ``FileNotFoundError`` when it is deleted; ``Scarce``."""
+        """Return some bytes of a version; fewer at its end. Raise ``FileNotFoundError`` if it was deleted, or
+        ``Scarce``."""
         with _scarce(stored.path.name):
             descriptor = hold(stored.path)
             try:
@@ -239,27 +246,30 @@ class Versions:
                 os.close(descriptor)
 
     def put_aside(self, key: VersionKey, *, reuse: bool = False) -> Path:
-        """Forget a version at once; who has it mapped keeps the bytes. Returns the file to ``remove``, whose name the
-        version may have again meanwhile. ``reuse``: it may take the next version, and is no longer there then."""
+        """Make a version invisible and return its renamed file, to pass to ``remove``.
+
+        Readers that have it mapped keep the bytes, and the version may be published again in the meantime. ``reuse``:
+        keep the file as the spare for the next version if possible; the returned file does not exist then.
+        """
         path, aside = self.stored.pop(key).path, self._folder / f"gone-{secrets.token_hex(8)}.part"
-        _move(path.with_suffix(".json"), aside.with_suffix(".json"))  # to unlink it may wait for the disk
-        if not (reuse and not self._spare.exists() and _took(path, self._spare)):
+        _move(path.with_suffix(".json"), aside.with_suffix(".json"))  # rename, because an unlink may wait for the disk
+        if not (reuse and not self._spare.exists() and _take_spare(path, self._spare)):
             _move(path, aside)
         return aside
 
     def remove(self, aside: Path) -> None:
-        """Give the room of a version back that was put aside: slow, where it is large, or the disk is busy."""
+        """Delete the file of a version that was put aside. Slow if the file is large or the disk is busy."""
         for path in (aside.with_suffix(".json"), aside):
             _unlink(path)
 
     def delete(self, key: VersionKey) -> None:
-        """Forget a version, and give its room back."""
+        """Delete a version and its file."""
         self.remove(self.put_aside(key))
 
 
 @contextmanager
 def _room(what: str) -> Generator[None]:
-    """``NoRoom`` when the disk is full, ``Unwritable``, and ``Scarce``."""
+    """Translate disk errors: ``NoRoom`` if the disk is full, ``Unwritable``, ``Scarce``."""
     try:
         with _scarce(what):
             yield
@@ -273,7 +283,7 @@ def _room(what: str) -> Generator[None]:
 
 @contextmanager
 def _scarce(what: str) -> Generator[None]:
-    """``Scarce``."""
+    """Translate a lack of descriptors or memory to ``Scarce``."""
     try:
         yield
     except OSError as error:
@@ -283,7 +293,7 @@ def _scarce(what: str) -> Generator[None]:
 
 
 def _read(path: Path) -> About | None:
-    """What a manifest file says; None for one that ``keep`` cannot have written."""
+    """Return the content of a manifest file; None if ``keep`` cannot have written it."""
     try:
         about = msgspec.json.decode(path.read_bytes(), type=About)
         check(about.manifest)
@@ -293,7 +303,10 @@ def _read(path: Path) -> About | None:
 
 
 def _has_room(descriptor: int, nbytes: int) -> bool:
-    """Whether a file has memory for all its bytes; False where the answer is quick anyway, or is one of now only."""
+    """Return True if a tmpfs file has memory for all its bytes.
+
+    False for other file systems, where reserving is fast, or where free blocks are no promise for later.
+    """
     status = os.fstat(descriptor)
     return status.st_blocks * 512 >= nbytes and file_system(status.st_dev) == "tmpfs"
 
@@ -303,19 +316,19 @@ def _move(path: Path, aside: Path) -> None:
         path.replace(aside)
     except FileNotFoundError:
         pass
-    except OSError as error:  # a full disk may have no room for another name
-        log.warning("%s is deleted at once: %s", path.name, error)
+    except OSError as error:  # a full disk may have no room for the new name
+        log.warning("%s deleted without being renamed: %s", path.name, error)
         _unlink(path)
 
 
 def _unlink(path: Path) -> None:
-    """Remove a file. One that a read-only disk keeps is removed, or found again, at the next start."""
-    with spared(f"{path.name} is not removed"):
+    """Remove a file. If a read-only disk keeps it, the next start removes it or finds it again."""
+    with spared(f"{path.name} could not be removed"):
         path.unlink(missing_ok=True)
 
 
-def _took(path: Path, spare: Path) -> bool:
-    """As ``take``; False as well where it cannot be had."""
+def _take_spare(path: Path, spare: Path) -> bool:
+    """Same as ``take``, but return False on errors, too."""
     try:
         return take(path, spare)
     except OSError:
@@ -325,19 +338,19 @@ def _took(path: Path, spare: Path) -> bool:
 def _identity(path: Path) -> tuple[int, int, int]:
     try:
         with _scarce(path.name):
-            found = path.stat()
+            status = path.stat()
     except Scarce:
         raise
     except FileNotFoundError as error:
         raise CorruptVersion(f"{path.name} is gone") from error
     except OSError as error:
         raise CorruptVersion(f"{path.name} cannot be read: {error.strerror}") from error
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _verify(path: Path, manifest: Manifest) -> None:
     if (size := _identity(path)[1]) != manifest.nbytes:
-        raise CorruptVersion(f"{path.name} has {size} bytes; its manifest says {manifest.nbytes}")
+        raise CorruptVersion(f"{path.name} has {size} bytes; its manifest requires {manifest.nbytes}")
     try:
         with _scarce(path.name):
             descriptor = hold(path)
@@ -354,15 +367,15 @@ def _verify(path: Path, manifest: Manifest) -> None:
 def _compare(descriptor: int, name: str, manifest: Manifest) -> None:
     buffer = memoryview(bytearray(READ_BYTES))
     for entry in manifest.tensors:
-        found = Digest()
+        digest = Digest()
         for piece in _pieces(descriptor, entry.offset, entry.nbytes, buffer):
-            found.update(piece)
-        if found.hex() != entry.digest:
-            raise CorruptVersion(f"tensor {entry.name} in {name} is not what its digest says")
+            digest.update(piece)
+        if digest.hex() != entry.digest:
+            raise CorruptVersion(f"tensor {entry.name} in {name} does not match its digest")
 
 
 def _pieces(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Each lies in the same buffer."""
+    """Yield the bytes in pieces. All pieces share one buffer, so use each before the next."""
     end = offset + nbytes
     while offset < end and (count := os.preadv(descriptor, [buffer[: end - offset]], offset)):
         offset += count
@@ -370,7 +383,7 @@ def _pieces(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> It
 
 
 def _close_gaps(path: Path, manifest: Manifest) -> None:
-    """Zeros between the tensors, where the last version may have had others."""
+    """Write zeros between the tensors, where the recycled file has bytes of an older version."""
     descriptor, end = os.open(path, os.O_WRONLY), 0
     try:
         for entry in manifest.tensors:

@@ -1,4 +1,7 @@
-"""Which groups are worth training on, judged by the columns of the first stage: later stages cost a model's time."""
+"""Filters of groups by their rewards.
+
+A filter reads only the columns of the reward stage: later stages cost a model's time, which filtered groups save.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -8,17 +11,20 @@ from staleflow.protocols.wire.stages import REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array
 
 Filter = Callable[[Mapping[str, Array]], bool]
-"""Columns of the reward stage by full name -> True to keep the group."""
+"""Function from the columns of the reward stage, by full name, to True if the group is kept."""
 
 
 def none(columns: Mapping[str, Array]) -> bool:
-    """Keeps everything."""
+    """Keep every group."""
     return True
 
 
 def zero_spread(columns: Mapping[str, Array]) -> bool:
-    """Keeps groups whose samples differ in reward: against the group equal rewards give no advantage, and so nothing to
-    learn. Against a batch or a critic they do."""
+    """Keep groups whose samples differ in reward.
+
+    Relative to their own group, equal rewards have zero advantage and teach nothing. Relative to a batch or a critic
+    they do.
+    """
     rewards: list[float] = columns[REWARD_COLUMN].tolist()
     return max(rewards) > min(rewards)
 

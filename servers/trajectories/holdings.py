@@ -1,4 +1,4 @@
-"""The payloads that a shard has, in memory: where each is on its way, and how to find it."""
+"""In-memory index of the payloads that a shard has stored, with the phase of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from staleflow.servers.trajectories.registrar import Then
 
 
 class Phase(Enum):
-    """Where a stored group is on its way."""
+    """Phase of a stored group."""
 
     REGISTERING = auto()
-    """Its push is on the way to the scheduler."""
+    """Its push is being registered with the scheduler."""
     STAGING = auto()
-    """It waits for stages, or is in some."""
+    """It waits for stages, or some are processing it."""
     CLOSING = auto()
-    """Its occupy or release is on the way to the scheduler."""
+    """Its occupy or release is in flight to the scheduler."""
     SETTLED = auto()
-    """It waits for the trainer, or for ``Retention`` to let it go."""
+    """It waits for the trainer, or for ``Retention`` to release it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,63 +32,63 @@ class Incoming:
 
 
 @dataclass(slots=True)
-class Held:
-    """One stored payload."""
+class StoredGroup:
+    """One stored payload and its progress."""
 
     key: Key
     record: Record
     phase: Phase = Phase.REGISTERING
     done: dict[str, int] = field(default_factory=dict[str, int])
-    """Stages that are done, in order, each with the ticket that finished it; -1 when an earlier process did."""
+    """Finished stages in order, each with the ticket that finished it; -1 if an earlier process did."""
     queued: set[str] = field(default_factory=set[str])
-    """Stages that were asked for their columns by this process."""
+    """Stages that this process has queued the group for."""
     keep: bool | None = None
-    """Whether the filter wants it; None before the reward stage is done."""
+    """Verdict of the filter; None before the reward stage is done."""
     waiting: list[Then] = field(default_factory=list[Then])
-    """Told once the push is registered."""
+    """Called once the push is registered."""
 
     @property
     def resting(self) -> bool:
-        """True while nothing about it is on the way to the scheduler."""
+        """True while no operation on it is in flight to the scheduler."""
         return self.phase in (Phase.STAGING, Phase.SETTLED)
 
 
 class Holdings:
-    """All stored payloads; several leases of one group may be there for a while."""
+    """All stored payloads. Several leases of one group may coexist for a while."""
 
     def __init__(self) -> None:
-        self._groups: dict[GroupId, dict[LeaseId, Held]] = {}
+        self._groups: dict[GroupId, dict[LeaseId, StoredGroup]] = {}
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[StoredGroup]:
         for leases in self._groups.values():
             yield from leases.values()
 
-    def add(self, held: Held) -> None:
-        """Keep a payload under its key."""
-        self._groups.setdefault(held.key.group, {})[held.key.lease] = held
+    def add(self, stored: StoredGroup) -> None:
+        """Add a payload under its key."""
+        self._groups.setdefault(stored.key.group, {})[stored.key.lease] = stored
 
     def remove(self, key: Key) -> bool:
-        """Forget a payload; says whether it was there."""
+        """Remove a payload; return True if it was stored."""
         leases = self._groups.get(key.group, {})
-        found = leases.pop(key.lease, None) is not None
+        removed = leases.pop(key.lease, None) is not None
         if not leases:
             self._groups.pop(key.group, None)
-        return found
+        return removed
 
-    def find(self, key: Key) -> Held | None:
-        """A payload by its key."""
+    def find(self, key: Key) -> StoredGroup | None:
+        """Return the payload with this key, or None."""
         return self._groups.get(key.group, {}).get(key.lease)
 
-    def find_sha(self, group: GroupId, sha: str) -> Held | None:
-        """A payload by its group and its bytes."""
-        return next((held for held in self._groups.get(group, {}).values() if held.record.sha == sha), None)
+    def find_sha(self, group: GroupId, sha: str) -> StoredGroup | None:
+        """Return a payload of this group with these bytes, or None."""
+        return next((stored for stored in self._groups.get(group, {}).values() if stored.record.sha == sha), None)
 
-    def older(self, key: Key) -> list[Held]:
-        """Payloads of earlier leases of the same group."""
-        return [held for lease, held in self._groups.get(key.group, {}).items() if lease < key.lease]
+    def older(self, key: Key) -> list[StoredGroup]:
+        """Return the payloads of earlier leases of the same group."""
+        return [stored for lease, stored in self._groups.get(key.group, {}).items() if lease < key.lease]
 
 
-def place_of(held: Held) -> Place | None:
-    """Where a reader on this host finds the payload; None when the store has it."""
-    record = held.record
+def place_of(stored: StoredGroup) -> Place | None:
+    """Return where a reader on this host finds the payload; None if it lies in the store."""
+    record = stored.record
     return Place(slab=record.slab, offset=record.offset, nbytes=record.nbytes) if record.slab else None

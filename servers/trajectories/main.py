@@ -33,18 +33,19 @@ from staleflow.store.crash_recovery import note_crashes, open_store
 from staleflow.trace import run_history
 
 GC_OBJECTS = 50_000
-"""New objects between two looks of the garbage collector: else it takes half the time of a start with many records."""
+"""Allocations between two runs of the garbage collector. With the default, a start with many records spends half its
+time in the collector."""
 STAGE_SLACK_S = 10.0
-"""A stage worker may take this much longer for a group than its calls may take together."""
+"""Time added to the total time limit of a group's calls before its ticket expires."""
 
 
 def name_of(shard: int) -> str:
-    """What the process of a shard is called."""
+    """Return the process name of a shard."""
     return f"trajectories-{shard}"
 
 
 def serve(config: Config, run_dir: Path, shard: int) -> int:
-    """Hold one shard of the trajectories of the run in ``run_dir`` until a signal; returns the exit code."""
+    """Serve one shard of the trajectories of the run in ``run_dir`` until a signal; return the exit code."""
     raise_file_limit()
     note_crashes(run_dir / name_of(shard))
     gc.freeze()
@@ -66,8 +67,10 @@ async def serve_until(
     transport: Transport = SOCKETS,
     slabs: bool = True,
 ) -> None:
-    """Serve until stopped; pushes under way are still registered and answered. ``opened`` opens its tables. ``slabs``:
-    there is a disk to make some on."""
+    """Serve until stopped. Pushes in progress are still registered and acknowledged.
+
+    ``opened``: function that opens the tables. ``slabs``: False on a simulated machine without a disk for slabs.
+    """
     where, worker = addresses(config, run_dir), worker_id(name_of(shard))
     prompts = open_prompts(config.prompts, seed=config.seed)
     if config.reward.run:
@@ -130,9 +133,9 @@ def _open_store(config: Config, path: Path, opened: Callable[..., Store], *, sla
 
 
 def payload_limits(config: Config) -> PayloadLimits:
-    """What the configuration lets a rollout worker push."""
+    """Return the limits that the configuration sets for a push."""
     environment, sampled = config.environment, config.rollout.max_new_tokens
-    if environment.run:  # each of an episode's calls may write so many
+    if environment.run:  # each call of an episode may sample that many tokens
         sampled *= environment.max_turns
     return PayloadLimits(sampled_tokens=sampled, environment=bool(environment.run))
 
@@ -146,11 +149,11 @@ def make_service(
     tasks: Tasks,
     times: StageTimes | None = None,
 ) -> TrajectoryService:
-    """The parts of a shard, put together."""
+    """Wire the parts of a shard together."""
     registrar = Registrar(scheduler)
-    held = Shard(store, registrar, shard=shard, stages=graph(config), keep=FILTERS[filter_of(config)])
+    state = Shard(store, registrar, shard=shard, stages=graph(config), keep=FILTERS[filter_of(config)])
     calls = StageCalls(
-        held,
+        state,
         tasks,
         row=lambda group: prompts[group % len(prompts)],
         seconds_a_group={stage: seconds + STAGE_SLACK_S for stage, seconds in seconds_a_group(config).items()},
@@ -158,7 +161,7 @@ def make_service(
         times=times,
     )
     return TrajectoryService(
-        held,
+        state,
         calls,
         prompts,
         registrar,

@@ -1,7 +1,7 @@
-"""Samples of groups that change their instance, in memory until the next one has them.
+"""Partial samples of groups that migrate, kept in memory until the next instance fetches them.
 
-Nothing here is ever trained: what another instance makes of it comes back as a push of its own lease. So nothing is
-durable, and when there is no room the oldest go; their groups are begun anew.
+They are never trained directly: the next instance continues them and pushes the result under its own lease. So they
+need not be durable, and when there is no room the oldest are discarded; their groups start over from the prompt.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from staleflow.protocols.wire.payload_limits import PLAIN, PayloadLimits
 from staleflow.servers.trajectories.records import Key
 
 MAX_BYTES = 256 << 20
-"""Of all samples kept: those of some hundred groups of eight long ones."""
+"""Maximum size of all partial samples: some hundred groups of eight long ones."""
 
 OVERHEAD_BYTES = 4 << 10
-"""Of one group's samples, however short they are: what describes them, and what finds them."""
+"""Bookkeeping bytes charged per group, however short its samples are: their header and the index entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The samples of one group, as its lease left them."""
+    """Samples of one group, as its lease left them."""
 
     key: Key
     header: PartialFrames
@@ -37,7 +37,7 @@ class Partial:
 
 
 class Partials:
-    """At most one a group, that of its newest lease."""
+    """Partial samples by group: at most one entry each, that of the newest lease."""
 
     def __init__(self, most_bytes: int = MAX_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -55,17 +55,25 @@ class Partials:
         limits: PayloadLimits = PLAIN,
         samples: int = 0,
     ) -> None:
-        """Keep samples. ``ProtocolError`` when they are none, or exceed the run's ``limits``; ``Refused`` when they
-        never fit, or the lease left others. ``samples``: of a group that moves; 0: any number."""
+        """Store the samples that a lease left.
+
+        ``samples``: number of samples of a group that migrates; 0: any. Raise ``ProtocolError`` if they are malformed
+        or exceed the run's ``limits``, and ``Refused`` if they can never fit, a newer lease has left samples, or this
+        lease has left different ones.
+        """
         check_partial(header, frames, lease=key.lease, limits=limits, samples=samples)
         partial = Partial(key, header, [bytes(frame) for frame in frames])
         if partial.nbytes > self._most_bytes:
-            raise Refused(Code.OVERSIZE, f"{partial.nbytes} bytes of samples; at most {self._most_bytes} are kept")
-        known = self._kept.get(key.group)
-        if known is not None and known.key.lease > key.lease:
-            raise Refused(Code.STALE_LEASE, f"lease {known.key.lease} of group {key.group} has left, too")
-        if known is not None and known.key == key and known != partial:
-            raise Refused(Code.CONFLICT, f"lease {key.lease} of group {key.group} has left other samples")
+            raise Refused(
+                Code.OVERSIZE, f"the samples have {partial.nbytes} bytes; at most {self._most_bytes} are kept"
+            )
+        existing = self._kept.get(key.group)
+        if existing is not None and existing.key.lease > key.lease:
+            raise Refused(
+                Code.STALE_LEASE, f"lease {existing.key.lease} of group {key.group} is newer and has left samples"
+            )
+        if existing is not None and existing.key == key and existing != partial:
+            raise Refused(Code.CONFLICT, f"lease {key.lease} of group {key.group} has already left other samples")
         self._drop(key.group)
         self._kept[key.group] = partial
         self._nbytes += partial.nbytes
@@ -73,12 +81,12 @@ class Partials:
             self._drop(next(iter(self._kept)))
 
     def find(self, key: Key) -> Partial | None:
-        """What that lease left; None when it is lost."""
+        """Return the samples that this lease left, or None if they were discarded."""
         partial = self._kept.get(key.group)
         return partial if partial is not None and partial.key == key else None
 
     def forget(self, group: GroupId, lease: LeaseId) -> None:
-        """A later lease has been pushed: what an earlier one left is of no use."""
+        """Discard samples of leases older than ``lease``, which has been pushed."""
         partial = self._kept.get(group)
         if partial is not None and partial.key.lease < lease:
             self._drop(group)

@@ -1,14 +1,14 @@
-"""Numbers that say something about how long the answers to a prompt will be, for the scheduler's length ranker.
+"""Features of a prompt that predict the lengths of its completions, for the scheduler's length ranker.
 
-What the ``FEATURES`` values of a row mean, all of them cheap and none of them learned:
+The ``FEATURES`` values of a row are cheap to compute and none of them is learned:
 
-- 0 to 2: logarithms of the prompt's characters, words and lines
+- 0 to 2: logarithms of the number of characters, words and lines of the prompt
 - 3 to 6: shares of its characters that are digits, capitals, neither letters nor digits nor space, and not ASCII
-- 7: mean letters a word; 8: share of its words that are different ones
-- 9 to 11: logarithms of how many numbers it holds, of the digits of the longest, and of its question marks
-- 12 to 31: words of the prompt, hashed into twenty places with a sign, as logarithms of counts. The other columns of
-  the row take part as ``column=value`` when they are whole numbers, truth values or short texts: a column that names
-  a level, a kind or a source of the problem tells much about lengths, so keep such columns in the rows.
+- 7: mean letters per word; 8: share of distinct words
+- 9 to 11: logarithms of the count of numbers, of the digits of the longest number, and of the count of question marks
+- 12 to 31: words of the prompt, hashed into twenty buckets with a sign, as logarithms of counts. Other columns of the
+  row are hashed as ``column=value`` if they are whole numbers, booleans or short texts. A column that names a level, a
+  kind or a source of the problem predicts lengths well, so keep such columns in the rows.
 """
 
 import re
@@ -23,27 +23,27 @@ from staleflow.configs.loading.row_files import PROMPT
 from staleflow.protocols.wire.messages import FEATURES
 from staleflow.protocols.wire.tensors import Array
 
-LONGEST = 20_000
-"""Characters of a prompt that are looked at."""
-SHORT = 40
-"""Most characters of another column's text that count as a kind."""
+MAX_CHARS = 20_000
+"""Number of leading characters of a prompt that are analyzed."""
+MAX_KIND_CHARS = 40
+"""Maximum length of another column's text that counts as a category."""
 _COUNTED = 12
-"""Values that stand before the hashed words."""
+"""Number of values before the hashed words."""
 
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d+")
 _OTHER = re.compile(r"[^\w\s]|_")
 
 
-def described(prompts: PromptRows, rows: Sequence[int]) -> Array:
-    """Features of these rows, float16 [len(rows), FEATURES]."""
+def feature_matrix(prompts: PromptRows, rows: Sequence[int]) -> Array:
+    """Return the features of these rows, float16 [len(rows), FEATURES]."""
     return np.array([features(prompts[row]) for row in rows], np.float16).reshape(len(rows), FEATURES)
 
 
 def features(row: Mapping[str, Any]) -> Array:
-    """Those of one row, float16 [FEATURES]."""
+    """Return the features of one row, float16 [FEATURES]."""
     prompt: str = row[PROMPT]
-    text = prompt[:LONGEST]
+    text = prompt[:MAX_CHARS]
     words, numbers = _WORD.findall(text.lower()), _NUMBER.findall(text)
     chars, num_words = max(len(text), 1), max(len(words), 1)
     counted = (
@@ -64,16 +64,16 @@ def features(row: Mapping[str, Any]) -> Array:
 
 
 def _kinds(row: Mapping[str, Any]) -> list[str]:
-    """The other columns, where their values are names rather than texts or measures."""
+    """Return the other columns whose values are categories rather than texts or measures."""
     return [
         f"{column}={value}"
         for column, value in row.items()
-        if column != PROMPT and (isinstance(value, int) or (isinstance(value, str) and len(value) <= SHORT))
+        if column != PROMPT and (isinstance(value, int) or (isinstance(value, str) and len(value) <= MAX_KIND_CHARS))
     ]
 
 
 def _hashed(words: Sequence[str]) -> Array:
-    """Signed counts of the words by place, as logarithms that keep the sign."""
+    """Return signed counts of the words per bucket, as logarithms that keep the sign."""
     counts = np.zeros(FEATURES - _COUNTED)
     for word in words:
         bits = crc32(word.encode())

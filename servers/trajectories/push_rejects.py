@@ -1,7 +1,7 @@
-"""Report pushes that the shard refused to the scheduler, so that the trace has a ``reject`` line for them.
+"""Report pushes that the shard rejected to the scheduler, so that the trace has a ``reject`` line for them.
 
-At most one report of a worker and code is under way; refusals meanwhile are counted into the next one, so a worker that
-sends only garbage cannot fill the queue to the scheduler.
+At most one report per worker and code is in flight; rejections in the meantime are counted into the next one. A worker
+that sends only garbage therefore cannot fill the queue to the scheduler.
 """
 
 from staleflow.protocols.consistency.effects import Code
@@ -11,15 +11,15 @@ from staleflow.servers.trajectories.registrar import Registrar
 
 
 class PushRejects:
-    """Counts refused pushes until the scheduler knows of them."""
+    """Count rejected pushes until they are reported to the scheduler."""
 
     def __init__(self, registrar: Registrar) -> None:
         self._registrar = registrar
         self._pending: dict[tuple[WorkerId, Code], RegisterReject | None] = {}
-        """The next report of each worker and code whose last one is under way."""
+        """Next report per worker and code whose previous report is in flight."""
 
     def note(self, item: PushItem, code: Code) -> None:
-        """Report one refused push."""
+        """Report one rejected push."""
         key = item.worker, code
         reject = RegisterReject(group=item.group, lease=item.lease, worker=item.worker, code=code)
         if key not in self._pending:

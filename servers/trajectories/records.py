@@ -1,4 +1,4 @@
-"""What a shard stores of one pushed group, and how it becomes that from what a worker sends."""
+"""Record that a shard stores for each pushed group, and its construction from a worker's push."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,20 +17,20 @@ from staleflow.protocols.wire.tensors import Array, arrays, pieces, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 MAX_ID = 1 << 61
-"""Above it the ledger's rows of groups would be those of something else."""
+"""Maximum group and lease number. Larger ones would collide with other key ranges of the ledger's tables."""
 MAX_VERSIONS = 2_048
-"""That may have written a group: twice what any bound allows."""
+"""Maximum number of versions in one group: twice what any staleness bound allows."""
 
 
 class Key(NamedTuple):
-    """A payload is named by its group and the lease that produced it."""
+    """Identity of a payload: its group and the lease that produced it."""
 
     group: GroupId
     lease: LeaseId
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known of a payload without reading it."""
+    """Metadata of a payload, available without reading it."""
 
     worker: WorkerId
     sha: str
@@ -41,62 +41,65 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[int]
     """Sampled tokens of each sample."""
     tokens: int
-    """Of all completions, an environment's among them: so long is a column of one value a token."""
+    """Tokens of all completions, those of an environment included: the length of a per-token column."""
     prompt_tokens: int
-    """Of the prompt, which every sample begins with."""
+    """Tokens of the prompt, which all samples share."""
     rewards: bytes = b""
-    """What its environment returned, float32, one a sample: no worker makes them. Empty: it returned none."""
+    """Rewards of its environment as float32 bytes, one per sample, which need no stage worker; empty: none."""
     slab: str = ""
-    """The slab that the payload lies in; empty: the store has it."""
+    """Slab that the payload lies in; empty: it lies in the store."""
     offset: int = 0
-    """Of its first byte there."""
+    """Offset of its first byte in the slab."""
 
     @property
     def reward(self) -> Array | None:
-        """The column of the reward stage, float32 [n], if the environment made it."""
+        """Column of the reward stage, float32 [n], or None if no environment computed it."""
         return np.frombuffer(self.rewards, np.float32) if self.rewards else None
 
 
 class Pushed(NamedTuple):
-    """One payload that came in."""
+    """One parsed and checked push."""
 
     key: Key
     record: Record
     parts: Sequence[Data]
-    """The packed payload, one part behind the other; none when it lies in a slab already."""
+    """Consecutive parts of the packed payload; none if it lies in a slab already."""
 
     @property
     def blob(self) -> bytes:
-        """The packed payload, copied."""
+        """A copy of the packed payload."""
         return b"".join(self.parts)
 
 
-Written = Callable[[WorkerId, Place], memoryview]
-"""What a worker has written into one of its slabs."""
+ReadSlab = Callable[[WorkerId, Place], memoryview]
+"""Function that returns the bytes at a place in one of a worker's slabs."""
 
 
-def pushed(
+def parse_push(
     item: PushItem,
     frames: Sequence[memoryview],
     samples: int,
-    written: Written | None = None,
+    read_slab: ReadSlab | None = None,
     limits: PayloadLimits = PLAIN,
 ) -> Pushed:
-    """The payload of a push, checked. ``ProtocolError`` names the first thing that is wrong.
+    """Check a push and return it as a ``Pushed``. Raise ``ProtocolError`` for the first violation.
 
-    ``written``: where payload lies that does not come in frames; without it none may. ``limits``: those of the run.
+    ``read_slab``: reader for payload that lies in a slab; without it, a push that names a place is rejected.
+    ``limits``: payload limits of the run.
     """
     place = item.place
     if not (0 <= item.group < MAX_ID and 0 <= item.lease < MAX_ID):
-        raise ProtocolError(Code.MALFORMED, f"there is no lease {item.lease} of a group {item.group}")
-    data = None if place is None else _in_slab(item, place, written)
+        raise ProtocolError(
+            Code.MALFORMED, f"group {item.group} or lease {item.lease} is out of range; 0 to {MAX_ID - 1} are allowed"
+        )
+    data = None if place is None else _in_slab(item, place, read_slab)
     named = arrays(item.frames, frames) if data is None else unpack(data)
     payload = GroupPayload.from_arrays(named)
     if payload.num_samples != samples:
-        raise ProtocolError(Code.MALFORMED, f"a group has {samples} samples; {payload.num_samples} came")
+        raise ProtocolError(Code.MALFORMED, f"{payload.num_samples} samples received; a group has {samples}")
     limits.check(payload)
     if len(segments := payload.segment_summary()) > MAX_VERSIONS:
-        raise ProtocolError(Code.MALFORMED, f"{len(segments)} versions wrote it; at most {MAX_VERSIONS} can")
+        raise ProtocolError(Code.MALFORMED, f"{len(segments)} segments by version; at most {MAX_VERSIONS} are allowed")
     parts: list[Data] = [*pieces(named)] if data is None else [data]
     digest = hashlib.sha256()
     for part in parts:
@@ -118,14 +121,17 @@ def pushed(
     return Pushed(Key(item.group, item.lease), record, parts if place is None else ())
 
 
-def _in_slab(item: PushItem, place: Place, written: Written | None) -> memoryview:
-    if written is None or item.frames:
-        raise ProtocolError(Code.MALFORMED, f"group {item.group} comes in frames, or names a place; here it is both")
-    return written(item.worker, place)
+def _in_slab(item: PushItem, place: Place, read_slab: ReadSlab | None) -> memoryview:
+    if read_slab is None or item.frames:
+        raise ProtocolError(
+            Code.MALFORMED,
+            f"group {item.group} names a place in a slab that cannot be read here, or has frames as well",
+        )
+    return read_slab(item.worker, place)
 
 
 def register_push(key: Key, record: Record, shard: int, *, occupies: bool) -> RegisterPush:
-    """What the scheduler is told of a payload that is durable. ``occupies``: and through all stages."""
+    """Build the registration of a durable payload. ``occupies``: it has passed all stages already."""
     return RegisterPush(
         group=key.group,
         lease=key.lease,

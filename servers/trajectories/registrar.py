@@ -1,7 +1,7 @@
-"""Tells the scheduler what became of groups: in batches, in order, one batch under way.
+"""Report state changes of groups to the scheduler: in batches, in order, one batch in flight.
 
-Waits for a scheduler that is away. A refusal of a whole message (the run is over, a key is not allowed at present) is
-no answer to the operations in it: nothing may be forgotten because of one.
+Waits while the scheduler is unreachable. A rejected message (the run is over, a key is currently not allowed) leaves
+its operations without a result, so it must not make the shard forget any payload.
 """
 
 import asyncio
@@ -13,70 +13,71 @@ from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.messages import Op, Operations, RegisterReject, Result, Results
 
 BATCH = 256
-"""Operations of one message."""
-BUSY_S = 0.5
-"""An operation that the scheduler has no room for is told again after this long."""
+"""Maximum number of operations in one message."""
+BUSY_RETRY_INTERVAL_S = 0.5
+"""Retry interval of an operation that the scheduler returned ``BUSY`` for."""
 
 Then = Callable[[Result], None]
-_TOGETHER = (Code.OVERSIZE, Code.MALFORMED)
-"""What one operation may bring on all of its message."""
+_CAUSED_BY_ONE = (Code.OVERSIZE, Code.MALFORMED)
+"""Rejections of a whole message that a single operation can cause. Halving the batch isolates that operation."""
 
 
-class Untold(Result, frozen=True, kw_only=True):
-    """The ledger was not asked: the scheduler would not hear the message."""
+class NotDelivered(Result, frozen=True, kw_only=True):
+    """The scheduler rejected the message, so the ledger has not seen the operation."""
 
 
 class Registrar:
-    """Each operation is told until there is an answer, and then ``then`` is called, once."""
+    """Send each operation until the scheduler returns a final result, then call its ``then`` once."""
 
     def __init__(self, scheduler: Client) -> None:
         self._scheduler = scheduler
-        self._waiting: list[tuple[Op, Then]] = []
-        self._there = asyncio.Event()
+        self._pending: list[tuple[Op, Then]] = []
+        self._ready = asyncio.Event()
         self._open = 0
         self._rejects = 0
-        """Of these, reports of refused pushes: nothing of the shard depends on them."""
+        """Number of open operations that report rejected pushes. No payload of the shard depends on them."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._answered = asyncio.Event()
 
     def __len__(self) -> int:
-        """Operations without a final answer that the ledger is to apply."""
+        """Number of operations without a final result, reports of rejected pushes excluded."""
         return self._open - self._rejects
 
     def add(self, op: Op, then: Then) -> None:
-        """Tell this one with the next batch."""
+        """Send this operation with the next batch."""
         self._open += 1
         self._rejects += isinstance(op, RegisterReject)
         self._idle.clear()
-        self._again(op, then)
+        self._enqueue(op, then)
 
-    async def fewer(self, than: int) -> None:
-        """Returns once fewer operations than so many have no final answer: for whoever has very many, one at a time."""
-        while self._open >= than:
+    async def wait_below(self, limit: int) -> None:
+        """Return once fewer than ``limit`` operations are open. Lets a caller with very many add them gradually."""
+        while self._open >= limit:
             self._answered.clear()
             await self._answered.wait()
 
     async def idle(self) -> None:
-        """Returns once every operation has its final answer."""
+        """Return once every operation has its final result."""
         await self._idle.wait()
 
-    def _again(self, op: Op, then: Then) -> None:
-        self._waiting.append((op, then))
-        self._there.set()
+    def _enqueue(self, op: Op, then: Then) -> None:
+        self._pending.append((op, then))
+        self._ready.set()
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Send batches until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._there.wait()
-            batch, self._waiting = self._waiting[:BATCH], self._waiting[BATCH:]
-            if not self._waiting:
-                self._there.clear()
+            await self._ready.wait()
+            batch, self._pending = self._pending[:BATCH], self._pending[BATCH:]
+            if not self._pending:
+                self._ready.clear()
+            # One batch in flight at a time: the ledger must see a group's operations in order.
             results = await self._results([op for op, _ in batch])
             for (op, then), result in zip(batch, results, strict=True):
                 if result.code is Code.BUSY:
-                    loop.call_later(BUSY_S, self._again, op, then)
+                    loop.call_later(BUSY_RETRY_INTERVAL_S, self._enqueue, op, then)
                     continue
                 self._open -= 1
                 self._rejects -= isinstance(op, RegisterReject)
@@ -88,10 +89,10 @@ class Registrar:
     async def _results(self, ops: list[Op]) -> list[Result]:
         try:
             answer = await self._scheduler.ask(Operations(ops=ops), Results, timeout_s=None)
-        except Refused as no:
-            if no.code in _TOGETHER and len(ops) > 1:
+        except Refused as refusal:
+            if refusal.code in _CAUSED_BY_ONE and len(ops) > 1:
                 half = len(ops) // 2
                 return await self._results(ops[:half]) + await self._results(ops[half:])
-            kind = Result if no.code in _TOGETHER else Untold
-            return [kind(code=no.code, detail=no.detail)] * len(ops)
+            kind = Result if refusal.code in _CAUSED_BY_ONE else NotDelivered
+            return [kind(code=refusal.code, detail=refusal.detail)] * len(ops)
         return answer.results

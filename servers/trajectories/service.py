@@ -1,10 +1,10 @@
-"""The trajectory server: answers the calls of workers, stages and trainers from one shard.
+"""Serve the calls of workers, stages and trainers from one trajectory shard.
 
-- Pushes and stage results of one drain of the socket are one commit. A push is answered once it is durable *and*
-  registered; a stage result once it is durable.
-- Stage workers wait here for groups; trainers fetch here what the scheduler has sealed.
-- Whoever waits for the scheduler is a task. Payload is hashed by its reader; where the shard is to check what is
-  fetched, in a thread.
+- All pushes and stage results of one socket drain share one commit. A push is acknowledged once it is durable *and*
+  registered with the scheduler, a stage result once it is durable.
+- Stage workers wait here for groups. Trainers fetch the groups of sealed batches here.
+- Every wait for the scheduler is a task, so the loop never blocks on it. Readers hash payload themselves; for a reader
+  that does not, a thread of the shard checks it.
 """
 
 import asyncio
@@ -55,46 +55,49 @@ from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.protocols.wire.trajectory import made_columns
 from staleflow.servers.runner import Tasks
 from staleflow.servers.trajectories.describing import describe
-from staleflow.servers.trajectories.holdings import Held, Phase, place_of
+from staleflow.servers.trajectories.holdings import Phase, StoredGroup, place_of
 from staleflow.servers.trajectories.partials import Partials
 from staleflow.servers.trajectories.push_rejects import PushRejects
-from staleflow.servers.trajectories.records import Key, Pushed, pushed
+from staleflow.servers.trajectories.records import Key, Pushed, parse_push
 from staleflow.servers.trajectories.registrar import Registrar, Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_calls import StageCalls
 from staleflow.servers.trajectories.stage_reports import report_stages
 from staleflow.servers.trajectories.stock import take_stock
-from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpacked
+from staleflow.servers.trajectories.store import Columns, CorruptRecord, unpack_verified
 from staleflow.store.disk_errors import trouble
 
 log = logging.getLogger(__name__)
 
 BUSY_MS = 500
-"""A client asks again after this long when there is no room."""
+"""Retry delay in milliseconds sent with a ``BUSY`` reply."""
 RETRY_INTERVAL_S = 2.0
-"""Where a push found no room although the map has some, a worker may try again so often: nothing else tells that a disk
-has room."""
+"""Interval of trial pushes while the disk is full although the map has room. Only a write shows that a disk has room
+again."""
 FETCH_AT_ONCE = 32
-"""Groups that are read and checked before the loop has its turn again."""
+"""Groups read and checked before the event loop runs other tasks."""
 MAX_ROW_BYTES = 64 << 20
-"""Of the rows and samples of one answer, and of either of its first group."""
+"""Maximum number of bytes of rows and partial samples in one reply, and of either for its first group."""
 MAX_ROWS = 16_384
-"""Groups of one question: its answer has their prompts, however few bytes it is."""
+"""Maximum number of groups in one request. The reply carries their prompts, whose size the request does not bound."""
 RETAIN_INTERVAL_S = 2.0
 RETAIN_SHARE = 1 / 64
-"""Of the map: so much may be pushed before it is asked again what may go."""
+"""Share of the map that may be pushed before the shard requests the next retention decision."""
 RETAIN_GROUPS = 4096
-"""Groups of one question to the scheduler."""
+"""Maximum number of groups in one retention request to the scheduler."""
 
-_NO_MODEL = "the limits of the model are not known yet: no trainer has joined"
+_NO_MODEL = "no trainer has join_columns yet, so the limits of the model are unknown; retry later"
 
 
-class Answers:
-    """One result for each item of a call; the reply leaves when all are there."""
+class PendingResults:
+    """Collect one result per item of a call and reply once all of them have arrived."""
 
     def __init__(self, call: Call, count: int, *, apart: bool = False) -> None:
-        """``apart``: a ``busy`` is the answer to its item. Otherwise one makes the whole call busy: asked again, the
-        others answer the same."""
+        """Reply immediately to a call without items.
+
+        ``apart``: return ``BUSY`` for its item only. Otherwise one ``BUSY`` rejects the whole call; the retry returns
+        the same results for the other items, because every operation is idempotent.
+        """
         self._call = call
         self._apart = apart
         self._results: list[Result | None] = [None] * count
@@ -103,7 +106,7 @@ class Answers:
             call.reply(Results(results=[]))
 
     def put(self, index: int, result: Result) -> None:
-        """The result of one item."""
+        """Record the result of item ``index``; reply if it was the last one."""
         self._results[index] = result
         self._missing -= 1
         if self._missing or self._call.done:
@@ -117,7 +120,7 @@ class Answers:
 
 
 class TrajectoryService:
-    """Answers every call of one trajectory server; lives on one loop."""
+    """Dispatch every call of one trajectory server. Not thread-safe: owned by one event loop."""
 
     def __init__(
         self,
@@ -133,8 +136,11 @@ class TrajectoryService:
         limits: PayloadLimits,
         describes: bool,
     ) -> None:
-        """``samples_started``: of a group that moves. ``limits``: of the configuration; those of the model come from
-        the scheduler. ``describes``: the scheduler wants to know what prompts are like."""
+        """Wire the parts together; no IO here.
+
+        ``samples_started``: samples of a group that migrates. ``limits``: payload limits of the configuration; the
+        scheduler adds those of the model. ``describes``: send prompt features to the scheduler.
+        """
         self._shard = shard
         self._stage_calls = stage_calls
         self._prompts = prompts
@@ -145,42 +151,42 @@ class TrajectoryService:
         self._samples_started = samples_started
         self._limits = limits
         self._model: ModelLimits | None = None
-        """None until a trainer has joined: no worker can have written anything before."""
+        """None until a trainer has join_columns: no worker can have generated anything before that."""
         self._rejects = PushRejects(registrar)
         self._describes = describes
         self._draining = False
-        self._look = asyncio.Event()
-        """What may go is asked at once."""
-        self._missed = asyncio.Event()
-        """What is not here is looked for at once."""
+        self._retain_now = asyncio.Event()
+        """Set to request a retention decision immediately."""
+        self._check_stock_now = asyncio.Event()
+        """Set to compare the shard with the ledger immediately."""
         self._full = False
-        self._tried_s: float | None = None
-        """When a worker was let try last, or was first told not to; None: the last push found room."""
+        self._last_trial_s: float | None = None
+        """Time of the last trial push, or of the first rejection; None: the last push found room."""
         self._pushed_bytes = 0
-        """Since that was asked the last time."""
+        """Bytes pushed since the last retention request."""
         self._partials = Partials()
 
     def on_call(self, call: Call) -> None:
-        """Answer now, or with the commit of this drain, or later."""
+        """Dispatch a call. The reply is sent immediately, with the commit of this drain, or later by a task."""
         try:
             self._dispatch(call)
-        except Refused as no:
-            call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+        except Refused as refusal:
+            call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)
         except ProtocolError as error:
             call.refuse(error.code, error.detail)
 
     def on_drained(self) -> None:
-        """Everything of this drain is here: commit it."""
+        """Commit everything that this drain of the socket received."""
         self._shard.commit()
 
     def on_gone(self, peer: str) -> None:
-        """Nothing is heard of a worker any more: its groups go to others."""
+        """Requeue the groups of a lost worker and retire its slabs."""
         self._stage_calls.lose(peer)
         if self._shard.slabs is not None:
             self._shard.slabs.lose(WorkerId(peer))
 
     def drain(self) -> None:
-        """Take no more work in and hand none out."""
+        """Accept no new work and hand none out; operations under way are still registered."""
         self._draining = True
         self._stage_calls.close()
         self._tasks.start(self._registrar.idle())
@@ -210,93 +216,101 @@ class TrajectoryService:
                     Status(values={**self._shard.status(), "rows": len(self._prompts), "partials": len(self._partials)})
                 )
             case _:
-                call.refuse(Code.DENIED, f"a trajectory server does not answer {type(call.body).__name__}")
+                call.refuse(Code.DENIED, f"a trajectory server does not serve {type(call.body).__name__}")
 
     def row(self, group: GroupId) -> dict[str, Any]:
-        """The prompt row of a group."""
+        """Return the prompt row of a group. Raise ``ProtocolError`` for a negative group number."""
         if group < 0:
-            raise ProtocolError(Code.MALFORMED, f"{group} is no group")
+            raise ProtocolError(Code.MALFORMED, f"invalid group number: {group}; it must not be negative")
         return self._prompts[group % len(self._prompts)]
 
     def _rows(self, call: Call, body: GetRows) -> None:
-        """Prompt rows, and what other instances wrote of the groups, of as many as fit. Samples that never do are begun
-        anew; a row that does not is refused."""
+        """Reply with the prompt rows and migrated partial samples of as many groups as fit.
+
+        Partial samples that exceed ``MAX_ROW_BYTES`` are left out, so the worker starts their group from the prompt. A
+        row that exceeds it is rejected with ``OVERSIZE``.
+        """
         if len(body.groups) > MAX_ROWS:
-            raise ProtocolError(Code.OVERSIZE, f"{len(body.groups)} groups are asked for; at most {MAX_ROWS} at once")
+            raise ProtocolError(Code.OVERSIZE, f"{len(body.groups)} groups requested; at most {MAX_ROWS} at once")
         if body.partials and len(body.partials) != len(body.groups):
-            raise ProtocolError(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.partials)} leases")
+            raise ProtocolError(
+                Code.MALFORMED, f"{len(body.groups)} groups with {len(body.partials)} leases; the numbers must match"
+            )
         rows: list[dict[str, Any]] = []
         partials: list[PartialFrames | None] = []
         frames: list[bytes] = []
         left = min(body.most_bytes, MAX_ROW_BYTES)
         for group, lease in zip(body.groups, body.partials or [LeaseId(0)] * len(body.groups), strict=True):
-            row, found = self.row(group), self._partials.find(Key(group, lease))
-            if found is not None and found.nbytes > MAX_ROW_BYTES:
-                found = None
+            row, samples = self.row(group), self._partials.find(Key(group, lease))
+            if samples is not None and samples.nbytes > MAX_ROW_BYTES:
+                samples = None
             row_bytes = len(msgspec.msgpack.encode(row))
-            left -= row_bytes + (0 if found is None else found.nbytes)
+            left -= row_bytes + (0 if samples is None else samples.nbytes)
             if rows and left < 0:
                 break
             if row_bytes > MAX_ROW_BYTES:
                 raise ProtocolError(Code.OVERSIZE, f"the row of group {group} has {row_bytes} bytes")
             rows.append(row)
-            partials.append(None if found is None else found.header)
-            frames += () if found is None else found.frames
+            partials.append(None if samples is None else samples.header)
+            frames += () if samples is None else samples.frames
         call.reply(Rows(rows=rows, partials=partials), frames)
 
     # Pushes and stage results ----------------------------------------------------------------------------------------
 
     def _push(self, call: Call, body: PushGroups) -> None:
-        """A full shard looks at no payload: each group is ``busy``. Only the question without any is asked again by the
-        client itself, until there is room."""
+        """Parse, check and buffer pushed groups for the next commit.
+
+        A full shard reads no payload and returns ``BUSY`` for each group. A push without items only tests for room: it
+        is rejected as a whole, so that the client retries it until there is room.
+        """
         if self._draining:
             raise Refused(Code.BUSY, "the trajectory server is draining")
-        if why := self._no_room(asked=not body.items):
+        if why := self._no_room(probe=not body.items):
             if not body.items:
                 raise Refused(Code.BUSY, why)
             call.reply(Results(results=[Result(code=Code.BUSY, detail=why)] * len(body.items)))
             return
         parts = _split([len(item.frames) for item in body.items], call.frames)
         slabs = self._shard.slabs
-        written = None if slabs is None else slabs.written
+        read_slab = None if slabs is None else slabs.written_bytes
         size = self._group_size
-        taken: list[Pushed | Result] = []
+        parsed: list[Pushed | Result] = []
         for item, frames in zip(body.items, parts, strict=True):
             try:
-                taken.append(pushed(item, frames, size, written, self._limits))
-            except ProtocolError as error:  # of this group alone: the others of the message may be fine
-                taken.append(Result(code=error.code, detail=error.detail))
+                parsed.append(parse_push(item, frames, size, read_slab, self._limits))
+            except ProtocolError as error:  # rejects this group only: the others in the message may be valid
+                parsed.append(Result(code=error.code, detail=error.detail))
                 self._rejects.note(item, error.code)
-        self._pushed_bytes += sum(one.record.nbytes for one in taken if isinstance(one, Pushed))
+        self._pushed_bytes += sum(one.record.nbytes for one in parsed if isinstance(one, Pushed))
         if self._pushed_bytes > self._shard.map_bytes * RETAIN_SHARE:
-            self._look.set()
-        answers = Answers(call, len(taken), apart=True)
-        for index, one in enumerate(taken):
+            self._retain_now.set()
+        pending = PendingResults(call, len(parsed), apart=True)
+        for index, one in enumerate(parsed):
             if isinstance(one, Result):
-                answers.put(index, one)
+                pending.put(index, one)
                 continue
-            self._shard.push(one, partial(answers.put, index))
+            self._shard.push(one, partial(pending.put, index))
             self._partials.forget(*one.key)
 
-    def _no_room(self, *, asked: bool) -> str:
-        """Why pushes are refused; empty when they are not. ``asked``: nobody has sent payload yet."""
+    def _no_room(self, *, probe: bool) -> str:
+        """Return why pushes are rejected; empty if they are accepted. ``probe``: the call carries no payload yet."""
         if self._model is None:
             return _NO_MODEL
         if not self._shard.room():
             self._full = True
-            self._look.set()
+            self._retain_now.set()
             return "the trajectory server's map is nearly full"
-        if not asked:
+        if not probe:
             return ""
-        if not (what := self._shard.full()):
-            self._tried_s = None
+        if not (resource := self._shard.full()):
+            self._last_trial_s = None
             return ""
         now_s = asyncio.get_running_loop().time()
-        if self._tried_s is None:
-            self._tried_s = now_s
-        if now_s < self._tried_s + RETRY_INTERVAL_S:
-            return f"the trajectory server's {trouble(what)}"
-        self._tried_s = now_s
+        if self._last_trial_s is None:
+            self._last_trial_s = now_s
+        if now_s < self._last_trial_s + RETRY_INTERVAL_S:
+            return f"the trajectory server's {trouble(resource)}"
+        self._last_trial_s = now_s
         return ""
 
     def _slab(self, call: Call, body: GetSlab) -> None:
@@ -310,20 +324,20 @@ class TrajectoryService:
 
     def _finish(self, call: Call, body: PutStageResults) -> None:
         if body.stage not in self._shard.queues:
-            raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
+            raise ProtocolError(Code.MALFORMED, f"unknown stage: {body.stage!r}")
         parts = _split([len(result.frames) for result in body.results], call.frames)
         self._stage_calls.finished(body)
-        answers = Answers(call, len(body.results))
+        pending = PendingResults(call, len(body.results))
         for index, (result, frames) in enumerate(zip(body.results, parts, strict=True)):
-            self._finish_one(body, result, frames, partial(answers.put, index))
+            self._finish_one(body, result, frames, partial(pending.put, index))
 
     def _finish_one(self, body: PutStageResults, result: StageResult, frames: list[memoryview], then: Then) -> None:
         key, stage, worker = Key(result.group, result.lease), body.stage, body.worker
         if result.error:
             then(self._shard.fail(key, stage, result.ticket, worker, result.error))
             return
-        held = self._shard.holdings.find(key)
-        tokens = 0 if held is None else held.record.tokens
+        stored = self._shard.holdings.find(key)
+        tokens = 0 if stored is None else stored.record.tokens
         try:
             named = arrays(result.frames, frames)
             makes = self._shard.stages[stage].makes
@@ -338,67 +352,74 @@ class TrajectoryService:
 
     async def _fetch(self, call: Call, body: GetGroups) -> None:
         try:
-            await self._give(call, body)
-        except Refused as no:
-            call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+            await self._reply_groups(call, body)
+        except Refused as refusal:
+            call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)
 
-    async def _give(self, call: Call, body: GetGroups) -> None:
+    async def _reply_groups(self, call: Call, body: GetGroups) -> None:
         if len(body.groups) > MAX_ROWS or len(set(body.groups)) < len(body.groups):
-            raise Refused(Code.OVERSIZE, f"{len(body.groups)} groups; at most {MAX_ROWS} at once, each of them once")
+            raise Refused(
+                Code.OVERSIZE, f"{len(body.groups)} groups requested; at most {MAX_ROWS} distinct groups at once"
+            )
         if len(body.groups) != len(body.shas):
-            raise Refused(Code.MALFORMED, f"{len(body.groups)} groups come with {len(body.shas)} shas")
+            raise Refused(
+                Code.MALFORMED, f"{len(body.groups)} groups with {len(body.shas)} shas; the numbers must match"
+            )
         wanted = [await self._wanted(group, sha) for group, sha in zip(body.groups, body.shas, strict=True)]
         maps = body.host == boot_id() and self._shard.slabs is not None
         try:
-            answer, frames = self._packed(wanted, maps=maps) if maps or body.checks else await self._looked_at(wanted)
+            answer, frames = (
+                self._packed(wanted, maps=maps) if maps or body.checks else await self._checked_arrays(wanted)
+            )
         except CorruptRecord as corrupt:
             await self._shard.quarantine(corrupt)
             raise Refused(Code.STALE, f"{corrupt}; it is quarantined") from corrupt
         call.reply(answer, frames)
 
-    def _packed(self, wanted: Sequence[Held], *, maps: bool) -> tuple[Groups, list[memoryview]]:
-        """Every payload as it is stored, for a reader that checks it; ``maps``: only its place, where it has one."""
+    def _packed(self, wanted: Sequence[StoredGroup], *, maps: bool) -> tuple[Groups, list[memoryview]]:
+        """Return payloads as they are stored, for a reader that checks them. ``maps``: send only the place in a
+        slab, if there is one."""
         columns, frames = join_columns(self._shard.read_columns(wanted))
         groups: list[GroupFrames] = []
-        for held in wanted:
-            data, place = self._shard.stored(held), place_of(held) if maps else None
+        for stored in wanted:
+            data, place = self._shard.view_payload(stored), place_of(stored) if maps else None
             if place is None:
                 frames.append(data)
-            group = held.key.group
+            group = stored.key.group
             groups.append(GroupFrames(group=group, row=self.row(group), frames=[], place=place, packed=place is None))
         folder = self._shard.slabs.folder if maps and self._shard.slabs is not None else ""
         return Groups(groups=groups, folder=folder, columns=columns), frames
 
-    async def _looked_at(self, wanted: Sequence[Held]) -> tuple[Groups, list[memoryview]]:
-        """All arrays of each, the payload checked in a thread."""
+    async def _checked_arrays(self, wanted: Sequence[StoredGroup]) -> tuple[Groups, list[memoryview]]:
+        """Return all arrays of each group, their payload checked in a thread."""
         groups: list[GroupFrames] = []
         frames: list[memoryview] = []
         for start in range(0, len(wanted), FETCH_AT_ONCE):
             some = wanted[start : start + FETCH_AT_ONCE]
             columns = self._shard.read_columns(some)
-            blobs = [self._shard.read_payload(held) for held in some]
+            blobs = [self._shard.read_payload(stored) for stored in some]
             payloads = await asyncio.to_thread(_checked, some, blobs)
-            for held, payload, made in zip(some, payloads, columns, strict=True):
-                specs, more = specs_and_frames(payload | made)
+            for stored, payload, stage_columns in zip(some, payloads, columns, strict=True):
+                specs, more = specs_and_frames(payload | stage_columns)
                 frames += more
-                groups.append(GroupFrames(group=held.key.group, row=self.row(held.key.group), frames=specs))
+                groups.append(GroupFrames(group=stored.key.group, row=self.row(stored.key.group), frames=specs))
         return Groups(groups=groups), frames
 
-    async def _wanted(self, group: GroupId, sha: str) -> Held:
-        held = self._shard.holdings.find_sha(group, sha)
-        if held is not None and self._shard.is_whole(held):
-            return held
-        # What stages had made of it was lost with a disk, and is made again of what a worker pushed again.
-        if held is not None and held.phase is not Phase.SETTLED:
-            raise Refused(Code.BUSY, f"group {group} is in its stages once more")
+    async def _wanted(self, group: GroupId, sha: str) -> StoredGroup:
+        stored = self._shard.holdings.find_sha(group, sha)
+        if stored is not None and self._shard.is_whole(stored):
+            return stored
+        # A worker has pushed the same bytes again after a disk was lost: the stages recompute their columns first.
+        if stored is not None and stored.phase is not Phase.SETTLED:
+            raise Refused(Code.BUSY, f"group {group} is going through its stages again")
         if await self._shard.missing(group, sha):
-            self._missed.set()
+            self._check_stock_now.set()
         raise Refused(Code.STALE, f"group {group} with sha {sha[:12]} is not here")
 
     # Housekeeping ----------------------------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Take up what was stored; then tell the scheduler, watch the stages, and forget what nobody needs."""
+        """Recover the stored groups, then run the background tasks until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._registrar.run())
             group.create_task(self._follow_model())
@@ -411,32 +432,33 @@ class TrajectoryService:
                 group.create_task(describe(self._scheduler, self._prompts, self._shard.shard))
 
     async def _follow_model(self) -> None:
-        """Learn the limits of the model from the scheduler, and each change of them."""
+        """Long-poll the scheduler for the limits of the model and apply every change."""
         while True:
-            question = GetModelLimits(known=self._model)
+            request = GetModelLimits(known=self._model)
             try:
-                self._model = await self._scheduler.ask(question, ModelLimits, timeout_s=None)
+                self._model = await self._scheduler.ask(request, ModelLimits, timeout_s=None)
             except Refused:  # the run is over
                 return
             self._limits = replace(self._limits, model=self._model)
 
     async def _take_stock(self) -> None:
-        """Give up what is not here: of what the run counts on now, and again when a trainer has missed some of what a
-        rollback brought back."""
+        """Give up groups that the ledger expects and the shard lacks: once at the start, and again whenever a
+        trainer requests a missing group that a rollback brought back."""
         while True:
-            self._missed.clear()
+            self._check_stock_now.clear()
             await take_stock(self._scheduler, self._shard)
-            await self._missed.wait()
+            await self._check_stock_now.wait()
 
     async def _retain(self) -> None:
-        """Ask what may go, every ``RETAIN_INTERVAL_S``, after many pushes, and soon after a push that found no room."""
+        """Request retention decisions every ``RETAIN_INTERVAL_S``, after many pushes, and soon after a push found no
+        room."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETAIN_INTERVAL_S):
-                    await self._look.wait()
+                    await self._retain_now.wait()
             if self._full:
                 await asyncio.sleep(BUSY_MS / 1000)
-            self._look.clear()
+            self._retain_now.clear()
             self._full, self._pushed_bytes = False, 0
             asked = self._shard.retainable()
             for start in range(0, len(asked), RETAIN_GROUPS):
@@ -445,22 +467,22 @@ class TrajectoryService:
 
     async def _retain_some(self, asked: Sequence[Key]) -> None:
         groups = list(dict.fromkeys(key.group for key in asked))
-        question = GetRetained(shard=self._shard.shard, groups=groups)
+        request = GetRetained(shard=self._shard.shard, groups=groups)
         try:
-            answer = await self._scheduler.ask(question, Retained, timeout_s=None)
-        except Refused:  # the run is over: nothing is deleted any more
+            answer = await self._scheduler.ask(request, Retained, timeout_s=None)
+        except Refused:  # the run is over: nothing is deleted after that
             return
         self._shard.retain(asked, set(answer.keep))
 
 
-def _checked(wanted: Sequence[Held], blobs: Sequence[bytes]) -> list[dict[str, Array]]:
-    return [unpacked(held.key, held.record, blob) for held, blob in zip(wanted, blobs, strict=True)]
+def _checked(wanted: Sequence[StoredGroup], blobs: Sequence[bytes]) -> list[dict[str, Array]]:
+    return [unpack_verified(stored.key, stored.record, blob) for stored, blob in zip(wanted, blobs, strict=True)]
 
 
 def _split(counts: Sequence[int], frames: list[memoryview]) -> list[list[memoryview]]:
-    """The frames of each item."""
+    """Split the frames of a message by item. Raise ``ProtocolError`` if the counts do not add up."""
     if sum(counts) != len(frames):
-        raise ProtocolError(Code.MALFORMED, f"{sum(counts)} frames are announced, {len(frames)} came")
+        raise ProtocolError(Code.MALFORMED, f"{sum(counts)} frames announced, {len(frames)} received")
     parts: list[list[memoryview]] = []
     start = 0
     for count in counts:

@@ -1,13 +1,13 @@
-"""The life of a group inside a shard: incoming, registered, through the stages, occupied or released, forgotten.
+"""Life of a group inside a shard: incoming, registered, staged, occupied or released, forgotten.
 
-- Nothing is said to the scheduler, and nothing answered to a worker, of bytes that are not durable.
-- A push that the scheduler refuses is forgotten at once; anything else goes when ``Retention`` says so, or when a newer
-  lease of its group was pushed.
-- A group is in every stage at once whose needs are there. The filter judges it as soon as its rewards are durable: what
-  it does not want goes through no stage that is still to come.
-- After a restart the same steps are taken again from what is stored: every one of them is idempotent.
+- Bytes are durable before the scheduler is notified of them and before a worker gets an acknowledgement.
+- A push that the scheduler rejects is forgotten immediately. Every other payload stays until ``Retention`` releases it
+  or a newer lease of its group is registered.
+- A group is queued for every stage whose needs are met, so independent stages run in parallel. The filter decides as
+  soon as the rewards are durable; a filtered group skips the remaining stages.
+- After a restart, the same steps run again from the stored state. Every step is idempotent.
 
-Owns the store and the stage queues. No sockets here: callers hand in callbacks and get plain values.
+Owns the store and the stage queues. No sockets in this module: callers pass callbacks and receive plain values.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from staleflow.protocols.wire.messages import (
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, unpack
 from staleflow.servers.trajectories.filters import Filter
-from staleflow.servers.trajectories.holdings import Held, Holdings, Incoming, Phase
+from staleflow.servers.trajectories.holdings import Holdings, Incoming, Phase, StoredGroup
 from staleflow.servers.trajectories.records import Key, Pushed, register_push
-from staleflow.servers.trajectories.registrar import Registrar, Then, Untold
+from staleflow.servers.trajectories.registrar import NotDelivered, Registrar, Then
 from staleflow.servers.trajectories.slabs import Slabs
 from staleflow.servers.trajectories.stage_queue import StageQueue
 from staleflow.servers.trajectories.store import Columns, CorruptRecord, Loaded, TrajectoryStore
@@ -45,18 +45,19 @@ from staleflow.store.disk_errors import Resource, trouble
 log = logging.getLogger(__name__)
 
 RECOVER_AT_ONCE = 500
-"""Groups taken up again before the loop has its turn, and on the way to the scheduler: new ones do not wait behind all
-the old ones."""
+"""Maximum number of recovered groups in flight to the scheduler, and recovered before the loop runs other tasks. New
+groups do not wait behind all recovered ones."""
 RECOVER_WAIT_S = 1.0
-"""A scheduler that answers some of these with busy for longer does not keep the others waiting."""
+"""Seconds to wait for the recovered groups in flight. Recovery continues after that even if the scheduler returns
+``BUSY`` for some."""
 RETRY_INTERVAL_S = 1.0
-"""A push that the ledger was not asked for, since it hears nothing from here at present, is told again after this."""
+"""Retry interval of an operation whose message the scheduler rejected before the ledger saw it."""
 MAX_DETAIL = 500
-"""Characters of what a stage's function said."""
+"""Maximum length of an error text of a stage function."""
 
 
 class Shard:
-    """Everything that one trajectory server holds. ``stages``: each after what it waits for; one is the reward."""
+    """State of one trajectory shard. ``stages`` are in topological order and include the reward stage."""
 
     def __init__(
         self, store: TrajectoryStore, registrar: Registrar, *, shard: int, stages: Sequence[Node], keep: Filter
@@ -66,74 +67,98 @@ class Shard:
         self._registrar = registrar
         self.stages = {node.name: node for node in stages}
         self._keep = keep
+        # Random, so that no ticket of an earlier process is valid in this one.
         first = secrets.randbits(40) << 20
         self.queues = {stage: StageQueue(first) for stage in self.stages}
         self.on_queued: Callable[[str], None] = lambda stage: None
-        """Called when a group was added to the queue of a stage."""
+        """Called after a group was added to the queue of a stage."""
         self.now_s: Callable[[], float] = lambda: asyncio.get_running_loop().time()
-        """The time that tickets and holds of stage workers go by."""
+        """Clock of the tickets and holds of stage workers."""
         self.holdings = Holdings()
         self._incoming: dict[Key, Incoming] = {}
         self._finished: list[tuple[Columns, int, Then]] = []
         self._deletes: list[Key] = []
         self._damaged: dict[Key, None] = {}
-        """Stored, but not to be read: kept until the scheduler has dropped them, or needs them no more."""
+        """Stored but unreadable records, kept until the scheduler has dropped them or no longer needs them."""
         self._full: Resource = ""
-        """What had no room for the last push, unless something has gone since."""
-        self._said = Seldom()
-        self._recovered = [self._found(loaded) for loaded in store.load()]
+        """Resource that was exhausted at the last push, or "" once something was deleted."""
+        self._log_limit = Seldom()
+        self._recovered = [self._add_loaded(loaded) for loaded in store.load()]
 
-    def _found(self, loaded: Loaded) -> Loaded:
-        """What the start found: a trainer may ask for it before it is taken up."""
+    def _add_loaded(self, loaded: Loaded) -> Loaded:
+        """Add a stored payload at the start. A trainer may request it before ``recover`` processes it."""
         key, record, columns = loaded
-        if record is None or any(stage not in self.stages for stage in columns):  # a name that has changed
+        if record is None or any(stage not in self.stages for stage in columns):  # a stage was renamed or removed
             self._damaged[key] = None
             return loaded._replace(record=None)
         done = {stage: -1 for stage in self.stages if stage in columns}
         if record.rewards:
             done[REWARD] = -1
-        self.holdings.add(Held(key, record, done=done))
+        self.holdings.add(StoredGroup(key, record, done=done))
         return loaded
 
     # Pushes ----------------------------------------------------------------------------------------------------------
 
     def room(self) -> bool:
-        """False while pushes are refused: what is left of the map is for what ends work."""
+        """Return False while pushes are rejected. The rest of the map is reserved for operations that finish work
+        and free space."""
         incoming = sum(one.pushed.record.nbytes for one in self._incoming.values() if not one.pushed.record.slab)
         return self._store.used_share() + incoming / self._store.map_bytes < FULL_SHARE
 
     def full(self) -> Resource:
-        """What has no room, so that pushes are refused."""
+        """Return the exhausted resource that makes the shard reject pushes, or ""."""
         return self._full or ("" if self.room() else "map")
 
     def push(self, pushed: Pushed, then: Then) -> None:
-        """Take a payload in; ``then`` is told once it is durable and registered, or why it is not."""
+        """Buffer a payload for the next commit.
+
+        ``then`` is called once with the result: after the payload is durable and registered, or with the reason why it
+        is not. ``CONFLICT`` if the lease was already pushed with other bytes, ``BUSY`` if another worker's push of the
+        same lease is still being registered, ``OVERSIZE`` if the payload can never fit.
+        """
         key, sha = pushed.key, pushed.record.sha
-        held, incoming = self.holdings.find(key), self._incoming.get(key)
-        first = held.record if held is not None else incoming.pushed.record if incoming is not None else pushed.record
-        if first.worker != pushed.record.worker and (held is None or held.phase is Phase.REGISTERING):
-            detail = f"group {key.group}, lease {key.lease}, comes from {first.worker}, too"
+        stored, incoming = self.holdings.find(key), self._incoming.get(key)
+        first = (
+            stored.record if stored is not None else incoming.pushed.record if incoming is not None else pushed.record
+        )
+        if first.worker != pushed.record.worker and (stored is None or stored.phase is Phase.REGISTERING):
+            detail = f"group {key.group}, lease {key.lease}, is also being pushed by {first.worker}"
             then(Result(code=Code.BUSY, detail=detail))
             return
-        known = held.record.sha if held is not None else incoming.pushed.record.sha if incoming is not None else sha
-        if known != sha:
-            then(Result(code=Code.CONFLICT, detail=f"group {key.group}, lease {key.lease}, has other bytes: {known}"))
-        elif held is not None:
-            if held.phase is Phase.REGISTERING:
-                held.waiting.append(then)
+        existing = (
+            stored.record.sha if stored is not None else incoming.pushed.record.sha if incoming is not None else sha
+        )
+        if existing != sha:
+            then(
+                Result(
+                    code=Code.CONFLICT,
+                    detail=f"group {key.group}, lease {key.lease}, already has other bytes: {existing}",
+                )
+            )
+        elif stored is not None:
+            if stored.phase is Phase.REGISTERING:
+                stored.waiting.append(then)
             else:
                 then(Result())
         elif incoming is not None:
             incoming.waiting.append(then)
         elif pushed.record.nbytes > FULL_SHARE * self._store.map_bytes:
-            then(Result(code=Code.OVERSIZE, detail=f"{pushed.record.nbytes} bytes never fit trajectories.map_mb"))
+            then(
+                Result(
+                    code=Code.OVERSIZE,
+                    detail=f"{pushed.record.nbytes} bytes can never fit; increase trajectories.map_mb",
+                )
+            )
         else:
             self._incoming[key] = Incoming(pushed, [then])
             if self.slabs is not None and pushed.record.slab:
                 self.slabs.expect(pushed.record.slab)
 
     def commit(self) -> None:
-        """Make durable what came since the last time, then tell the scheduler."""
+        """Commit deletions, stage columns and pushes since the last call, then notify the scheduler.
+
+        Deletions come first: they free the room that the other two need.
+        """
         self._commit_deletes()
         self._commit_columns()
         self._commit_pushes()
@@ -144,33 +169,35 @@ class Shard:
         incoming, self._incoming = list(self._incoming.values()), {}
         named = [one.pushed.record.slab for one in incoming if one.pushed.record.slab]
         late = {*self._deletes}
-        full = [one for one in incoming if one.pushed.key in late]  # what is stored of it has to go first
+        full = [one for one in incoming if one.pushed.key in late]  # its stored record must be deleted first
         incoming = [one for one in incoming if one.pushed.key not in late]
-        if not self._stored(incoming):
+        if not self._write(incoming):  # all or none: if not all fit, try each on its own
             self._store.turn_over()
-            more = [one for one in incoming if len(incoming) == 1 or not self._stored([one])]
+            more = [one for one in incoming if len(incoming) == 1 or not self._write([one])]
             incoming = [one for one in incoming if one not in more]
             full += more
         for one in full:
-            _tell(one.waiting, Result(code=Code.BUSY, detail=f"the trajectory server's {trouble(self._full or 'map')}"))
+            _resolve(
+                one.waiting, Result(code=Code.BUSY, detail=f"the trajectory server's {trouble(self._full or 'map')}")
+            )
         if self.slabs is not None:
             for name in named:
                 self.slabs.settle(name)
         for one in incoming:
             self._damaged.pop(one.pushed.key, None)
-            held = Held(one.pushed.key, one.pushed.record, waiting=one.waiting)
-            if (reward := held.record.reward) is not None:
-                held.done[REWARD], held.keep = -1, self._keep({REWARD_COLUMN: reward})
-            self.holdings.add(held)
-            self._register(held, new=True)
+            stored = StoredGroup(one.pushed.key, one.pushed.record, waiting=one.waiting)
+            if (reward := stored.record.reward) is not None:
+                stored.done[REWARD], stored.keep = -1, self._keep({REWARD_COLUMN: reward})
+            self.holdings.add(stored)
+            self._register(stored, new=True)
 
-    def _stored(self, incoming: Sequence[Incoming]) -> bool:
+    def _write(self, incoming: Sequence[Incoming]) -> bool:
         if not incoming:
             return True
         try:
             records = self._store.write_pushes([one.pushed for one in incoming], instead_of=self._damaged)
         except StoreFull as error:
-            log.log(logging.DEBUG if self._full else logging.ERROR, "pushes are refused: %s", error)
+            log.log(logging.DEBUG if self._full else logging.ERROR, "pushes rejected: %s", error)
             self._full = error.resource
             return False
         for one, record in zip(incoming, records, strict=True):
@@ -178,67 +205,73 @@ class Shard:
         self._full = ""
         return True
 
-    def _register(self, held: Held, *, new: bool = False) -> None:
-        """``new``: nobody was ever told yes."""
-        ready = held.keep is True and self.is_whole(held)
+    def _register(self, stored: StoredGroup, *, new: bool = False) -> None:
+        """Register a durable push with the scheduler. ``new``: the push has not been acknowledged to its worker yet."""
+        ready = stored.keep is True and self.is_whole(stored)
 
         def then(result: Result) -> None:
-            waiting, held.waiting = held.waiting, []
-            if isinstance(result, Untold) and not new:
-                asyncio.get_running_loop().call_later(RETRY_INTERVAL_S, self._register_again, held)
+            waiting, stored.waiting = stored.waiting, []
+            # A recovered push may have been acknowledged, so it is kept until the ledger decides. The worker of a new
+            # one gets the refusal and pushes again.
+            if isinstance(result, NotDelivered) and not new:
+                asyncio.get_running_loop().call_later(RETRY_INTERVAL_S, self._register_again, stored)
             elif result.code is not None:
-                self.forget(held.key)
+                self.forget(stored.key)
             else:
-                self._store.reach(self._store.reached.run, held.key.lease)
-                self._forget_older(held.key)
+                self._store.reach(self._store.reached.run, stored.key.lease)
+                self._forget_older(stored.key)
                 if ready:
-                    held.phase = Phase.SETTLED
+                    stored.phase = Phase.SETTLED
                 else:
-                    self._advance(held)
-            _tell(waiting, result)
+                    self._advance(stored)
+            _resolve(waiting, result)
 
-        self._registrar.add(register_push(held.key, held.record, self.shard, occupies=ready), then)
+        self._registrar.add(register_push(stored.key, stored.record, self.shard, occupies=ready), then)
 
-    def _register_again(self, held: Held) -> None:
-        if self.holdings.find(held.key) is held:
-            self._register(held)
+    def _register_again(self, stored: StoredGroup) -> None:
+        if self.holdings.find(stored.key) is stored:
+            self._register(stored)
 
     def _forget_older(self, key: Key) -> None:
-        """Only the newest registered lease of a group can still train."""
+        """Forget older leases of the same group: only the newest registered lease can still be trained."""
         for older in self.holdings.older(key):
             if older.resting:
                 self.forget(older.key)
 
     # Stages ----------------------------------------------------------------------------------------------------------
 
-    def _next_stages(self, held: Held) -> None:
-        """Queue the group for every stage that has what it needs and has not been asked yet."""
-        held.phase = Phase.STAGING
+    def _next_stages(self, stored: StoredGroup) -> None:
+        """Queue the group for every stage whose needs are met and that has not been queued yet."""
+        stored.phase = Phase.STAGING
         for stage, node in self.stages.items():
-            asked = stage in held.done or stage in held.queued
-            if not asked and all(needed in held.done for needed in node.after):
-                held.queued.add(stage)
-                self.queues[stage].add(held.key)
+            queued = stage in stored.done or stage in stored.queued
+            if not queued and all(needed in stored.done for needed in node.after):
+                stored.queued.add(stage)
+                self.queues[stage].add(stored.key)
                 self.on_queued(stage)
 
     def finish(self, columns: Columns, ticket: int, worker: str, then: Then) -> None:
-        """A stage is done with a group; ``then`` is told once its columns are durable, or that the ticket is over."""
+        """Accept the columns that a stage computed for a group.
+
+        ``then`` is called once the columns are durable, or with ``STALE_LEASE`` if the ticket has expired. A repeated
+        result of the finished ticket is acknowledged again.
+        """
         key, stage = columns.key, columns.stage
-        held = self.holdings.find(key)
-        if held is not None and held.done.get(stage) == ticket:
+        stored = self.holdings.find(key)
+        if stored is not None and stored.done.get(stage) == ticket:
             then(Result())
-        elif held is None or not self.queues[stage].finish(key, ticket, worker):
-            then(_ticket_is_over(key))
+        elif stored is None or not self.queues[stage].finish(key, ticket, worker):
+            then(_ticket_expired(key))
         else:
             self._finished.append((columns, ticket, then))
 
     def fail(self, key: Key, stage: str, ticket: int, worker: str, why: str) -> Result:
-        """A worker has nothing for a group: it is tried again, elsewhere first, or given up for good."""
+        """Record that a worker failed a group. It is retried, by another worker first, or given up for good."""
         if self.holdings.find(key) is None:
-            return _ticket_is_over(key)
+            return _ticket_expired(key)
         given_up = self.queues[stage].fail(key, ticket, worker, why[:MAX_DETAIL], now_s=self.now_s())
         if given_up is None:
-            return _ticket_is_over(key)
+            return _ticket_expired(key)
         if given_up:
             self.give_up([key], f"{stage}: {why}"[:MAX_DETAIL])
         else:
@@ -246,12 +279,12 @@ class Shard:
         return Result()
 
     def give_up(self, keys: Sequence[Key], detail: str) -> None:
-        """A stage failed for good: these groups are released."""
+        """Release groups that a stage has failed for good."""
         for key in keys:
-            if (held := self.holdings.find(key)) is not None and held.phase is Phase.STAGING:
-                if (more := self._said.due()) is not None:
-                    log.error("group %d is given up: %s%s", key.group, detail, more)
-                self._release(held, ReleaseWhy.ABORTED, detail)
+            if (stored := self.holdings.find(key)) is not None and stored.phase is Phase.STAGING:
+                if (more := self._log_limit.due()) is not None:
+                    log.error("group %d given up: %s%s", key.group, detail, more)
+                self._release(stored, ReleaseWhy.ABORTED, detail)
 
     def _commit_columns(self) -> None:
         if not self._finished:
@@ -260,129 +293,138 @@ class Shard:
         try:
             self._store.write_columns([columns for columns, _, _ in finished])
         except StoreFull as error:
-            if (more := self._said.due()) is not None:
-                log.warning("stage results are put back: %s%s", error, more)
+            if (more := self._log_limit.due()) is not None:
+                log.warning("stage results discarded, their groups requeued: %s%s", error, more)
             self._put_back(finished, error.resource)
             return
         for columns, ticket, then in finished:
-            held = self.holdings.find(columns.key)
-            if held is not None and held.phase is Phase.STAGING:  # another stage may have ended it meanwhile
-                held.done[columns.stage] = ticket
+            stored = self.holdings.find(columns.key)
+            if stored is not None and stored.phase is Phase.STAGING:  # else released by another stage
+                stored.done[columns.stage] = ticket
                 if columns.stage == REWARD:
-                    held.keep = self._keep(columns.arrays)
-                self._advance(held)
+                    stored.keep = self._keep(columns.arrays)
+                self._advance(stored)
             then(Result())
 
     def _put_back(self, finished: Sequence[tuple[Columns, int, Then]], full: Resource) -> None:
-        """There was no room for these: their stage is done again later."""
+        """Requeue groups whose stage results could not be stored for lack of room."""
         for columns, _, then in finished:
-            held = self.holdings.find(columns.key)
-            if held is not None and held.phase is Phase.STAGING:
-                held.queued.discard(columns.stage)
-                self._next_stages(held)
+            stored = self.holdings.find(columns.key)
+            if stored is not None and stored.phase is Phase.STAGING:
+                stored.queued.discard(columns.stage)
+                self._next_stages(stored)
             then(Result(code=Code.BUSY, detail=f"the trajectory server's {trouble(full)}"))
 
-    def _advance(self, held: Held) -> None:
-        """Out, if the filter has seen it and does not want it; else to the next stages; after the last, occupied."""
-        if held.keep is False:
-            self._release(held, ReleaseWhy.FILTERED, "")
-        elif held.keep is None or not self.is_whole(held):
-            self._next_stages(held)
+    def _advance(self, stored: StoredGroup) -> None:
+        """Release the group if the filter rejects it; else queue its next stages; after the last one, occupy it."""
+        if stored.keep is False:
+            self._release(stored, ReleaseWhy.FILTERED, "")
+        elif stored.keep is None or not self.is_whole(stored):
+            self._next_stages(stored)
         else:
-            self._close(held, RegisterOccupy(group=held.key.group, lease=held.key.lease))
+            self._close(stored, RegisterOccupy(group=stored.key.group, lease=stored.key.lease))
 
-    def _release(self, held: Held, why: ReleaseWhy, detail: str) -> None:
+    def _release(self, stored: StoredGroup, why: ReleaseWhy, detail: str) -> None:
         for queue in self.queues.values():
-            queue.forget(held.key)
-        release = RegisterRelease(group=held.key.group, lease=held.key.lease, why=why, detail=detail)
-        self._close(held, release, forget=True)
+            queue.forget(stored.key)
+        release = RegisterRelease(group=stored.key.group, lease=stored.key.lease, why=why, detail=detail)
+        self._close(stored, release, forget=True)
 
-    def _close(self, held: Held, op: Op, *, forget: bool = False) -> None:
-        held.phase = Phase.CLOSING
+    def _close(self, stored: StoredGroup, op: Op, *, forget: bool = False) -> None:
+        stored.phase = Phase.CLOSING
 
         def then(result: Result) -> None:
-            if (forget and result.code is None) or result.code is Code.STALE_LEASE:  # no trainer will ask for it
-                self.forget(held.key)
+            if (forget and result.code is None) or result.code is Code.STALE_LEASE:  # no trainer can request it
+                self.forget(stored.key)
                 return
-            held.phase = Phase.SETTLED
-            if isinstance(result, Untold):
-                asyncio.get_running_loop().call_later(RETRY_INTERVAL_S, again)
+            stored.phase = Phase.SETTLED
+            if isinstance(result, NotDelivered):
+                asyncio.get_running_loop().call_later(RETRY_INTERVAL_S, retry)
             elif result.code is not None:
-                log.info("group %d, lease %d: %s %s", *held.key, result.code, result.detail)
+                log.info("group %d, lease %d: %s %s", *stored.key, result.code, result.detail)
 
-        def again() -> None:
-            if self.holdings.find(held.key) is held:
-                self._close(held, op, forget=forget)
+        def retry() -> None:
+            if self.holdings.find(stored.key) is stored:
+                self._close(stored, op, forget=forget)
 
         self._registrar.add(op, then)
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def num_passed(self, stage: str) -> int:
-        """Return how many groups are done with a stage and not with all of them."""
-        return sum(stage in held.done for held in self.holdings if held.phase is not Phase.SETTLED)
+        """Return how many groups have finished this stage but not all stages."""
+        return sum(stage in stored.done for stored in self.holdings if stored.phase is not Phase.SETTLED)
 
-    def is_whole(self, held: Held) -> bool:
-        """Whether every stage is done with it."""
-        return len(held.done) == len(self.stages)
+    def is_whole(self, stored: StoredGroup) -> bool:
+        """Return True if every stage is done with the group."""
+        return len(stored.done) == len(self.stages)
 
-    def read_columns(self, wanted: Sequence[Held]) -> list[dict[str, Array]]:
-        """Stage columns of each, those included that ``recover`` has still to find. ``CorruptRecord``."""
-        return self._store.columns([(held.key, held.record, held.done) for held in wanted], self.stages)
+    def read_columns(self, wanted: Sequence[StoredGroup]) -> list[dict[str, Array]]:
+        """Return the stage columns of each group, also before ``recover`` has processed it. Raise ``CorruptRecord``."""
+        return self._store.columns([(stored.key, stored.record, stored.done) for stored in wanted], self.stages)
 
     @property
     def slabs(self) -> Slabs | None:
-        """Where workers of this host write; None: nowhere."""
+        """Slabs that workers on this host write into; None if the shard has none."""
         return self._store.slabs
 
     @property
     def map_bytes(self) -> int:
-        """Of the payload that may be held."""
+        """Size of the map in bytes: the maximum payload that the shard stores."""
         return self._store.map_bytes
 
     def slab_room(self) -> int:
-        """Bytes that another slab may take."""
+        """Return the bytes available for another slab."""
         return self._store.slab_room()
 
-    def stored(self, held: Held) -> memoryview:
-        """Packed payload, for a reader that checks it. ``CorruptRecord`` where there is none."""
-        return self._store.stored(held.key, held.record)
+    def view_payload(self, stored: StoredGroup) -> memoryview:
+        """Return the packed payload for a reader that checks it. Raise ``CorruptRecord`` if it is missing."""
+        return self._store.view_payload(stored.key, stored.record)
 
-    def read_payload(self, held: Held) -> bytes:
-        """Packed payload, to be checked with ``unpacked``. ``CorruptRecord``."""
-        return self._store.payload(held.key, held.record)
+    def read_payload(self, stored: StoredGroup) -> bytes:
+        """Return a copy of the packed payload, to be checked with ``unpack_verified``. Raise ``CorruptRecord``."""
+        return self._store.payload(stored.key, stored.record)
 
     async def quarantine(self, corrupt: CorruptRecord) -> None:
-        """Name damaged bytes to the scheduler; returns once it knows, so that what is asked next is the new truth."""
-        held, told = self.holdings.find(corrupt.key), asyncio.Event()
-        if held is None or not held.resting:
+        """Report damaged bytes to the scheduler and wait for its acknowledgement.
+
+        Returning only then means that a reader that requests the batch again gets the new members.
+        """
+        stored, acked = self.holdings.find(corrupt.key), asyncio.Event()
+        if stored is None or not stored.resting:
             return
         log.error("quarantined: %s", corrupt)
         for queue in self.queues.values():
-            queue.forget(held.key)
-        held.phase = Phase.CLOSING
+            queue.forget(stored.key)
+        stored.phase = Phase.CLOSING
 
         def then(_: Result) -> None:
-            held.phase = Phase.SETTLED
-            told.set()
+            stored.phase = Phase.SETTLED
+            acked.set()
 
-        self._give_up_damaged(held.key, str(corrupt), then)
-        await told.wait()
+        self._give_up_damaged(stored.key, str(corrupt), then)
+        await acked.wait()
 
     async def missing(self, group: GroupId, sha: str) -> bool:
-        """As ``quarantine``, for bytes that are not here: their record cannot be read, or was lost with its disk, or
-        another push has taken its place. Says whether the run counted on them."""
-        told: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        """Report bytes that are not here and wait for the acknowledgement. Return True if the run counted on them.
+
+        Their record is unreadable, was lost with its disk, or was replaced by another push.
+        """
+        acked: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
         def then(result: Result) -> None:
-            if not told.done():  # who asked may have gone
-                told.set_result(result)
+            if not acked.done():  # the caller may have been cancelled
+                acked.set_result(result)
 
         self._registrar.add(RegisterMissing(group=group, shard=self.shard, sha=sha), then)
-        return (await told).code is None
+        return (await acked).code is None
 
     def _give_up_record(self, key: Key) -> None:
-        """Forgotten once no trainer can ask for it any more; until then, damage is what it is asked for."""
+        """Give up a record that cannot be read.
+
+        It is deleted once no trainer can request it. Until then, requests for it return ``CorruptRecord`` rather than
+        nothing.
+        """
 
         def given_up(result: Result) -> None:
             if result.code in (None, Code.STALE_LEASE) and key in self._damaged:
@@ -392,8 +434,10 @@ class Shard:
         self._give_up_damaged(key, "its record is damaged", given_up)
 
     def _give_up_damaged(self, key: Key, detail: str, then: Then) -> None:
-        """Released if it is not occupied yet, else quarantined; nothing if another lease has the group now. ``then``
-        is told ``stale`` when it is consumed, and may come back."""
+        """Release the group if it is not occupied yet, else quarantine it; do nothing if another lease owns the group.
+
+        ``then`` gets ``STALE`` if the group is consumed: a rollback may bring it back.
+        """
 
         def released(result: Result) -> None:
             if result.code is Code.STALE:
@@ -407,7 +451,7 @@ class Shard:
     # Forgetting and recovering ---------------------------------------------------------------------------------------
 
     def forget(self, key: Key) -> None:
-        """A payload that nobody needs: out of the queues now, out of the store with the next commit."""
+        """Remove a payload from the queues now and from the store with the next commit."""
         if self.holdings.remove(key):
             self._deletes.append(key)
         for queue in self.queues.values():
@@ -421,10 +465,10 @@ class Shard:
         while deletes:
             try:
                 self._store.delete(deletes[:most])
-            except StoreFull as error:  # deleting takes some room too; a few at a time take little
+            except StoreFull as error:  # LMDB copies the pages it changes: deleting needs room, too
                 if most == 1 or error.resource in ("read-only", "failing"):
-                    if (more := self._said.due()) is not None:
-                        log.warning("deletes are put off: %s%s", error, more)
+                    if (more := self._log_limit.due()) is not None:
+                        log.warning("deletions postponed: %s%s", error, more)
                     break
                 most = (most + 3) // 4
                 self._store.turn_over()
@@ -434,55 +478,56 @@ class Shard:
         self._deletes = deletes + self._deletes
 
     def retainable(self) -> list[Key]:
-        """What ``Retention`` is asked about: nothing of it is on the way to the scheduler."""
-        return [*(held.key for held in self.holdings if held.resting), *self._damaged]
+        """Return the keys to submit to ``Retention``: those without an operation in flight to the scheduler."""
+        return [*(stored.key for stored in self.holdings if stored.resting), *self._damaged]
 
     def retain(self, asked: Sequence[Key], keep: set[GroupId]) -> int:
-        """Forget those of ``asked`` that need not be kept, unless they went on meanwhile; return how many."""
-        found = [self.holdings.find(key) for key in asked if key.group not in keep]
-        gone = [held.key for held in found if held is not None and held.resting]
-        for key in gone:
+        """Forget those of ``asked`` that need not be kept, unless their state has changed since; return how many."""
+        candidates = [self.holdings.find(key) for key in asked if key.group not in keep]
+        unneeded = [stored.key for stored in candidates if stored is not None and stored.resting]
+        for key in unneeded:
             self.forget(key)
         for key in [key for key in asked if key in self._damaged and key.group not in keep]:
             del self._damaged[key]
             self._deletes.append(key)
-        return len(gone)
+        return len(unneeded)
 
     async def recover(self) -> None:
-        """Take up every stored group where the last process left it. Once, when the scheduler knows this shard."""
+        """Resume every stored group where the previous process stopped. Call it once, after the scheduler has
+        attached this shard."""
         recovered, self._recovered = self._recovered, []
         for number, (key, record, columns) in enumerate(recovered):
             if number % RECOVER_AT_ONCE == RECOVER_AT_ONCE - 1:
                 await asyncio.sleep(0)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RECOVER_WAIT_S):
-                        await self._registrar.fewer(RECOVER_AT_ONCE)
-            held = self.holdings.find(key)
-            if held is None and record is None:
-                log.error("group %d, lease %d: its record is damaged; it is quarantined", *key)
+                        await self._registrar.wait_below(RECOVER_AT_ONCE)
+            stored = self.holdings.find(key)
+            if stored is None and record is None:
+                log.error("group %d, lease %d quarantined: its record is damaged", *key)
                 self._give_up_record(key)
-            if held is None or record is None:  # gone, or pushed anew meanwhile
+            if stored is None or record is None:  # forgotten, or pushed again in the meantime
                 continue
-            if REWARD in held.done:
-                reward = held.record.reward
-                made = unpack(columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
-                held.keep = self._keep(made)
-            if self.is_whole(held) and not held.record.rewards:
-                waiting, held.waiting = held.waiting, []
-                _tell(waiting, Result())  # the stages had it, so its push was registered
-                self._advance(held)
+            if REWARD in stored.done:
+                reward = stored.record.reward
+                rewards = unpack(columns[REWARD]) if reward is None else {REWARD_COLUMN: reward}
+                stored.keep = self._keep(rewards)
+            if self.is_whole(stored) and not stored.record.rewards:
+                waiting, stored.waiting = stored.waiting, []
+                _resolve(waiting, Result())  # it has been through the stages, so its push was registered
+                self._advance(stored)
             else:
-                self._register(held)
+                self._register(stored)
         if recovered:
             log.info("%d groups recovered", len(recovered))
 
     def used_share(self) -> float:
-        """Of the map."""
+        """Return the share of the map in use, 0 to 1."""
         return self._store.used_share()
 
     def status(self) -> dict[str, Any]:
-        """Counts."""
-        phases = Counter(held.phase.name.lower() for held in self.holdings)
+        """Return counts for ``staleflow status``."""
+        phases = Counter(stored.phase.name.lower() for stored in self.holdings)
         return {
             "shard": self.shard,
             "groups": dict(phases),
@@ -494,10 +539,10 @@ class Shard:
         }
 
 
-def _tell(waiting: Sequence[Then], result: Result) -> None:
+def _resolve(waiting: Sequence[Then], result: Result) -> None:
     for then in waiting:
         then(result)
 
 
-def _ticket_is_over(key: Key) -> Result:
-    return Result(code=Code.STALE_LEASE, detail=f"group {key.group}: this ticket is over")
+def _ticket_expired(key: Key) -> Result:
+    return Result(code=Code.STALE_LEASE, detail=f"group {key.group}: this ticket has expired")

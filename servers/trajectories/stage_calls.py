@@ -1,13 +1,16 @@
-"""Stage workers at the shard: who waits for groups, what they get, and what happens when they vanish.
+"""Long polls of stage workers: assignment of groups to them, and recovery when they disappear.
 
-A worker asks once at a time, and says which tickets it has. A call that is sent again because its answer was lost gets
-the same groups again: the answers of the last ``REMEMBERED`` calls of each worker are kept as tickets. A newer call
-gives back what an older one took, nobody finished and the worker does not name: that was an echo, after a restart say,
-and its answer went to nobody. Of those that wait, who has the fewest groups is served first; what is queued is shared
-out over all that wait. Pauses of this process count against no worker.
+A worker has one call at a time, which lists the tickets that it has.
 
-Payload is sent as it is stored, and its worker checks it. One that has found damage asks once more, for what the shard
-has checked.
+- The replies of the last ``MAX_REMEMBERED_CALLS`` calls of each worker are kept as tickets. A call that is sent again
+  because its reply was lost gets the same groups again.
+- A newer call returns tickets that an older one took if the worker neither finished nor lists them: that reply went to
+  a duplicate of the call, after a restart for instance, and was never read.
+- Among waiting workers, the one with the fewest groups is served first, and the queue is divided among all of them.
+- Pauses of this process do not count against any worker.
+
+Payload is sent as it is stored, and the worker checks it. A worker that finds damage calls again and requests payload
+that the shard has checked.
 """
 
 import asyncio
@@ -26,28 +29,30 @@ from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import GetStageWork, PutStageResults, StageItem, StageWork
 from staleflow.protocols.wire.tensors import Array, specs_and_frames
 from staleflow.servers.runner import Tasks
-from staleflow.servers.trajectories.holdings import Held, place_of
+from staleflow.servers.trajectories.holdings import StoredGroup, place_of
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import Ticket
 from staleflow.servers.trajectories.stage_times import StageTimes
-from staleflow.servers.trajectories.store import CorruptRecord, unpacked
+from staleflow.servers.trajectories.store import CorruptRecord, unpack_verified
 
 log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.5
-LONGEST_WAIT_MS = 60_000
-"""A worker that waits longer is answered with nothing."""
-REMEMBERED = 16
-"""Calls of one worker whose answer can be given again."""
-REMEMBERED_WORKERS = 1024
-"""Workers whose calls are remembered, those that are gone included."""
+MAX_WAIT_MS = 60_000
+"""Maximum time that a call waits; after that it gets an empty reply."""
+MAX_REMEMBERED_CALLS = 16
+"""Maximum number of calls per worker whose reply can be repeated."""
+MAX_REMEMBERED_WORKERS = 1024
+"""Maximum number of workers whose calls are remembered, lost ones included."""
 MAX_BYTES = 64 << 20
-"""Of the frames of one answer, but for its first group."""
+"""Maximum bytes of frames in one reply, its first group excepted."""
 
 
 class StageCalls:
-    """The calls of all stages. ``seconds_a_group`` bounds, by stage, how long a worker may take for each group;
-    ``times`` keeps when they had them."""
+    """Waiting calls of all stages.
+
+    ``seconds_a_group`` is the time limit per group of each stage. ``times`` logs when workers had groups.
+    """
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class StageCalls:
         calls_a_group: Mapping[str, int],
         times: StageTimes | None,
     ) -> None:
-        """``calls_a_group``: calls of user code that one group of a stage takes."""
+        """``calls_a_group``: number of calls of user code per group of each stage."""
         self._shard = shard
         self._tasks = tasks
         self._row = row
@@ -67,108 +72,118 @@ class StageCalls:
         self._calls_a_group = calls_a_group
         self._times = times
         self._waiting: dict[str, dict[Call, float]] = {stage: {} for stage in shard.queues}
-        """Calls of each stage that wait, with the time at which they came."""
-        self._given: dict[str, dict[int, list[Ticket]]] = {}
+        """Waiting calls of each stage with their arrival times."""
+        self._replies: dict[str, dict[int, list[Ticket]]] = {}
         self._closed = False
         self._paused_s = 0.0
-        """All pauses of this process so far."""
-        self._held: set[tuple[str, str]] = set()
-        """Stage and worker of the holds that are logged."""
+        """Total of all pauses of this process so far."""
+        self._logged_holds: set[tuple[str, str]] = set()
+        """Stage and worker of every hold that has been logged."""
         shard.on_queued = self._serve_soon
         shard.now_s = self._now_s
         self._scheduled: set[str] = set()
 
     def take(self, call: Call, body: GetStageWork) -> None:
-        """Answer with what there is, or keep the call until there is something, at most ``wait_ms``."""
+        """Reply with queued groups, or keep the call until there are some, for at most ``wait_ms``."""
         if body.stage not in self._waiting:
-            raise ProtocolError(Code.MALFORMED, f"there is no stage {body.stage!r}")
+            raise ProtocolError(Code.MALFORMED, f"unknown stage: {body.stage!r}")
         if body.max_groups < 1 or body.wait_ms < 0:
-            raise ProtocolError(Code.MALFORMED, f"max_groups {body.max_groups}, wait_ms {body.wait_ms}")
+            raise ProtocolError(
+                Code.MALFORMED,
+                f"max_groups is {body.max_groups} and wait_ms is {body.wait_ms}; at least 1 and 0 are required",
+            )
         if len(body.held) > MAX_GROUPS:
-            raise ProtocolError(Code.OVERSIZE, f"{len(body.held)} groups are held; at most {MAX_GROUPS}")
-        given = self._given.get(body.worker, {})
-        if (tickets := given.get(call.id)) is not None:
+            raise ProtocolError(Code.OVERSIZE, f"{len(body.held)} groups listed as held; at most {MAX_GROUPS}")
+        replies = self._replies.get(body.worker, {})
+        if (tickets := replies.get(call.id)) is not None:
             queue = self._shard.queues[body.stage]
             self._answer(call, body, [ticket for ticket in tickets if queue.holds(ticket)])
             return
-        if call.id < max((*given, *self._waits(body.worker)), default=0):  # an echo: its worker has long gone on
+        newest = max((*replies, *self._waits(body.worker)), default=0)
+        if call.id < newest:  # a late duplicate: its worker has sent newer calls
             call.reply(StageWork(items=[]))
             return
         self._shard.queues[body.stage].ask(body.worker, body.calls)
         self._give_back(body)
         waiting, loop = self._waiting[body.stage], asyncio.get_running_loop()
-        for older in [older for older in waiting if _of(older, body.worker)]:  # nobody reads its answer any more
+        for older in [
+            older for older in waiting if _is_from(older, body.worker)
+        ]:  # its reply would not be read any more
             self._end(body.stage, older)
         waiting[call] = loop.time()
         self._serve(body.stage)
         if not call.done:
-            wait_s = min(body.wait_ms, LONGEST_WAIT_MS) / 1000
+            wait_s = min(body.wait_ms, MAX_WAIT_MS) / 1000
             loop.call_later(wait_s, self._end, body.stage, call)
 
     def _waits(self, worker: str) -> list[int]:
-        """Calls of that worker that wait."""
-        return [call.id for waiting in self._waiting.values() for call in waiting if _of(call, worker)]
+        """Return the ids of the waiting calls of a worker."""
+        return [call.id for waiting in self._waiting.values() for call in waiting if _is_from(call, worker)]
 
     def _give_back(self, body: GetStageWork) -> None:
-        """What a worker that asks for more neither has nor finished did not reach it: it went to an echo."""
-        queue, held = self._shard.queues[body.stage], set(body.held)
-        for tickets in self._given.get(body.worker, {}).values():
-            queue.give_back(ticket for ticket in tickets if ticket.number not in held)
+        """Return tickets to the queue that the worker neither lists nor finished: their reply was lost."""
+        queue, listed = self._shard.queues[body.stage], set(body.held)
+        for tickets in self._replies.get(body.worker, {}).values():
+            queue.give_back(ticket for ticket in tickets if ticket.number not in listed)
 
     def finished(self, body: PutStageResults) -> None:
-        """A worker has handed these back, whatever becomes of them."""
+        """Note that a worker has returned these tickets, whatever their results."""
         if self._times is not None:
             tickets = [result.ticket for result in body.results]
             self._times.finished(body.stage, body.worker, tickets, asyncio.get_running_loop().time())
 
     def lose(self, worker: str) -> None:
-        """A worker is gone: its groups are queued again.
+        """Requeue the groups of a lost worker.
 
-        It may be back, with an echo of the call that gave it those: that one was answered, and takes nothing.
+        The worker may come back, preceded by a duplicate of the call that took those groups. The number of that call
+        stays remembered with an empty reply, so that the duplicate takes nothing.
         """
-        if given := self._given.pop(worker, None):
-            self._given[worker] = {max(given): []}
-            while len(self._given) > REMEMBERED_WORKERS:
-                del self._given[next(iter(self._given))]
+        if replies := self._replies.pop(worker, None):
+            self._replies[worker] = {max(replies): []}
+            while len(self._replies) > MAX_REMEMBERED_WORKERS:
+                del self._replies[next(iter(self._replies))]
         for stage, queue in self._shard.queues.items():
             self._shard.give_up(queue.lose(worker), f"{stage}: its workers vanished")
             self._serve_soon(stage)
 
     async def watch(self) -> None:
-        """Queue again what a worker has for too long, and serve those whose hold is over.
+        """Requeue groups whose tickets expired and serve workers whose hold has ended, until cancelled.
 
-        A pause of this process (SIGSTOP, a virtual machine that was suspended, a sync) is credited first: what the
-        workers finished in the meantime lies unread in the socket.
+        A pause of this process (SIGSTOP, a suspended virtual machine, a slow sync) is credited first: the results that
+        workers sent in the meantime are still unread in the socket.
         """
         loop, pauses = asyncio.get_running_loop(), Pauses(WATCH_INTERVAL_S)
         while True:
             self._paused_s += pauses.tick(loop.time())
             for stage, queue in self._shard.queues.items():
-                self._shard.give_up(queue.expire(self._now_s()), f"{stage}: its workers took too long")
-                self._tell_held(stage)
+                self._shard.give_up(queue.expire(self._now_s()), f"{stage}: its workers exceeded the time limit")
+                self._log_holds(stage)
                 self._serve(stage)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def _now_s(self) -> float:
-        """The loop's time without the pauses of this process."""
+        """Return the loop's time without the pauses of this process."""
         return asyncio.get_running_loop().time() - self._paused_s
 
-    def _tell_held(self, stage: str) -> None:
-        """Log each hold once, and its end."""
+    def _log_holds(self, stage: str) -> None:
+        """Log the start and the end of each hold once."""
         failing = {one.worker: one for one in self._shard.queues[stage].failing()}
-        for known in [known for known in self._held if known[0] == stage and known[1] not in failing]:
-            self._held.remove(known)
-            log.info("stage worker %s serves the stage %s again", known[1], stage)
+        for pair in [pair for pair in self._logged_holds if pair[0] == stage and pair[1] not in failing]:
+            self._logged_holds.remove(pair)
+            log.info("stage worker %s recovered: it serves stage %s again", pair[1], stage)
         for worker, one in failing.items():
-            if (stage, worker) not in self._held:
-                self._held.add((stage, worker))
-                told = (
-                    "stage worker %s failed %d groups of the stage %s in a row; it is held, the groups are retried: %s"
+            if (stage, worker) not in self._logged_holds:
+                self._logged_holds.add((stage, worker))
+                log.error(
+                    "stage worker %s held after failing %d groups of stage %s in a row, the groups are retried: %s",
+                    worker,
+                    one.failures,
+                    stage,
+                    one.why,
                 )
-                log.error(told, worker, one.failures, stage, one.why)
 
     def close(self) -> None:
-        """Hand nothing out any more; who waits is answered with nothing."""
+        """Stop handing out groups; end the waiting calls with empty replies."""
         self._closed = True
         for stage, calls in self._waiting.items():
             for call in list(calls):
@@ -181,13 +196,13 @@ class StageCalls:
             call.reply(StageWork(items=[], waited_ms=_ms_since(came_s)))
 
     def _remember(self, worker: str, id: int, tickets: list[Ticket]) -> None:
-        given = self._given.setdefault(worker, {})
-        given[id] = tickets
-        while len(given) > REMEMBERED:
-            del given[min(given)]
+        replies = self._replies.setdefault(worker, {})
+        replies[id] = tickets
+        while len(replies) > MAX_REMEMBERED_CALLS:
+            del replies[min(replies)]
 
     def _serve_soon(self, stage: str) -> None:
-        """Serve once all groups of this moment are queued, so that a worker gets several at once."""
+        """Serve at the end of this loop iteration, so that a worker gets several of the groups queued in it."""
         if stage not in self._scheduled:
             self._scheduled.add(stage)
             asyncio.get_running_loop().call_soon(self._serve, stage)
@@ -196,7 +211,7 @@ class StageCalls:
         self._scheduled.discard(stage)
         queue, waiting = self._shard.queues[stage], self._waiting[stage]
         left, now_s, a_group = len(waiting), self._now_s(), self._calls_a_group[stage]
-        for call in sorted(waiting, key=_has):
+        for call in sorted(waiting, key=_num_held):
             if not queue or self._closed:
                 return
             came_s, body = waiting[call], call.body
@@ -206,12 +221,12 @@ class StageCalls:
             most, left = min(body.max_groups, math.ceil(len(queue) / left)), left - 1
             at_once, seconds = max(1, body.calls // a_group), self._seconds_a_group[stage]
             tickets = queue.take(body.worker, most, now_s=now_s, seconds_each=seconds, at_once=at_once)
-            if not tickets:  # it is held, or has failed all that wait
+            if not tickets:  # the worker is held, or has failed every waiting group
                 continue
             del waiting[call]
             self._remember(body.worker, call.id, tickets)
             if self._times is not None:
-                self._times.given(stage, tickets, asyncio.get_running_loop().time())
+                self._times.started(stage, tickets, asyncio.get_running_loop().time())
             self._answer(call, body, tickets, waited_ms=_ms_since(came_s))
 
     def _answer(self, call: Call, body: GetStageWork, tickets: Sequence[Ticket], *, waited_ms: int = 0) -> None:
@@ -221,14 +236,14 @@ class StageCalls:
         maps = slabs is not None and body.host == boot_id()
         left = min(body.most_bytes, MAX_BYTES)
         for index, ticket in enumerate(tickets):
-            held = self._shard.holdings.find(ticket.key)
-            if held is None:
+            stored = self._shard.holdings.find(ticket.key)
+            if stored is None:
                 continue
             try:
-                place = place_of(held) if maps else None
-                specs, more = specs_and_frames(self._needed(held, body.stage))
+                place = place_of(stored) if maps else None
+                specs, more = specs_and_frames(self._needed(stored, body.stage))
                 if place is None:
-                    more.append(self._packed(held, checked=body.checks))
+                    more.append(self._packed(stored, reader_checks=body.checks))
             except CorruptRecord as corrupt:
                 self._tasks.start(self._shard.quarantine(corrupt))
                 continue
@@ -245,30 +260,30 @@ class StageCalls:
                     ticket=ticket.number,
                     row=self._row(group),
                     frames=specs,
-                    sha=held.record.sha,
+                    sha=stored.record.sha,
                     place=place,
                 )
             )
         folder = slabs.folder if maps and slabs is not None else ""
         call.reply(StageWork(items=items, folder=folder, waited_ms=waited_ms), frames)
 
-    def _packed(self, held: Held, *, checked: bool) -> memoryview:
-        """The payload; it is looked at here unless it is ``checked`` by who gets it. ``CorruptRecord``."""
-        if checked:
-            return self._shard.stored(held)
-        blob = self._shard.read_payload(held)
-        unpacked(held.key, held.record, blob)
+    def _packed(self, stored: StoredGroup, *, reader_checks: bool) -> memoryview:
+        """Return the packed payload, verified here unless the reader checks it. Raise ``CorruptRecord``."""
+        if reader_checks:
+            return self._shard.view_payload(stored)
+        blob = self._shard.read_payload(stored)
+        unpack_verified(stored.key, stored.record, blob)
         return memoryview(blob)
 
-    def _needed(self, held: Held, stage: str) -> dict[str, Array]:
-        """Columns of other stages that this one gets."""
+    def _needed(self, stored: StoredGroup, stage: str) -> dict[str, Array]:
+        """Return the columns of other stages that this stage needs."""
         wanted = self._shard.stages[stage].needs
-        made = self._shard.read_columns([held])[0] if wanted else {}
-        return {name: made[name] for name in wanted}
+        columns = self._shard.read_columns([stored])[0] if wanted else {}
+        return {name: columns[name] for name in wanted}
 
 
-def _of(call: Call, worker: str) -> bool:
-    """Whether this worker waits for it."""
+def _is_from(call: Call, worker: str) -> bool:
+    """Return True if the call is open and from this worker."""
     return not call.done and isinstance(call.body, GetStageWork) and call.body.worker == worker
 
 
@@ -276,6 +291,6 @@ def _ms_since(came_s: float) -> int:
     return round((asyncio.get_running_loop().time() - came_s) * 1000)
 
 
-def _has(call: Call) -> int:
-    """Groups that the worker of a call has already."""
+def _num_held(call: Call) -> int:
+    """Return the number of groups that the caller has already."""
     return len(call.body.held) if isinstance(call.body, GetStageWork) else 0

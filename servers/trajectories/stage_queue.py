@@ -1,17 +1,18 @@
-"""The queue of one stage: which groups wait for it, who works on which, and whose answer still counts.
+"""Queue of one stage: waiting groups, groups in progress, and the tickets that are valid.
 
 - A worker takes a group with a ticket. Only the newest ticket of a group can finish it.
-- A ticket ends when its worker is gone, has failed, or has used up its time. The group is then first in the queue
-  again, for a worker that has not failed it yet; where there is none, for the same worker after a back-off.
-- A group leaves the queue for good after ``MAX_TRIES`` such tries, or when every one of several workers has failed it.
-- A worker that fails ``HOLD_AFTER`` groups in a row is held: it gets nothing for a time that doubles with each other
-  group that it fails, then one group as a probe. Its first success ends that. Without the hold the worker that fails at
-  once is always free, is always served first, and takes the groups of the workers that do their work.
-- A probe is a group that the worker has not failed yet, if one waits, and a repeated failure of one group lengthens no
-  hold: where single groups are bad, they are soon all that is left, and prove nothing about their worker.
-- A worker may take more while it has some: a ticket lasts for those before it.
+- A ticket ends when its worker is lost, reports a failure, or exceeds its time limit. The group moves to the front of
+  the queue, for a worker that has not failed it yet; if there is none, for the same worker after a back-off.
+- A group leaves the queue for good after ``MAX_TRIES`` such tries, or when all of several workers have failed it.
+- A worker that fails ``HOLD_AFTER`` groups in a row is held: it gets no group for a time that doubles with each further
+  group that it fails, then one group as a probe. Its first success ends the hold. Without holds, a worker that fails at
+  once is always idle, is always served first, and takes the groups of the workers that function.
+- A probe is a group that the worker has not failed yet, if one waits, and a repeated failure of one group does not
+  extend a hold: where individual groups are bad, they are soon the only ones left, and prove nothing about their
+  worker.
+- A worker may take more groups while it has some: the time limit of a ticket covers those before it.
 
-Pure: time comes in as ``now_s``.
+Pure: time arrives as ``now_s``.
 """
 
 import math
@@ -24,17 +25,17 @@ from staleflow.protocols.consistency.ids import GroupId
 from staleflow.servers.trajectories.records import Key
 
 MAX_TRIES = 3
-"""Tries of a group that may fail, or vanish with their worker, before it is given up."""
+"""Number of failed tries, lost workers included, after which a group is given up."""
 HOLD_AFTER = 3
-"""Failures in a row that hold a worker: fewer are likely where single groups are bad and the worker is not."""
+"""Consecutive failures after which a worker is held. Fewer are likely where groups are bad and the worker is not."""
 MIN_HOLD_S, MAX_HOLD_S = 1.0, 60.0
 MAX_WORKERS = 1024
-"""Workers that are known at once."""
+"""Maximum number of workers tracked at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to finish one group."""
+    """Right to finish one group."""
 
     number: int
     key: Key
@@ -44,52 +45,53 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """A worker that has failed every group since its last success, ``HOLD_AFTER`` at least."""
+    """Worker that has failed every group since its last success, at least ``HOLD_AFTER`` of them."""
 
     worker: str
     failures: int
     since_s: float
     held_until_s: float
     why: str
-    """Of the newest failure."""
+    """Error text of the newest failure."""
 
 
 @dataclass(slots=True)
 class _Worker:
     has: int = 0
     calls: int = 0
-    """Most calls of user code that it has under way at once; 0: unknown."""
+    """Maximum number of concurrent calls of user code of this worker; 0: unknown."""
     failures: int = 0
-    """Groups that it has failed since its last success, each counted once."""
+    """Groups failed since its last success, each counted once."""
     since_s: float = 0.0
-    """When the first of these was."""
+    """Time of the first of these failures."""
     why: str = ""
     holds: int = 0
-    """Since its last success."""
+    """Holds since its last success."""
     held_until_s: float = 0.0
     held_from: int = 0
-    """First ticket of the time after the newest hold began; older ones were out already and lengthen no hold."""
+    """First ticket number issued after the newest hold. Failures of older tickets were already in progress and
+    extend no hold."""
 
 
 @dataclass(slots=True)
 class _Tries:
-    """The failed tries of one group."""
+    """Failed tries of one group."""
 
     count: int = 0
     workers: set[str] = field(default_factory=set[str])
     not_before_s: float = 0.0
-    """For a worker that has failed it already."""
+    """Earliest retry by a worker that has already failed the group."""
 
 
 class StageQueue:
-    """One stage. ``first_ticket`` must differ from that of an earlier process."""
+    """Queue of one stage. ``first_ticket`` must differ from that of an earlier process."""
 
     def __init__(self, first_ticket: int) -> None:
         self._next = first_ticket
         self._waiting: OrderedDict[Key, None] = OrderedDict()
-        self._taken: dict[Key, Ticket] = {}
+        self._in_progress: dict[Key, Ticket] = {}
         self._workers: dict[str, _Worker] = {}
-        """Those that asked and are not gone."""
+        """Workers that have called and are not lost."""
         self._tries: dict[Key, _Tries] = {}
 
     def __len__(self) -> int:
@@ -97,20 +99,20 @@ class StageQueue:
 
     @property
     def taken(self) -> int:
-        """Groups that a worker has."""
-        return len(self._taken)
+        """Number of groups in progress."""
+        return len(self._in_progress)
 
     @property
     def calls(self) -> int:
-        """Most calls of user code that all workers together have under way at once; 0: unknown."""
+        """Maximum number of concurrent calls of user code of all workers together; 0: unknown."""
         return sum(worker.calls for worker in self._workers.values())
 
     def first(self, most: int) -> list[GroupId]:
-        """Groups that workers have, then those that wait, the longest waiting first; no more than so many."""
-        return [key.group for key in islice(chain(self._taken, self._waiting), most)]
+        """Return at most ``most`` groups: those in progress first, then the waiting ones in queue order."""
+        return [key.group for key in islice(chain(self._in_progress, self._waiting), most)]
 
     def failing(self) -> list[Failing]:
-        """The workers that are held, or are being probed."""
+        """Return the workers that are held or being probed."""
         return [
             Failing(name, worker.failures, worker.since_s, worker.held_until_s, worker.why)
             for name, worker in self._workers.items()
@@ -118,17 +120,19 @@ class StageQueue:
         ]
 
     def add(self, key: Key) -> None:
-        """A group is ready for this stage."""
+        """Queue a group."""
         self._waiting[key] = None
 
     def ask(self, worker: str, calls: int = 0) -> None:
-        """Know a worker that asks for groups, with the ``calls`` that it has under way at most."""
-        self._known(worker).calls = calls
+        """Register a worker that requests groups, with its maximum number of concurrent ``calls``."""
+        self._worker(worker).calls = calls
 
     def take(self, worker: str, most: int, *, now_s: float, seconds_each: float, at_once: int = 1) -> list[Ticket]:
-        """The longest waiting groups that this worker may have, at most ``most``; it makes ``at_once`` of them side by
-        side, behind what it has."""
-        one = self._known(worker)
+        """Take at most ``most`` groups for this worker, the longest waiting first.
+
+        ``at_once``: number of groups that the worker processes concurrently, after those that it has already.
+        """
+        one = self._worker(worker)
         if one.holds:
             most = 0 if one.has or now_s < one.held_until_s else 1
         keys = list(islice(self._for(worker, now_s, fresh_first=bool(one.holds)), most))
@@ -136,82 +140,84 @@ class StageQueue:
         tickets: list[Ticket] = []
         for key in keys:
             del self._waiting[key]
-            ticket = self._taken[key] = Ticket(self._next, key, worker, until_s)
+            ticket = self._in_progress[key] = Ticket(self._next, key, worker, until_s)
             self._next += 1
             tickets.append(ticket)
         one.has += len(keys)
         return tickets
 
     def holds(self, ticket: Ticket) -> bool:
-        """True while this ticket counts."""
-        return self._taken.get(ticket.key) == ticket
+        """Return True while this ticket is valid."""
+        return self._in_progress.get(ticket.key) == ticket
 
     def give_back(self, tickets: Iterable[Ticket]) -> None:
-        """Groups that did not reach their worker: first in the queue again, as if never taken."""
+        """Return undelivered groups to the front of the queue, as if they had never been taken."""
+        # Newest first: each is put at the front, so the oldest ends up first.
         for ticket in sorted(tickets, key=lambda ticket: ticket.number, reverse=True):
             if self.holds(ticket):
                 self._end(ticket)
                 self._put_first(ticket.key)
 
     def finish(self, key: Key, number: int, worker: str) -> bool:
-        """True if this ticket counts and is that worker's; the group has left the queue then."""
+        """Finish a group. Return False if the ticket is not valid or belongs to another worker."""
         if (ticket := self._current(key, number, worker)) is None:
             return False
         self.forget(key)
-        one = self._known(ticket.worker)
+        one = self._worker(ticket.worker)
         one.failures, one.holds = 0, 0
         return True
 
     def fail(self, key: Key, number: int, worker: str, why: str, *, now_s: float) -> bool | None:
-        """True if the group is given up and has left the queue, False if it is tried again; None: this ticket does not
-        count, or is not that worker's."""
+        """Record a failure. Return True if the group is given up and has left the queue, False if it will be
+        retried, and None if the ticket is not valid or belongs to another worker."""
         if (ticket := self._current(key, number, worker)) is None:
             return None
         self._failed(ticket, why, now_s)
-        return self._tried(ticket, now_s)
+        return self._count_try(ticket, now_s)
 
     def lose(self, worker: str) -> list[Key]:
-        """A worker is gone; return the groups that were tried too often and have left the queue."""
-        lost = [ticket for ticket in self._taken.values() if ticket.worker == worker]
+        """Remove a lost worker; return the groups that were given up and have left the queue."""
+        lost = [ticket for ticket in self._in_progress.values() if ticket.worker == worker]
         for ticket in lost:
             self._end(ticket)
         self._workers.pop(worker, None)
-        return [ticket.key for ticket in reversed(lost) if self._tried(ticket)]
+        return [ticket.key for ticket in reversed(lost) if self._count_try(ticket)]
 
     def expire(self, now_s: float) -> list[Key]:
-        """Time passes; return the groups that were tried too often and have left the queue."""
-        late = [ticket for ticket in self._taken.values() if ticket.until_s <= now_s]
+        """Expire tickets; return the groups that were given up and have left the queue."""
+        late = [ticket for ticket in self._in_progress.values() if ticket.until_s <= now_s]
         for ticket in late:
-            self._failed(ticket, "it took too long", now_s)
-        return [ticket.key for ticket in reversed(late) if self._tried(ticket, now_s)]
+            self._failed(ticket, "the time limit was exceeded", now_s)
+        return [ticket.key for ticket in reversed(late) if self._count_try(ticket, now_s)]
 
     def forget(self, key: Key) -> None:
-        """The group is no longer wanted, wherever it is."""
+        """Remove a group, wherever it is."""
         self._tries.pop(key, None)
-        if (ticket := self._taken.get(key)) is not None:
+        if (ticket := self._in_progress.get(key)) is not None:
             self._end(ticket)
         else:
             self._waiting.pop(key, None)
 
-    def _known(self, worker: str) -> _Worker:
-        if (found := self._workers.get(worker)) is None:
+    def _worker(self, worker: str) -> _Worker:
+        if (existing := self._workers.get(worker)) is None:
             idle = [name for name, one in self._workers.items() if not one.has]
             for name in idle[: max(0, len(self._workers) + 1 - MAX_WORKERS)]:
                 del self._workers[name]
-            found = self._workers[worker] = _Worker()
-        return found
+            existing = self._workers[worker] = _Worker()
+        return existing
 
     def _current(self, key: Key, number: int, worker: str) -> Ticket | None:
-        ticket = self._taken.get(key)
+        ticket = self._in_progress.get(key)
         return None if ticket is None or ticket.number != number or ticket.worker != worker else ticket
 
     def _for(self, worker: str, now_s: float, *, fresh_first: bool) -> Iterator[Key]:
-        """Yield the groups that this worker may have, longest waiting first; or those first that it has not failed."""
+        """Yield the groups that this worker may take, longest waiting first; with ``fresh_first``, groups that it
+        has not failed come first."""
         possible = (key for key in self._waiting if self._may_have(worker, key, now_s))
         if not fresh_first:
             return possible
         fresh = (key for key in self._waiting if not self._has_failed(worker, key))
-        return chain(fresh, possible)  # a probe takes the first one only
+        return chain(fresh, possible)  # duplicates are harmless: a probe takes only the first one
 
     def _has_failed(self, worker: str, key: Key) -> bool:
         tries = self._tries.get(key)
@@ -225,22 +231,22 @@ class StageQueue:
         return not others and now_s >= tries.not_before_s
 
     def _failed(self, ticket: Ticket, why: str, now_s: float) -> None:
-        """End the ticket of a worker that has nothing for its group, and hold the worker if it fails them all."""
+        """End the ticket of a worker that failed its group, and hold the worker after too many failures in a row."""
         self._end(ticket)
-        one = self._known(ticket.worker)
+        one = self._worker(ticket.worker)
         one.since_s = one.since_s if one.failures else now_s
-        again = self._has_failed(ticket.worker, ticket.key)
-        one.failures += not again
+        repeated = self._has_failed(ticket.worker, ticket.key)
+        one.failures += not repeated
         one.why = why
         if one.failures >= HOLD_AFTER and ticket.number >= one.held_from:
-            one.holds += not (again and one.holds)
+            one.holds += not (repeated and one.holds)
             one.held_until_s = now_s + min(MIN_HOLD_S * 2.0 ** (one.holds - 1), MAX_HOLD_S)
             one.held_from = self._next
 
-    def _tried(self, ticket: Ticket, failed_s: float | None = None) -> bool:
-        """Count a try that came to nothing; queue the group again, or return True when it is given up.
+    def _count_try(self, ticket: Ticket, failed_s: float | None = None) -> bool:
+        """Count a failed try; requeue the group, or return True if it is given up.
 
-        ``failed_s``: when its worker failed it; None: the worker has vanished, which says nothing about the group.
+        ``failed_s``: when its worker failed it; None: the worker was lost, which is no evidence against the group.
         """
         tries = self._tries.setdefault(ticket.key, _Tries())
         tries.count += 1
@@ -259,5 +265,5 @@ class StageQueue:
         self._waiting.move_to_end(key, last=False)
 
     def _end(self, ticket: Ticket) -> None:
-        del self._taken[ticket.key]
+        del self._in_progress[ticket.key]
         self._workers[ticket.worker].has -= 1

@@ -1,8 +1,7 @@
-"""Tells the scheduler where groups are among the stages, so that ``status --why`` can name the stage that they wait in,
-and how full the shard is.
+"""Report to the scheduler how many groups wait in each stage and how full the shard is.
 
-Consumes the queues of a shard; produces a report a second, so that a scheduler that starts again knows it too. Nothing
-is decided by it.
+``status --why`` names the stage that groups wait in from these reports. Consumes the queues of a shard; produces one
+report a second, so that a restarted scheduler has them soon. No decision depends on them.
 """
 
 import asyncio
@@ -22,23 +21,23 @@ INTERVAL_S = 1.0
 
 
 async def report_stages(scheduler: Client, shard: Shard) -> None:
-    """Until cancelled. A refusal may pass: the next report is sent as ever."""
-    said = ""
+    """Send reports until cancelled. A refusal may be temporary, so it is logged once and reports continue."""
+    logged = ""
     while True:
         await asyncio.sleep(INTERVAL_S)
         report = StageLoads(shard=shard.shard, loads=loads_of(shard), used_share=shard.used_share(), full=shard.full())
         try:
             await scheduler.ask(report, Done, timeout_s=None)
-        except Refused as no:
-            if str(no) != said:
-                log.warning("where groups are is not known to the scheduler: %s", no)
-            said = str(no)
+        except Refused as refusal:
+            if str(refusal) != logged:
+                log.warning("scheduler rejected the stage report: %s", refusal)
+            logged = str(refusal)
         else:
-            said = ""
+            logged = ""
 
 
 def loads_of(shard: Shard) -> list[StageLoad]:
-    """The stages that have groups or failing workers, in the order of the graph."""
+    """Return the load of the stages that have groups or failing workers, in the order of the graph."""
     now_s = shard.now_s()
     return [
         StageLoad(

@@ -1,7 +1,7 @@
-"""When workers had groups of a stage, for a picture of the run: one line for each result, in the run directory.
+"""Log when workers had groups of a stage, for the timeline of a run: one line per result, in the run directory.
 
-Bounded: past ``MAX_BYTES`` the file begins anew and the one before is kept beside it. Nobody decides by it, and a full
-disk has none.
+Bounded: beyond ``MAX_BYTES`` the file is rotated and one old file is kept. Diagnostics only: nothing depends on it, and
+lines that do not fit on a full disk are dropped.
 """
 
 import json
@@ -14,32 +14,33 @@ from staleflow.servers.trajectories.stage_queue import Ticket
 
 MAX_BYTES = 8 << 20
 MAX_TICKETS = 1 << 16
-"""Of groups that are with workers; older ones are forgotten."""
+"""Maximum number of tickets in progress; the oldest are forgotten first."""
 
 
 def path_of(run_dir: Path, shard: int) -> Path:
-    """The file of a shard."""
+    """Return the file of a shard."""
     return run_dir / f"stages-{shard}.jsonl"
 
 
 class StageTimes:
-    """Times in seconds of the loop, which are those of the machine's monotonic clock, as ``m`` of the trace is."""
+    """Writer of the file. Times are seconds of the event loop, which uses the machine's monotonic clock, as ``m`` of
+    the trace does."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
         self._began: dict[tuple[str, int], float] = {}
 
-    def given(self, stage: str, tickets: Iterable[Ticket], now_s: float) -> None:
-        """A worker has these from now on."""
+    def started(self, stage: str, tickets: Iterable[Ticket], now_s: float) -> None:
+        """Record that a worker got these tickets."""
         for ticket in tickets:
             self._began[stage, ticket.number] = now_s
         while len(self._began) > MAX_TICKETS:
             del self._began[next(iter(self._began))]
 
     def finished(self, stage: str, worker: str, tickets: Iterable[int], now_s: float) -> None:
-        """It gave them back with what it made of them, or without."""
-        began = [found for number in tickets if (found := self._began.pop((stage, number), None)) is not None]
+        """Record that a worker returned these tickets, with results or without."""
+        began = [start_s for number in tickets if (start_s := self._began.pop((stage, number), None)) is not None]
         if not began:
             return
         line = {"stage": stage, "worker": worker, "groups": len(began), "begin_s": min(began), "end_s": now_s}
@@ -47,10 +48,10 @@ class StageTimes:
             self._opened().write(json.dumps(line).encode() + b"\n")
 
     def _opened(self) -> FileIO:
-        """The file for the next line. ``OSError``: there is none for this one, nor is it begun anew."""
+        """Return the file for the next line, rotated if it is full. Raise ``OSError`` if it cannot be opened."""
         if self._file is None or self._file.tell() > MAX_BYTES:
             if self._file is not None:
-                with suppress(FileNotFoundError):  # it was moved, and no new one could be opened
+                with suppress(FileNotFoundError):  # rotated before, but opening a new file failed
                     self._path.replace(self._path.with_suffix(".old.jsonl"))
             file = self._path.open("ab", buffering=0)
             self.close()
@@ -58,6 +59,6 @@ class StageTimes:
         return self._file
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()

@@ -1,7 +1,7 @@
-"""Does a shard have what the run counts on? A disk may be lost, a record damaged.
+"""Compare a shard with the ledger: a disk may have been lost, a record damaged.
 
-Consumes what the ledger expects of the shard, page by page; what is not there is given up, and its prompts are answered
-again. Waits inside one call at a time.
+Consumes the groups that the ledger expects of the shard, page by page. Missing groups are given up, and their prompts
+are generated again. Waits inside one call at a time.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 
 async def take_stock(scheduler: Client, shard: Shard) -> None:
-    """Look once at everything; what is stored was taken up before."""
+    """Check every expected group once. The stored payloads must have been loaded before."""
     lost, after = 0, GroupId(-1)
     while True:
         try:
             expected = await scheduler.ask(GetExpected(shard=shard.shard, after=after), Expected, timeout_s=None)
-        except Refused:  # of now: the run is over, or a key is not allowed at present
+        except Refused:  # may be temporary: a key is currently not allowed, or the run is over
             await asyncio.sleep(RETRY_INTERVAL_S)
             continue
         if not expected.groups:
@@ -35,4 +35,4 @@ async def take_stock(scheduler: Client, shard: Shard) -> None:
         lost += sum(await asyncio.gather(*missing))
         after = expected.groups[-1]
     if lost:
-        log.error("%d groups that had been pushed are not here any more: they are given up", lost)
+        log.error("%d groups that had been pushed are missing from the store and were given up", lost)

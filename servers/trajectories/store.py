@@ -1,9 +1,10 @@
-"""The payloads of one shard on disk: written once, never changed, each with its sha256.
+"""Payloads of one shard on disk: written once, never modified, each with its sha256.
 
-``payloads`` holds the packed arrays, unless they lie in a slab; ``records`` what is known of each; ``columns`` what the
-stages made of it. Bytes that are not what their sha256 says are never returned: ``CorruptRecord`` names them. What is
-signed is signed with its key, so that nothing stands for something else; a record without its payload, or the other way
-round, is damaged.
+- ``payloads`` has the packed arrays, unless they lie in a slab; ``records`` the metadata; ``columns`` the results of
+  stages.
+- Bytes that do not match their sha256 are never returned: ``CorruptRecord`` is raised for them.
+- Every value is hashed together with its key, so that no value can be mistaken for that of another key.
+- A record without its payload, or a payload without its record, is damaged.
 """
 
 import hashlib
@@ -40,44 +41,48 @@ TABLES = ("records", "payloads", "columns", "turns")
 _SHA_BYTES = 32
 _KEY_BYTES = 16
 _END = b"\xff" * (_KEY_BYTES + 1)
-"""After the last key of a table."""
+"""Sorts after every key of a table."""
 _REACHED = b"reached"
 _records = msgspec.msgpack.Decoder(Record)
 
 
 class CorruptRecord(Exception):
-    """Stored bytes are not what was stored."""
+    """Stored bytes do not match their sha256, or are missing."""
 
     def __init__(self, key: Key, what: str) -> None:
-        super().__init__(f"{what} of group {key.group}, lease {key.lease}, is not what its sha256 says")
+        super().__init__(f"{what} of group {key.group}, lease {key.lease}, does not match its sha256")
         self.key = key
 
 
 class Columns(NamedTuple):
-    """What a stage made of one group."""
+    """Columns that a stage computed for one group."""
 
     key: Key
     stage: str
     arrays: dict[str, Array]
-    """By full name."""
+    """Arrays by full column name."""
 
 
 class Loaded(NamedTuple):
-    """One payload found at the start."""
+    """One payload loaded at the start."""
 
     key: Key
     record: Record | None
-    """None when it or its reward is damaged."""
+    """Record; None if it or its reward is damaged."""
     columns: dict[str, bytes]
-    """By stage that is done: packed columns of the reward, by which the filter judges. Others are empty: they are
-    read and checked when somebody asks for them."""
+    """Packed columns by finished stage.
+
+    Only those of the reward are loaded, because the filter needs them. The others are empty here; they are read and
+    checked on request.
+    """
 
 
 class TrajectoryStore:
-    """Owned by one process. Writes raise ``StoreFull`` or ``StoreError`` and then have changed nothing."""
+    """Tables of one shard, owned by one process. A write that raises ``StoreFull`` or ``StoreError`` has changed
+    nothing."""
 
     def __init__(self, store: Store, *, map_bytes: int, slabs: Slabs | None = None, sync: bool = False) -> None:
-        """``sync``: slabs are brought to the disk before a record refers to them."""
+        """``sync``: write slabs to the disk before a record refers to them."""
         self._store = store
         self.slabs = slabs
         self._sync = sync
@@ -87,30 +92,34 @@ class TrajectoryStore:
             raw = txn.get("turns", _REACHED)
         self.reached = Reached() if raw is None else msgspec.msgpack.decode(raw, type=Reached)
         """Run and highest registered lease; stored with the next transaction."""
-        self._noted = self.reached
+        self._stored_reached = self.reached
 
     def reach(self, run: str, lease: LeaseId | None = None) -> None:
-        """Note the run, and that the scheduler has registered a push of this lease."""
+        """Note the run and, if given, a lease whose push the scheduler has registered."""
         highest = max(lease or self.reached.lease, self.reached.lease)
         if (run, highest) != (self.reached.run, self.reached.lease):
             self.reached = Reached(run=run, lease=highest)
 
     @contextmanager
     def _write(self) -> Generator[Write]:
-        """A transaction that takes the note along."""
+        """Open a transaction that also stores ``reached`` if it has changed."""
         reached = self.reached
         with self._store.write() as txn:
-            if reached != self._noted:
+            if reached != self._stored_reached:
                 txn.put("turns", _REACHED, msgspec.msgpack.encode(reached))
             yield txn
-        self._noted = reached
+        self._stored_reached = reached
 
     def write_pushes(self, pushes: Sequence[Pushed], instead_of: Container[Key] = ()) -> list[Record]:
-        """Make payloads durable, all or none, and return what is stored of each. None of them is stored already, but
-        for those in ``instead_of``, of which only what cannot be read is there: that goes in the same transaction."""
+        """Store payloads, all or none, and return their records.
+
+        No key may be stored already, except keys in ``instead_of``: their damaged rows are deleted in the same
+        transaction.
+        """
         try:
             records = [self._placed(one) for one in pushes]
             slabs = {record.slab: None for record in records if record.slab}
+            # Slabs first: a durable record must never refer to bytes that are not durable.
             if self._sync and slabs:
                 self._of_slabs.sync(slabs)
             with self._write() as txn:
@@ -120,12 +129,13 @@ class TrajectoryStore:
                         _delete(txn, [raw])
                     if not record.slab:
                         txn.put("payloads", raw, one.blob)
-                    txn.put("records", raw, _signed(raw, msgspec.msgpack.encode(record)))
+                    txn.put("records", raw, _hashed(raw, msgspec.msgpack.encode(record)))
         except BaseException as error:
+            # Nothing was stored: give the places in slabs back.
             if self.slabs is not None:
                 self.slabs.free(one.key for one in pushes)
             if isinstance(error, OSError):
-                state = "disk" if error.errno in SCARCE else state_of(error)  # of these, another try may find some
+                state = "disk" if error.errno in SCARCE else state_of(error)  # transient: a retry may succeed
                 if state is not None:
                     raise DiskFull(f"slabs cannot be written: {error}", state) from error
                 raise StoreError(f"slabs cannot be written: {error}") from error
@@ -133,7 +143,7 @@ class TrajectoryStore:
         return records
 
     def _placed(self, one: Pushed) -> Record:
-        """Its record, with the place of its bytes in a slab if there is room in one."""
+        """Return its record, placed in a slab if one has room."""
         record = one.record
         if self.slabs is None:
             return record
@@ -144,57 +154,59 @@ class TrajectoryStore:
         return record if place is None else msgspec.structs.replace(record, slab=place.slab, offset=place.offset)
 
     def slab_room(self) -> int:
-        """Bytes that another slab may take."""
+        """Return the number of bytes available for another slab."""
         return int((FULL_SHARE - self.used_share()) * self.map_bytes)
 
     @property
     def _of_slabs(self) -> Slabs:
-        assert self.slabs is not None, "a record lies in a slab"
+        assert self.slabs is not None, "a record lies in a slab, but the store has none"
         return self.slabs
 
     def write_columns(self, columns: Sequence[Columns]) -> None:
-        """Make what stages made durable, all or nothing."""
+        """Store stage columns, all or none."""
         with self._write() as txn:
             for one in columns:
                 _put_columns(txn, one)
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Forget payloads and all that belongs to them."""
+        """Delete payloads with their records and columns."""
         with self._write() as txn:
             _delete(txn, map(_raw, keys))
         if self.slabs is not None:
             self.slabs.free(keys)
 
     def turn_over(self) -> None:
-        """Commit next to nothing: LMDB gives the pages that a commit has freed back only one commit later."""
+        """Commit a tiny transaction: LMDB reuses the pages that a commit has freed only one commit later."""
         self._turns += 1
         with suppress(StoreFull), self._write() as txn:
             txn.put("turns", b"last", number_key(self._turns))
 
     def load(self) -> Iterator[Loaded]:
-        """Everything that is stored, but for payloads and what stages made beside the reward; in one pass over tables
-        of the same order. ``StoreCorrupt``."""
+        """Yield all records with their reward columns, in one pass over tables of the same key order.
+
+        Payloads and other columns are not read. Raise ``StoreCorrupt``.
+        """
         with self._store.read() as txn:
             payloads = dict.fromkeys(txn.keys("payloads"))
             columns = txn.keys("columns")
             next_raw = next(columns, _END)
             for raw, value in txn.items("records"):
-                packed, found = _opened(raw, value), dict[str, bytes]()
+                packed, stages = _verified(raw, value), dict[str, bytes]()
                 while next_raw[:_KEY_BYTES] <= raw:
                     if next_raw[:_KEY_BYTES] == raw:
                         stage = next_raw[_KEY_BYTES:].decode("utf-8", "replace")
-                        column = _opened(next_raw, txn.get("columns", next_raw) or b"") if stage == REWARD else b""
+                        column = _verified(next_raw, txn.get("columns", next_raw) or b"") if stage == REWARD else b""
                         packed = None if column is None else packed
-                        found[stage] = column or b""
+                        stages[stage] = column or b""
                     next_raw = next(columns, _END)
                 record = None if packed is None else _records.decode(packed)
                 if record is not None and record.slab:
-                    there = self._in_slab(_key(raw), record)
+                    exists = self._in_slab(_key(raw), record)
                 else:
-                    there = raw in payloads
+                    exists = raw in payloads
                     payloads.pop(raw, None)
-                yield Loaded(_key(raw), record if there else None, found)
-            for _ in columns:  # to the end: whoever walks a whole table knows that it is whole
+                yield Loaded(_key(raw), record if exists else None, stages)
+            for _ in columns:  # walk to the end: that is how a truncated table is detected
                 pass
             for raw in payloads:
                 yield Loaded(_key(raw), None, {})
@@ -205,7 +217,10 @@ class TrajectoryStore:
         return self.slabs is not None and self.slabs.find(key, record.slab, record.offset, record.nbytes)
 
     def payload(self, key: Key, record: Record) -> bytes:
-        """The packed arrays, not checked but for their number of bytes: that is slow, and ``unpacked`` does it."""
+        """Return a copy of the packed arrays.
+
+        Only their size is checked: hashing is slow, and ``unpack_verified`` does it.
+        """
         if record.slab:
             return bytes(self._view(key, record))
         with self._store.read() as txn:
@@ -215,57 +230,61 @@ class TrajectoryStore:
             raise CorruptRecord(key, "the payload" if size is not None else "the payload (which is missing)")
         return blob
 
-    def stored(self, key: Key, record: Record) -> memoryview:
-        """The same without a copy where it lies in a slab: valid as long as the record is kept."""
+    def view_payload(self, key: Key, record: Record) -> memoryview:
+        """Return the packed arrays, without a copy if they lie in a slab. Valid as long as the record is stored."""
         return self._view(key, record) if record.slab else memoryview(self.payload(key, record))
 
     def _view(self, key: Key, record: Record) -> memoryview:
         data = None if self.slabs is None else self.slabs.read(record.slab, record.offset, record.nbytes)
         if data is None:
-            raise CorruptRecord(key, "the payload (whose slab is missing)")
+            raise CorruptRecord(key, "the payload (its slab is missing)")
         return data
 
     def columns(
         self, wanted: Iterable[tuple[Key, Record, Container[str]]], stages: Collection[str]
     ) -> list[dict[str, Array]]:
-        """What any of ``stages`` made of each of these groups, by full name; those that come with a group must have.
-        Rewards of an environment are in the record."""
+        """Return the columns of each group by full name, from all of ``stages`` that have some.
+
+        Raise ``CorruptRecord`` if a stage that is listed with its group has none. Rewards of an environment come from
+        the record.
+        """
         with self._store.read() as txn:
             return [_columns(txn, key, record, done, stages) for key, record, done in wanted]
 
     def used_share(self) -> float:
-        """Share of the map in use, 0 to 1."""
+        """Return the share of the map in use, slabs included, 0 to 1."""
         in_slabs = 0 if self.slabs is None else self.slabs.nbytes
         return min(self._store.used_share() + in_slabs / self.map_bytes, 1.0)
 
     def close(self) -> None:
-        """Sync and let go."""
-        if self.reached != self._noted:
+        """Store ``reached`` if it has changed, then sync and close."""
+        if self.reached != self._stored_reached:
             with suppress(StoreError), self._write():
                 pass
         self._store.close()
 
 
-def unpacked(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
-    """The arrays of a payload; ``CorruptRecord`` unless they are what was pushed, and a group.
+def unpack_verified(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
+    """Return the arrays of a payload. Raise ``CorruptRecord`` unless they are a valid group with the sha256 of the
+    push.
 
-    A worker may write into its slab between the look at a push and its sha256.
+    Verifying at the push is not enough: a worker may write into its slab between the check of a push and its sha256.
     """
     if hashlib.sha256(blob).hexdigest() != record.sha:
         raise CorruptRecord(key, "the payload")
     try:
-        found = unpack(blob)
-        GroupPayload.from_arrays(found)
+        payload = unpack(blob)
+        GroupPayload.from_arrays(payload)
     except ProtocolError as error:
         raise CorruptRecord(key, "the payload") from error
-    return found
+    return payload
 
 
 def _columns(txn: Read, key: Key, record: Record, done: Container[str], stages: Iterable[str]) -> dict[str, Array]:
-    found: dict[str, Array] = {}
+    columns: dict[str, Array] = {}
     for stage in stages:
         if stage == REWARD and (reward := record.reward) is not None:
-            found[REWARD_COLUMN] = reward
+            columns[REWARD_COLUMN] = reward
             continue
         raw = _raw(key) + stage.encode()
         if (value := txn.get("columns", raw)) is None:
@@ -273,15 +292,15 @@ def _columns(txn: Read, key: Key, record: Record, done: Container[str], stages: 
                 raise CorruptRecord(key, f"a stage column, {stage} (which is missing),")
             continue
         try:
-            found |= unpack(_checked(key, "a stage column", raw, value))
+            columns |= unpack(_checked(key, "a stage column", raw, value))
         except ProtocolError as error:
             raise CorruptRecord(key, "a stage column") from error
-    return found
+    return columns
 
 
 def _put_columns(txn: Write, columns: Columns) -> None:
     raw = _raw(columns.key) + columns.stage.encode()
-    txn.put("columns", raw, _signed(raw, pack(columns.arrays)))
+    txn.put("columns", raw, _hashed(raw, pack(columns.arrays)))
 
 
 def _delete(txn: Write, raws: Iterable[bytes]) -> None:
@@ -310,17 +329,17 @@ def _key(raw: bytes) -> Key:
     return Key(GroupId(key_number(raw[:8])), LeaseId(key_number(raw[8:16])))
 
 
-def _signed(raw: bytes, value: bytes) -> bytes:
+def _hashed(raw: bytes, value: bytes) -> bytes:
     return hashlib.sha256(raw + value).digest() + value
 
 
-def _opened(raw: bytes, value: bytes) -> bytes | None:
-    """What was signed under this key; None when either has changed since."""
+def _verified(raw: bytes, value: bytes) -> bytes | None:
+    """Return the value stored under this key; None if the key or the value has changed since."""
     digest, rest = value[:_SHA_BYTES], value[_SHA_BYTES:]
     return rest if hashlib.sha256(raw + rest).digest() == digest else None
 
 
 def _checked(key: Key, what: str, raw: bytes, value: bytes) -> bytes:
-    if (rest := _opened(raw, value)) is None:
+    if (rest := _verified(raw, value)) is None:
         raise CorruptRecord(key, what)
     return rest

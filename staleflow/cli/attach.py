@@ -77,7 +77,7 @@ def command(
     """
     import threading
 
-    from staleflow.clients.attachment import SILENCE_S
+    from staleflow.clients.attachment import NOTICE_DELAY_S
     from staleflow.configs.loading.load import addresses
     from staleflow.configs.loading.presence import check_packages
     from staleflow.net.errors import RunOver
@@ -99,7 +99,7 @@ def command(
             check_not_ended(run_dir, scheduler)
     elif connect is not None:
         waiting = f"staleflow: waiting for the scheduler at {connect}, which does not answer"
-        notice = threading.Timer(SILENCE_S, click.echo, (waiting,), {"err": True})
+        notice = threading.Timer(NOTICE_DELAY_S, click.echo, (waiting,), {"err": True})
         notice.daemon = True
         notice.start()
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.clients import slab_reader as mapped
 from staleflow.clients.slab_reader import MappedSlabs, Unmapped, Unreadable
-from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
+from staleflow.clients.stage.worker import StageGroup, StageOutcome, StageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -127,7 +127,7 @@ class Judge:
 
     together: ClassVar[bool] = False
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         return [{"reward": np.ones(2, np.float32)}] * len(groups)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
@@ -141,7 +141,7 @@ def shards(folder: Path) -> list[Any]:
 async def test_a_trainer_keeps_a_bounded_number_of_maps_over_all_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "MOST", 5)
+    monkeypatch.setattr(mapped, "MAX_MAPPED", 5)
     every = shards(tmp_path)
     fetcher = Fetcher(every)
     wanted = [member for shard in every for member in shard.members()]
@@ -166,7 +166,7 @@ async def judged(every: Sequence[Any]) -> asyncio.Task[None]:
 async def test_a_stage_worker_keeps_a_bounded_number_of_maps_over_all_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "MOST", 5)
+    monkeypatch.setattr(mapped, "MAX_MAPPED", 5)
     working = await judged(shards(tmp_path))
     assert open_files(tmp_path) == 5
     working.cancel()

@@ -11,7 +11,7 @@ from tests.process.running import Run, audited
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("machine"), pytest.mark.timeout(120)]
 
-USERS = Path(__file__).parent.parent / "clients" / "stage" / "users.py"
+USERS = Path(__file__).parent.parent / "clients" / "user_code" / "users.py"
 END_S = 90
 STEPS = 6
 

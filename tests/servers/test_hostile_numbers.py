@@ -26,6 +26,7 @@ from staleflow.protocols.wire.messages import (
     TensorEntry,
 )
 from staleflow.protocols.wire.tensors import specs_and_frames
+from staleflow.servers.trajectories.records import MAX_ID
 from tests.servers.parameters.test_service import files
 from tests.servers.running import WEIGHTS, Run, payload
 from tests.servers.scheduler.table import Seat, Table
@@ -42,7 +43,9 @@ async def test_a_push_of_no_group_is_refused_and_the_shard_goes_on(run: Run, gro
     specs, frames = specs_and_frames(payload(0).to_arrays())
     item = PushItem(group=GroupId(group), lease=LeaseId(lease), worker=rollout.worker, truncated=False, frames=specs)
     (refused,) = (await rollout.shards[0].ask(PushGroups(items=[item]), Results, frames)).results
-    assert refused == Result(code=Code.MALFORMED, detail=f"there is no lease {lease} of a group {group}")
+    assert refused == Result(
+        code=Code.MALFORMED, detail=f"group {group} or lease {lease} is out of range; 0 to {MAX_ID - 1} are allowed"
+    )
     results = await rollout.push(*(await rollout.leases(1))[:1])
     assert [result.code for result in results] == [None]
 
@@ -139,7 +142,7 @@ async def test_a_version_larger_than_the_disk_is_refused_before_the_disk_is_fill
         batch=None,
         nbytes=2**46,
     )
-    with pytest.raises(Unavailable, match=r"it has 70368744177664 bytes, \d+ are free"):
+    with pytest.raises(Unavailable, match=r"has 70368744177664 bytes; \d+ bytes are free"):
         await run.client(run.where.parameters, trainer.worker).ask(ask, BeginPublishReply, timeout_s=0.5)
     assert files(run) == set()
     assert (await trainer.publish(0, WEIGHTS)).version == 0

@@ -1,10 +1,11 @@
-"""Versions on their way into a relay, which serves each tensor of them as soon as that is known to be right.
+"""Versions arriving at a relay, which serves each of their tensors as soon as it is verified.
 
-- Asked for once, however many want it. What the manifest of the parameter server names is what is wanted, whoever the
-  bytes come from: the relay above first, the parameter server itself when that is gone or its bytes are others.
-- What is right stays: after a source has failed only the other tensors are asked for again.
-- A relay that cannot get a version says no, and never "later": its readers then go to the parameter server themselves.
-- Where an older version is here and the link is slow, what changed since then comes instead of whole tensors.
+- A version is fetched once, however many readers want it. The manifest of the parameter server decides which bytes are
+  right, whichever source they come from: the parent relay first, the parameter server if that fails or has other bytes.
+- Verified tensors are kept: after a source has failed, only the others are requested again.
+- A relay that cannot get a version rejects it with ``BAD_VERSION`` and never with ``BUSY``, so that its readers go to
+  the parameter server themselves.
+- If an older version is here and the connection is slow, a delta is fetched instead of whole tensors.
 """
 
 import asyncio
@@ -44,12 +45,12 @@ from staleflow.servers.parameters.versions import (
 log = logging.getLogger(__name__)
 
 COPY_BYTES = 4 << 20
-MAX_COMING = 1024
-"""Versions on their way at once, whatever is asked for; readers of others are told to come back."""
+MAX_ARRIVING = 1024
+"""Maximum number of versions arriving at once. Requests for others get ``BUSY``."""
 
 
 class Arrival:
-    """The bytes of one version, some of them right already. Belongs to one loop."""
+    """Bytes of one arriving version, verified tensor by tensor. Owned by one event loop."""
 
     def __init__(self, manifest: Manifest, staged: Staged, memory: memoryview) -> None:
         self.manifest = manifest
@@ -60,17 +61,20 @@ class Arrival:
         self._missing = [entry.nbytes for entry in manifest.tensors]
         self._right = [False] * len(manifest.tensors)
         self._changed = asyncio.Event()
-        """Set, and made anew, when a tensor is right, and when nothing more will come."""
+        """Set, and replaced by a new event, when a tensor is verified and when the arrival fails."""
         self._failed: Refused | None = None
         self.moved = Moved()
-        """All bytes that came, right or not."""
-        self.came: dict[GetDelta, bytes] = {}
-        """Deltas that came for it, ``KEPT_BYTES`` at most; each is right once the tensors are that it touches."""
+        """Progress in bytes received, right or wrong."""
+        self.received_deltas: dict[GetDelta, bytes] = {}
+        """Deltas received for it, ``KEPT_BYTES`` at most. A delta is right if all tensors that it touches are."""
         self._checking: set[asyncio.Task[None]] = set()
 
-    async def given(self, offset: int, nbytes: int) -> int:
-        """How many bytes from there on may be given, at least one, once there are some: up to a tensor that is not
-        right yet. ``Refused`` when there never will be."""
+    async def servable(self, offset: int, nbytes: int) -> int:
+        """Wait until at least one byte at ``offset`` is verified; return how many may be served, up to an unverified
+        tensor.
+
+        Raise ``Refused`` if the arrival has failed.
+        """
         touched = self._touched(offset, nbytes)
         while touched and not self._right[touched[0]]:
             if self._failed is not None:
@@ -79,15 +83,15 @@ class Arrival:
         ahead = next((index for index in touched if not self._right[index]), None)
         return nbytes if ahead is None else self._starts[ahead] - offset
 
-    async def right(self, offset: int, nbytes: int) -> memoryview:
-        """These bytes, once all of them may be given. ``Refused`` as ``given``."""
+    async def verified(self, offset: int, nbytes: int) -> memoryview:
+        """Return these bytes once all of them are verified. Raise ``Refused`` if the arrival has failed."""
         at, end = offset, offset + nbytes
         while at < end:
-            at += await self.given(at, end - at)
+            at += await self.servable(at, end - at)
         return self.memory[offset:end]
 
     def arrived(self, offset: int, nbytes: int) -> None:
-        """These bytes are in memory; each comes once between two calls of ``begin_again``."""
+        """Note that these bytes are in memory. Each byte arrives once between two calls of ``missing_parts``."""
         self.moved(offset, nbytes)
         for index in self._touched(offset, nbytes):
             inside = min(offset + nbytes, self._ends[index]) - max(offset, self._starts[index])
@@ -96,38 +100,38 @@ class Arrival:
                 self._check_later(index)
 
     def copied(self, index: int) -> None:
-        """A tensor is in memory that a version here has, too."""
+        """Note that a tensor was copied from an older version."""
         self._missing[index] = 0
         self._check_later(index)
 
     async def settled(self) -> bool:
-        """Whether all tensors are right, once those that are in memory have been looked at."""
+        """Wait for the checks in progress; return True if all tensors are verified."""
         while self._checking:
             await asyncio.wait(set(self._checking))
         for index, entry in enumerate(self.manifest.tensors):
             self._right[index] |= not entry.nbytes
-        self._tell()
+        self._notify()
         return all(self._right)
 
     @property
     def any_right(self) -> bool:
-        """Whether some of the memory may be read by others."""
+        """Return True if readers may already be reading some of the memory."""
         return any(right and entry.nbytes for right, entry in zip(self._right, self.manifest.tensors, strict=True))
 
-    def begin_again(self) -> list[tuple[int, int]]:
-        """What is not right, as parts (offset, bytes) to ask for."""
-        self.came.clear()  # what was wrong with them is not known
+    def missing_parts(self) -> list[tuple[int, int]]:
+        """Reset the unverified tensors and return them as parts (offset, nbytes) to request."""
+        self.received_deltas.clear()  # some of them were wrong, and it is unknown which
         wanted: list[tuple[int, int]] = []
         for index, entry in enumerate(self.manifest.tensors):
             if not self._right[index]:
                 self._missing[index] = entry.nbytes
                 wanted.append((entry.offset, entry.nbytes))
-        return list(_joined(wanted))
+        return list(_merged(wanted))
 
     def fail(self, why: Refused) -> None:
-        """Nothing more will come."""
+        """Fail the arrival and wake all waiting readers."""
         self._failed = why
-        self._tell()
+        self._notify()
 
     def _touched(self, offset: int, nbytes: int) -> range:
         return range(bisect_right(self._ends, offset), bisect_left(self._starts, offset + nbytes))
@@ -141,17 +145,17 @@ class Arrival:
         entry = self.manifest.tensors[index]
         if await asyncio.to_thread(is_right, entry, self.memory):
             self._right[index] = True
-            self._tell()
+            self._notify()
         else:
-            log.error("tensor %s came damaged; it is not served", entry.name)
+            log.error("tensor %s arrived damaged and is not served", entry.name)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
-def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Neighbours as one part, gaps between tensors included: a small tensor costs no message of its own."""
+def _merged(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Merge neighbouring parts, alignment gaps included: a small tensor must not cost a message of its own."""
     start, end = -1, -1
     for offset, nbytes in parts:
         if start < 0 or offset - end >= 64:
@@ -164,7 +168,7 @@ def _joined(parts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class Arrivals:
-    """All versions of a relay, here or coming. ``start`` runs a task that must not fail."""
+    """Versions of a relay, stored or arriving. ``start`` runs a task that must not fail."""
 
     def __init__(
         self,
@@ -182,78 +186,80 @@ class Arrivals:
         self._pins = pins
         self._start = start
         self._keep_versions = keep_versions
-        self._coming: dict[VersionKey, asyncio.Future[Arrival]] = {}
-        self._whole: dict[VersionKey, asyncio.Future[Stored]] = {}
+        self._arriving: dict[VersionKey, asyncio.Future[Arrival]] = {}
+        self._complete: dict[VersionKey, asyncio.Future[Stored]] = {}
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self._complete)
 
     async def manifest(self, key: VersionKey) -> Manifest:
-        """What is in a version that is here or comes. ``Refused`` as the parameter server refuses it."""
+        """Return the manifest of a version, stored or arriving. Raise ``Refused`` as the parameter server does."""
         if (stored := self._versions.stored.get(key)) is not None:
             return stored.about.manifest
         return (await self._arrival(key)).manifest
 
     async def stored(self, key: VersionKey) -> Stored:
-        """The version as a file, once it is whole."""
+        """Return the version as a file, once it is complete."""
         if (stored := self._versions.stored.get(key)) is not None:
             return stored
         await self._arrival(key)
         if (stored := self._versions.stored.get(key)) is not None:
             return stored
-        return await asyncio.shield(self._whole[key])
+        return await asyncio.shield(self._complete[key])
 
     async def read(self, key: VersionKey, offset: int, nbytes: int) -> Data:
-        """Some bytes, fewer at the end, once they are known to be right: nobody changes them any more. ``Refused``,
-        ``FileNotFoundError``."""
+        """Return some bytes, fewer at the end, once they are verified. Nothing modifies them after that.
+
+        Raise ``Refused`` or ``FileNotFoundError``.
+        """
         if (stored := self._versions.stored.get(key)) is None:
             arrival = await self._arrival(key)
             size = arrival.manifest.nbytes
-            nbytes = await arrival.given(offset, min(nbytes, size - offset))
+            nbytes = await arrival.servable(offset, min(nbytes, size - offset))
             return arrival.memory[offset : offset + nbytes]
         return await asyncio.to_thread(self._versions.read, stored, offset, nbytes)
 
     async def span(self, ask: GetDelta) -> Stored | memoryview:
-        """Where the new bytes of a span are, once they are known to be right. ``Refused``."""
+        """Return the stored version, or the new bytes of a span once they are verified. Raise ``Refused``."""
         key = VersionKey(ask.lineage, ask.version)
         if (stored := self._versions.stored.get(key)) is not None:
             return stored
         arrival = await self._arrival(key)
-        new = await arrival.right(ask.offset, ask.nbytes)
-        if (frame := arrival.came.get(ask)) is not None:
-            self._deltas.keep(ask, frame)  # a reader with the same base gets the same
+        new = await arrival.verified(ask.offset, ask.nbytes)
+        if (frame := arrival.received_deltas.get(ask)) is not None:
+            self._deltas.keep(ask, frame)  # readers with the same base get the same delta
         return new
 
-    def coming(self, key: VersionKey) -> bool:
-        """Whether it is on its way this moment."""
-        return key in self._whole
+    def is_arriving(self, key: VersionKey) -> bool:
+        """Return True while the version is arriving."""
+        return key in self._complete
 
-    # Bringing --------------------------------------------------------------------------------------------------------
+    # Fetching --------------------------------------------------------------------------------------------------------
 
     async def _arrival(self, key: VersionKey) -> Arrival:
-        if (coming := self._coming.get(key)) is None:
-            if len(self._coming) >= MAX_COMING:
-                raise Refused(Code.BUSY, f"{len(self._coming)} versions are on their way to this relay")
+        if (arriving := self._arriving.get(key)) is None:
+            if len(self._arriving) >= MAX_ARRIVING:
+                raise Refused(Code.BUSY, f"{len(self._arriving)} versions are already arriving at this relay")
             loop = asyncio.get_running_loop()
-            coming = self._coming[key] = loop.create_future()
-            self._whole[key] = loop.create_future()
-            self._start(self._bring(key))
-        return await asyncio.shield(coming)
+            arriving = self._arriving[key] = loop.create_future()
+            self._complete[key] = loop.create_future()
+            self._start(self._fetch(key))
+        return await asyncio.shield(arriving)
 
-    async def _bring(self, key: VersionKey) -> None:
-        coming, whole_ = self._coming[key], self._whole[key]
+    async def _fetch(self, key: VersionKey) -> None:
+        arriving, complete = self._arriving[key], self._complete[key]
         try:
             arrival = await self._begin(key)
-            coming.set_result(arrival)
-            whole_.set_result(await self._fill(key, arrival))
-        except Refused as no:
-            for future in (coming, whole_):
+            arriving.set_result(arrival)
+            complete.set_result(await self._fill(key, arrival))
+        except Refused as refusal:
+            for future in (arriving, complete):
                 if not future.done():
-                    future.set_exception(no)
-                future.exception()  # told to whoever waits; nobody may
+                    future.set_exception(refusal)
+                future.exception()  # retrieved, because every waiter may have been cancelled
         finally:
-            del self._coming[key], self._whole[key]
-        await self.collect()  # now: the next version is written over the file of the oldest
+            del self._arriving[key], self._complete[key]
+        await self.collect()  # now, so that the next version can recycle the file of the oldest
 
     async def _begin(self, key: VersionKey) -> Arrival:
         manifest = await self._upstream.manifest(key)
@@ -264,12 +270,12 @@ class Arrivals:
         except (NoRoom, OSError) as error:
             if staged is not None:
                 self._versions.discard(staged)
-            await self._upstream.let_go(key)
+            await self._upstream.release(key)
             raise Refused(Code.BAD_VERSION, f"this relay has no room: {error}") from error
 
     async def _stage(self, key: VersionKey, nbytes: int) -> Staged:
-        """A file to write the version into. Until there is room for it, older versions go that are at most somebody's
-        base, the oldest first. ``NoRoom``."""
+        """Create a file for a version. Older versions that are at most a base are deleted, oldest first, until it
+        fits. Raise ``NoRoom``."""
         while True:
             try:
                 return await asyncio.to_thread(self._versions.stage, key, nbytes)
@@ -281,23 +287,25 @@ class Arrivals:
                 await self._delete(old)
 
     async def collect(self) -> None:
-        """Delete what is neither pinned nor new."""
+        """Delete versions that are neither pinned nor among the newest."""
         for key in sorted(self._versions.stored)[: -self._keep_versions]:
             if key in self._versions.stored and not self._pins.of(key):
                 await self._delete(key)
 
     async def _delete(self, key: VersionKey) -> None:
-        """It is forgotten at once; its room is there when this returns."""
+        """Delete a version: it is invisible immediately, its room is free on return."""
         aside = self._versions.put_aside(key, reuse=True)
-        log.info("%s is deleted", key)
+        log.info("%s deleted", key)
         await asyncio.to_thread(self._versions.remove, aside)
 
     async def _fill(self, key: VersionKey, arrival: Arrival) -> Stored:
-        """Bring every tensor, from one source after another. ``Refused`` when the last of them has failed."""
+        """Fetch every tensor, from one source after another. Raise ``Refused`` if the last source has failed."""
         why = ""
         try:
             for source in self._upstream.sources():
-                if await arrival.settled():  # nothing is written over what the source before gave and is looked at
+                if (
+                    await arrival.settled()
+                ):  # wait: do not overwrite tensors of the previous source that are being checked
                     return await self._keep(key, arrival)
                 try:
                     if await self._from(source, key, arrival):
@@ -307,19 +315,22 @@ class Arrivals:
                     why = str(error)
                     if isinstance(error, Unavailable):
                         self._upstream.shunned.add(source.client.address, error)
-                log.warning("%s is not here yet: %s", key, why)
+                log.warning("%s not fetched yet: %s", key, why)
             raise Refused(Code.BAD_VERSION, f"{key} did not reach this relay: {why}")
         except (Refused, asyncio.CancelledError) as error:
-            arrival.fail(error if isinstance(error, Refused) else Refused(Code.BAD_VERSION, "this relay is leaving"))
+            arrival.fail(error if isinstance(error, Refused) else Refused(Code.BAD_VERSION, "this relay is stopping"))
             self._versions.discard(arrival.staged)
-            await self._upstream.let_go(key)
+            await self._upstream.release(key)
             raise
 
     async def _from(self, source: Source, key: VersionKey, arrival: Arrival) -> bool:
-        """Whether all tensors are right after this source. Only what it has to answer is its time."""
+        """Fetch the missing tensors from one source; return True if all tensors are verified then.
+
+        Only the time that the source takes to reply counts against it.
+        """
         asked = await while_alive(source.client, self._upstream.pin(source, key, arrival.manifest))
         clock, ways, nbytes = asyncio.get_running_loop().time, self._upstream.ways, arrival.manifest.nbytes
-        fresh = not arrival.any_right  # bytes that others read already are not written over
+        fresh = not arrival.any_right  # a delta would overwrite bytes that readers may be reading
         if fresh and ways.delta_pays and (base := self._base(arrival.manifest)) is not None:
             began = clock()
             if await self._by_delta(source, asked, arrival, base):
@@ -327,42 +338,45 @@ class Arrivals:
                 return True
             fresh = False
         began = clock()
-        coming = whole(source, asked, arrival.begin_again(), arrival.memory, arrival.arrived)
-        await while_alive(source.client, coming, arrival.moved)
+        transfer = whole(source, asked, arrival.missing_parts(), arrival.memory, arrival.arrived)
+        await while_alive(source.client, transfer, arrival.moved)
         if fresh:
             ways.whole_took(nbytes, clock() - began)
         return await arrival.settled()
 
     async def _by_delta(self, source: Source, asked: GetManifest, arrival: Arrival, base: Stored) -> bool:
-        """Whether all tensors are right after what changed since ``base`` was put over its bytes. Those are copied span
-        by span, as the changes come: a tensor is right before the others, a source without the base costs little."""
+        """Apply a delta over the bytes of ``base``; return True if all tensors are verified then.
+
+        The base is copied span by span as the delta arrives. So the first tensors are verified before the last ones
+        arrive, and a source that lacks the base costs little.
+        """
         key = base.about.key
-        held = GetManifest(worker=asked.worker, lineage=key.lineage, version=key.version)
+        base_request = GetManifest(worker=asked.worker, lineage=key.lineage, version=key.version)
         spans = delta.spans(base.about.manifest, arrival.manifest, most_bytes=weights.SPAN_BYTES)
         room = KEPT_BYTES
 
         def applied(ask: GetDelta, frame: memoryview) -> None:
             nonlocal room
             room -= frame.nbytes
-            if room >= 0:  # the first ones: who asks next begins with these
-                arrival.came[ask] = bytes(frame)
+            if room >= 0:  # keep the first ones: the next reader starts with these spans
+                arrival.received_deltas[ask] = bytes(frame)
             arrival.arrived(ask.offset, ask.nbytes)
 
         try:
-            arrival.begin_again()
+            arrival.missing_parts()
             load = partial(_copy, self._versions, base, arrival.memory)
-            coming = changes(source, asked, held, spans, arrival.memory, applied, load)
-            await credited((while_alive(source.client, coming, arrival.moved), _copy_equal(arrival, base, load)))
+            transfer = changes(source, asked, base_request, spans, arrival.memory, applied, load)
+            await credited((while_alive(source.client, transfer, arrival.moved), _copy_equal(arrival, base, load)))
         except (Refused, ProtocolError) as error:
-            log.warning("version %d comes whole, not as a delta: %s", asked.version, error)
+            log.warning("version %d is fetched whole, not as a delta: %s", asked.version, error)
         if not await arrival.settled():
             return False
-        for ask, frame in arrival.came.items():
-            self._deltas.keep(ask, frame)  # readers with the same base get the same
+        for ask, frame in arrival.received_deltas.items():
+            self._deltas.keep(ask, frame)  # readers with the same base get the same delta
         return True
 
     def _base(self, manifest: Manifest) -> Stored | None:
-        """The newest version here that a delta can be put over."""
+        """Return the newest stored version that a delta can be applied to."""
         fitting = [s for s in self._versions.stored.values() if delta.comparable(s.about.manifest, manifest)]
         return max(fitting, key=lambda stored: stored.about.key, default=None)
 
@@ -379,8 +393,8 @@ class Arrivals:
         except (NoRoom, Scarce) as error:
             raise Refused(Code.BAD_VERSION, f"this relay has no room: {error}") from error
         self._versions.stored[key] = stored
-        log.info("%s is here, %d bytes, sha %s", key, about.manifest.nbytes, about.manifest.sha[:12])
-        await self._upstream.has(key)
+        log.info("%s stored, %d bytes, sha %s", key, about.manifest.nbytes, about.manifest.sha[:12])
+        await self._upstream.mark_stored(key)
         return stored
 
 
@@ -388,13 +402,13 @@ def _mapped(path: Path, nbytes: int) -> memoryview:
     if not nbytes:
         return memoryview(b"")
     with path.open("r+b") as file:
-        with suppress(OSError):  # where there are no locks no file is used again either
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held by the map, too, while somebody has a part of that
+        with suppress(OSError):  # without lock support, no file is recycled either
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the map keeps the lock while any view of it exists
         return memoryview(mmap.mmap(file.fileno(), nbytes))
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """A thread's work. Who gives up waiting for it waits all the same: until then the thread writes."""
+async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for work in a thread, even if cancelled: until it ends, the thread writes into the memory."""
     working = asyncio.ensure_future(work)
     try:
         await asyncio.shield(working)
@@ -404,18 +418,18 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _copy_equal(arrival: Arrival, base: Stored, load: Load) -> None:
-    """The tensors that did not change, from the version that is here."""
+    """Copy the unchanged tensors from an older version."""
     for index, (was, entry) in enumerate(zip(base.about.manifest.tensors, arrival.manifest.tensors, strict=True)):
         if was.digest == entry.digest and entry.nbytes:
-            await _to_its_end(asyncio.to_thread(load, entry.offset, entry.nbytes))
+            await _uncancelled(asyncio.to_thread(load, entry.offset, entry.nbytes))
             arrival.copied(index)
 
 
 def _copy(versions: Versions, base: Stored, memory: memoryview, offset: int, nbytes: int) -> None:
-    """The same bytes of ``base``. ``Refused`` where they cannot be read."""
+    """Copy bytes of ``base`` to the same place. Raise ``Refused`` if they cannot be read."""
     try:
         for start in range(offset, offset + nbytes, COPY_BYTES):
             piece = versions.read(base, start, min(COPY_BYTES, offset + nbytes - start))
             memory[start : start + len(piece)] = piece
     except OSError as error:
-        raise Refused(Code.BAD_VERSION, f"{base.about.key} is no longer here: {error}") from error
+        raise Refused(Code.BAD_VERSION, f"{base.about.key} was deleted: {error}") from error

@@ -18,7 +18,7 @@ from staleflow.process import readiness
 from staleflow.process.daemon import Stop, run
 from staleflow.process.host import raise_file_limit
 from staleflow.protocols.wire.messages import Attach
-from staleflow.servers.parameters.main import Taken, owned
+from staleflow.servers.parameters.main import FolderInUse, owned
 from staleflow.servers.parameters.relay.service import RelayService
 from staleflow.servers.parameters.relay.sources import Upstream
 from staleflow.servers.parameters.versions import Versions
@@ -27,47 +27,52 @@ from staleflow.servers.runner import Tasks, serve_attached
 log = logging.getLogger(__name__)
 
 BIND = "tcp://127.0.0.1:*"
-"""For workers of the same host; others need an address of this host that they reach."""
-FREE_S = 60.0
-"""In which another relay must leave the folder. Then this process ends, to be started again."""
+"""Default address: reachable from workers on the same host only."""
+FOLDER_TIMEOUT_S = 60.0
+"""Time to wait for another relay to release the folder. After that this process exits, to be restarted."""
 POLL_INTERVAL_S = 0.5
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str, bind: str, mb_per_s: float) -> int:
-    """Give weights to readers near here until a signal, or the end of the run; returns the exit code."""
+    """Serve weights to nearby readers until a signal, or the end of the run; return the exit code."""
     raise_file_limit()
     if is_wildcard(bind):
-        raise ConfigError("--bind", bind, "readers are sent there: it must name one address of this host, or loopback")
+        raise ConfigError(
+            "--bind", bind, "readers are sent to this address, so it must be one address of this host, or loopback"
+        )
     sockets = server_sockets(config)
 
     async def main(stop: Stop) -> None:
-        with ExitStack() as held:
-            if await _owns(held, folder_of(run_dir, name), stop):
+        with ExitStack() as resources:
+            if await _owns(resources, folder_of(run_dir, name), stop):
                 await serve_until(stop, config, run_dir, name, scheduler, bind, mb_per_s, transport=sockets)
 
     return run(main, name, run_dir)
 
 
-async def _owns(held: ExitStack, folder: Path, stop: Stop) -> bool:
-    """Whether the folder is this process's, while ``held`` is open; False when stopped before. A machine whose link was
-    lost is started anew while its old processes still drain: that is no mistake of the operator. ``TimeoutError``."""
-    began, waits = time.monotonic(), False
+async def _owns(resources: ExitStack, folder: Path, stop: Stop) -> bool:
+    """Wait for the lock of the folder and hold it while ``resources`` is open; return False if stopped before.
+
+    A machine whose connection was lost is replaced while its old processes are still draining, so a locked folder is no
+    mistake of the operator. Raise ``TimeoutError`` after ``FOLDER_TIMEOUT_S``.
+    """
+    start_s, logged = time.monotonic(), False
     while not stop.is_set():
         try:
-            held.enter_context(owned(folder))
+            resources.enter_context(owned(folder))
             return True
-        except Taken as taken:
-            if time.monotonic() - began >= FREE_S:
-                raise TimeoutError(str(taken)) from None
-        if not waits:
-            log.warning("waits for %s: another relay still has it", folder)
-            waits = True
+        except FolderInUse as error:
+            if time.monotonic() - start_s >= FOLDER_TIMEOUT_S:
+                raise TimeoutError(str(error)) from None
+        if not logged:
+            log.warning("waiting for folder %s: another relay still owns it", folder)
+            logged = True
         await asyncio.sleep(POLL_INTERVAL_S)
     return False
 
 
 def folder_of(run_dir: Path, name: str) -> Path:
-    """Where a relay keeps what it gives: never what is another process's, whatever it is called."""
+    """Return the folder of a relay's versions. No other process uses it, whatever the name of the relay."""
     return run_dir / "relays" / name
 
 
@@ -82,12 +87,12 @@ async def serve_until(
     *,
     transport: Transport = SOCKETS,
 ) -> None:
-    """Serve until stopped. ``mb_per_s`` bounds what is asked for, in 10^6 bytes a second; 0 does not."""
+    """Serve until stopped. ``mb_per_s``: limit of the incoming rate in 10^6 bytes per second; 0: none."""
     worker, parameters = worker_id(name), config.parameters
     to_scheduler = Client(scheduler, worker=worker, transport=transport)
     versions = Versions(folder_of(run_dir, name), durability="process")
     for key in list(versions.stored):
-        versions.delete(key)  # of a relay that was here before, perhaps in another run
+        versions.delete(key)  # left by an earlier relay, perhaps of another run
     upstream = Upstream(worker, bytes_per_s=mb_per_s * 1e6, deltas=parameters.delta != "off", transport=transport)
     services: list[RelayService] = []
 

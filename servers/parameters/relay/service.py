@@ -1,10 +1,11 @@
-"""A relay: gives versions to readers near it, and gets each of them once, when the first reader asks.
+"""A relay: serves versions to nearby readers and fetches each version once, at the first request.
 
-- What it says a version is, is what the parameter server says. What it gives, it has compared with that.
-- It gives a tensor as soon as that is right, whatever else of the version is still on its way: a tree of relays adds
-  the time of a tensor for each level, not that of a model.
-- It joins by saying that it is there, again and again; silence is leaving. Its versions are a cache: those that nobody
-  has pinned go when there are ``keep_versions`` newer ones, and sooner where a newer one has no room.
+- The manifest of a version always comes from the parameter server. Every byte is verified against it before it is
+  served.
+- A tensor is served as soon as it is verified, while the rest of the version is still arriving. So each level of a tree
+  of relays adds the transfer time of a tensor, not of a model.
+- A relay joins and stays in the tree by periodic messages; silence means that it left. Its versions are a cache:
+  unpinned ones are deleted when ``keep_versions`` newer ones exist, and earlier if a newer one has no room.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ from staleflow.servers.parameters.deltas import Deltas
 from staleflow.servers.parameters.pins import Pins
 from staleflow.servers.parameters.relay.arrivals import Arrivals
 from staleflow.servers.parameters.relay.sources import Upstream
-from staleflow.servers.parameters.turns import Looks, Turns
+from staleflow.servers.parameters.turns import FullChecks, Turns
 from staleflow.servers.parameters.versions import CorruptVersion, Scarce, VersionKey, Versions
 from staleflow.servers.runner import Tasks
 
@@ -50,16 +51,17 @@ log = logging.getLogger(__name__)
 
 JOIN_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 1.0
-"""Whether the run is over."""
+"""Poll interval for the end of the run."""
 BUSY_MS = 200
-MAPPED_AFTER_S = 4.0
-"""A reader on this host that waits for the whole file is told after this long that it is still coming."""
-GONE_S = 60.0
-"""Without a word from the scheduler: the run is gone."""
+MAPPED_TIMEOUT_S = 4.0
+"""Time that a reader on this host waits for the whole file. After that its reply has no path, and it reads in
+chunks."""
+SCHEDULER_TIMEOUT_S = 60.0
+"""Silence of the scheduler after which the run is considered gone."""
 
 
 class RelayService:
-    """Answers every call of a relay; lives on one loop."""
+    """Dispatch every call of a relay. Owned by one event loop."""
 
     def __init__(
         self,
@@ -86,14 +88,14 @@ class RelayService:
         )
         self._pieces = Turns(turns.MAX_PIECES)
         self._manifests = Turns(turns.MAX_MANIFESTS)
-        self._looks = Looks(versions)
+        self._full_checks = FullChecks(versions)
         self.hello: Attach | None = None
-        """How this relay attaches, once its endpoint is known."""
+        """Attach message of this relay, once its endpoint is known."""
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def on_call(self, call: Call) -> None:
-        """Start what will answer."""
+        """Reply now, or start the task that will."""
         match call.body:
             case GetManifest() as ask:
                 self._later_manifest(call, ask)
@@ -108,63 +110,63 @@ class RelayService:
             case GetStatus():
                 call.reply(Status(values=self._status()))
             case _:
-                call.refuse(Code.DENIED, f"a relay does not answer {type(call.body).__name__}")
+                call.refuse(Code.DENIED, f"a relay does not serve {type(call.body).__name__}")
 
     def on_drained(self) -> None:
-        """Nothing is gathered from several messages here."""
+        """No batching across messages in a relay."""
 
     def drain(self) -> None:
-        """What is under way may end."""
+        """Nothing to stop: requests in progress may finish."""
 
     def on_gone(self, peer: str) -> None:
-        """Nothing is heard of a reader any more."""
+        """Remove the pins of a lost reader."""
         self._pins.forget(peer)
 
     def _later_manifest(self, call: Call, ask: GetManifest) -> None:
         try:
             self._manifests.begin(call.peer)
-        except Refused as no:
-            _refuse(call, no)
+        except Refused as refusal:
+            _refuse(call, refusal)
             return
         self._pins.add(ask.worker, VersionKey(ask.lineage, ask.version), call.key)
 
-        async def answering() -> None:
+        async def respond() -> None:
             try:
                 call.reply(await self._manifest(ask))
-            except Refused as no:
-                _refuse(call, no)
+            except Refused as refusal:
+                _refuse(call, refusal)
             finally:
                 self._manifests.end(call.peer)
 
-        self._tasks.start(answering())
+        self._tasks.start(respond())
 
     def _later_piece(self, call: Call, offset: int, piece: Coroutine[Any, Any, Data]) -> None:
         try:
             self._pieces.begin(call.peer)
-        except Refused as no:
+        except Refused as refusal:
             piece.close()
-            _refuse(call, no)
+            _refuse(call, refusal)
             return
 
-        async def answering() -> None:
+        async def respond() -> None:
             try:
                 data = await piece
-            except Refused as no:
-                _refuse(call, no)
-            except OSError as error:  # nobody pinned it, and it went meanwhile; or it cannot be read
+            except Refused as refusal:
+                _refuse(call, refusal)
+            except OSError as error:  # not pinned and deleted in the meantime, or unreadable
                 call.refuse(Code.BAD_VERSION, str(error))
             else:
                 call.reply(Chunk(offset=offset), [data])
             finally:
                 self._pieces.end(call.peer)
 
-        self._tasks.start(answering())
+        self._tasks.start(respond())
 
     async def _manifest(self, ask: GetManifest) -> ManifestReply:
         key = VersionKey(ask.lineage, ask.version)
         try:
             if ask.doubted:
-                await self._look_at(key)
+                await self._verify(key)
             manifest = await self._arrivals.manifest(key)
             path = await self._path(key, may_wait=ask.host == boot_id())
         except Refused:
@@ -172,14 +174,15 @@ class RelayService:
             raise
         return ManifestReply(manifest=manifest, path=path, host=boot_id())
 
-    async def _look_at(self, key: VersionKey) -> None:
-        """Forget a version whose bytes are damaged: who asks the next time has it brought again. ``Refused`` then."""
+    async def _verify(self, key: VersionKey) -> None:
+        """Verify all bytes of a version. If they are damaged, delete it, so that the next request fetches it again,
+        and raise ``Refused``."""
         if (stored := self._versions.stored.get(key)) is None:
             return
         try:
-            await self._looks.at(stored)
+            await self._full_checks.check(stored)
         except CorruptVersion as error:
-            log.error("%s is damaged here and brought again: %s", key, error)
+            log.error("%s is damaged here and will be fetched again: %s", key, error)
             if self._versions.stored.get(key) is stored:
                 await asyncio.to_thread(self._versions.remove, self._versions.put_aside(key))
             raise Refused(Code.BAD_VERSION, f"{key} is damaged at this relay") from error
@@ -187,11 +190,11 @@ class RelayService:
             raise Refused(Code.BAD_VERSION, str(error)) from error
 
     async def _path(self, key: VersionKey, *, may_wait: bool) -> str:
-        """The file of a version that is here; empty while it comes."""
-        if not may_wait and self._arrivals.coming(key):
+        """Return the file of a version that is here; empty while it is arriving."""
+        if not may_wait and self._arrivals.is_arriving(key):
             return ""
         try:
-            async with asyncio.timeout(MAPPED_AFTER_S):
+            async with asyncio.timeout(MAPPED_TIMEOUT_S):
                 return str((await self._arrivals.stored(key)).path.resolve())
         except TimeoutError:
             return ""
@@ -200,7 +203,7 @@ class RelayService:
         key = VersionKey(ask.lineage, ask.version)
         size = (await self._arrivals.manifest(key)).nbytes
         if ask.nbytes < 1 or not 0 <= ask.offset < size:
-            raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are not in a version of {size} bytes")
+            raise Refused(Code.MALFORMED, f"{ask.nbytes} bytes at {ask.offset} are outside a version of {size} bytes")
         data = await self._arrivals.read(key, ask.offset, min(ask.nbytes, self._chunk_bytes))
         if not data:
             raise FileNotFoundError(f"{key} ends before byte {ask.offset}")
@@ -227,48 +230,48 @@ class RelayService:
         ]
         return {"versions": versions, "coming": len(self._arrivals), "from": self._upstream.above}
 
-    # Being there -----------------------------------------------------------------------------------------------------
+    # Membership -----------------------------------------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Take a place in the tree, keep it, and end with the run. ``ConfigError`` if the run does not want it."""
+        """Join the tree, stay in it, and end with the run. Raise ``ConfigError`` if the run rejects this relay."""
         hello, attached = await self._attached()
         root = self._upstream.begin(reachable(attached.parameters, self._scheduler.address))
-        log.info("gives weights of run %s at %s", attached.run, hello.endpoint)
+        log.info("serving weights of run %s at %s", attached.run, hello.endpoint)
         join = JoinRelays(worker=hello.worker, run=attached.run, endpoint=hello.endpoint, host=boot_id())
         async with asyncio.TaskGroup() as both:
             both.create_task(self._watch_run())
             both.create_task(self._stay(root, join))
 
     async def _stay(self, root: Client, join: JoinRelays) -> None:
-        """Say again and again that this relay is there, and hang where it is told."""
+        """Renew the membership periodically and move below the parent that the reply names."""
         while True:
             try:
                 place = await root.ask(join, Sources, timeout_s=None)
-            except Refused as no:
-                if no.code is Code.BUSY:  # more of its own questions wait there than may
+            except Refused as refusal:
+                if refusal.code is Code.BUSY:  # too many requests of this relay are in progress there
                     await asyncio.sleep(JOIN_INTERVAL_S)
                     continue
-                raise ConfigError("relay", str(join.worker), no.detail) from no
-            self._upstream.hang_below(place.endpoints)
+                raise ConfigError("relay", str(join.worker), refusal.detail) from refusal
+            self._upstream.set_parent(place.endpoints)
             await self._arrivals.collect()
             await asyncio.sleep(JOIN_INTERVAL_S)
 
     async def _watch_run(self) -> None:
-        """End this process when the trainer is done, or the scheduler has not been heard of for long."""
+        """Stop this process when the training is finished, or after a long silence of the scheduler."""
         why = ""
         while not why:
             try:
-                status = (await self._scheduler.ask(GetStatus(), Status, timeout_s=GONE_S)).values
+                status = (await self._scheduler.ask(GetStatus(), Status, timeout_s=SCHEDULER_TIMEOUT_S)).values
             except Unavailable:
-                why = f"nothing is heard of the scheduler for {GONE_S:.0f} s"
+                why = f"no reply from the scheduler for {SCHEDULER_TIMEOUT_S:.0f} s"
             else:
                 why = "the run is over" if status.get("finished") or status.get("closed") else ""
                 await asyncio.sleep(POLL_INTERVAL_S)
-        log.info("leaves: %s", why)
+        log.info("relay stops: %s", why)
         self._stop.set(why)
 
     async def _attached(self) -> tuple[Attach, AttachReply]:
-        """The scheduler's answer once it knows the parameter server, too."""
+        """Attach, and repeat until the scheduler knows the parameter server, too."""
         assert self.hello is not None
         while True:
             attached = await self._scheduler.ask(self.hello, AttachReply, timeout_s=None)
@@ -277,5 +280,5 @@ class RelayService:
             await asyncio.sleep(JOIN_INTERVAL_S)
 
 
-def _refuse(call: Call, no: Refused) -> None:
-    call.refuse(no.code, no.detail, retry_after_ms=BUSY_MS if no.code is Code.BUSY else 0)
+def _refuse(call: Call, refusal: Refused) -> None:
+    call.refuse(refusal.code, refusal.detail, retry_after_ms=BUSY_MS if refusal.code is Code.BUSY else 0)

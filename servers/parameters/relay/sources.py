@@ -1,6 +1,7 @@
-"""Where a relay gets its bytes: the parameter server, which says what they are, and the relay above, if there is one.
+"""Connections of a relay to its sources: the parameter server, which defines every manifest, and the parent relay, if
+any.
 
-The newest version stays pinned at the parameter server, so that the next one can come as what changed since.
+The newest version stays pinned at the parameter server, so that the next one can be fetched as a delta.
 """
 
 import asyncio
@@ -20,12 +21,12 @@ from staleflow.servers.parameters.versions import VersionKey
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 10.0
-"""In which the parameter server, and the relay above, must say what they have."""
+REPLY_TIMEOUT_S = 10.0
+"""Timeout of a manifest or unpin request to the parameter server or the parent relay."""
 
 
 class Upstream:
-    """The connections of one relay towards the parameter server. Belongs to one loop."""
+    """Connections of one relay to its sources. Owned by one event loop."""
 
     def __init__(self, worker: WorkerId, *, bytes_per_s: float, deltas: bool, transport: Transport) -> None:
         self.ways = Ways(deltas=deltas)
@@ -39,24 +40,24 @@ class Upstream:
         self._newest: VersionKey | None = None
 
     def begin(self, parameters: str) -> Client:
-        """The parameter server's address is known."""
+        """Connect to the parameter server, whose address is known now."""
         root = Client(parameters, worker=self._worker, transport=self._transport)
         self._root.set_result(root)
         return root
 
-    def hang_below(self, endpoints: list[str]) -> None:
-        """The place in the tree: the relay above, if any."""
+    def set_parent(self, endpoints: list[str]) -> None:
+        """Connect to the parent relay, if there is one."""
         endpoint = endpoints[0] if endpoints else ""
         if endpoint == self.above:
             return
-        log.info("bytes come from %s", endpoint or "the parameter server")
+        log.info("now reading weights from %s", endpoint or "the parameter server")
         if self._above is not None:
             self._above.close()
         self._above = Client(endpoint, worker=self._worker, transport=self._transport) if endpoint else None
 
     @property
     def above(self) -> str:
-        """Endpoint of the relay above; empty: the parameter server itself."""
+        """Endpoint of the parent relay; empty: the parameter server is the only source."""
         return "" if self._above is None else self._above.address
 
     def close(self) -> None:
@@ -70,51 +71,54 @@ class Upstream:
     # One version -----------------------------------------------------------------------------------------------------
 
     async def manifest(self, key: VersionKey) -> Manifest:
-        """What the version is, by the word of the parameter server; pinned there. ``Refused`` if there is none."""
+        """Return the manifest of the parameter server and pin the version there. Raise ``Refused`` if there is none."""
         root = await asyncio.shield(self._root)
         try:
-            found = await root.ask(self._asked(key), ManifestReply, timeout_s=ANSWER_S)
+            reply = await root.ask(self._asked(key), ManifestReply, timeout_s=REPLY_TIMEOUT_S)
         except Unavailable as error:
-            raise Refused(Code.BAD_VERSION, f"this relay cannot ask for {key}: {error}") from error
-        check(found.manifest)
-        return found.manifest
+            raise Refused(
+                Code.BAD_VERSION, f"this relay cannot reach the parameter server for {key}: {error}"
+            ) from error
+        check(reply.manifest)
+        return reply.manifest
 
     def sources(self) -> list[Source]:
-        """Whom to ask for its bytes, in this order."""
-        shuns = self._above is None or self._above.address in self.shunned
-        clients = [self._root.result()] if self._above is None or shuns else [self._above, self._root.result()]
+        """Return the sources of the bytes in order of preference."""
+        direct = self._above is None or self._above.address in self.shunned
+        clients = [self._root.result()] if self._above is None or direct else [self._above, self._root.result()]
         return [Source(client=client, pace=self._pace, portions=self._portions) for client in clients]
 
     async def pin(self, source: Source, key: VersionKey, manifest: Manifest) -> GetManifest:
-        """Pinned at the source, too. ``ProtocolError`` when it has other bytes by that name."""
+        """Pin the version at the source, too. Raise ``ProtocolError`` if the source has other bytes under this key."""
         asked = self._asked(key)
         if source.client is not self._root.result():
-            theirs = await source.client.ask(asked, ManifestReply, timeout_s=ANSWER_S)
-            if theirs.manifest.sha != manifest.sha:
-                detail = f"{source.client.address} calls other weights {key}: is it a relay of another run?"
+            reply = await source.client.ask(asked, ManifestReply, timeout_s=REPLY_TIMEOUT_S)
+            if reply.manifest.sha != manifest.sha:
+                detail = f"{source.client.address} has other weights as {key}; is it a relay of another run?"
                 raise ProtocolError(Code.CONFLICT, detail)
         return asked
 
-    async def has(self, key: VersionKey) -> None:
-        """The version is here. If it is the newest it stays pinned, instead of the one that was."""
+    async def mark_stored(self, key: VersionKey) -> None:
+        """Release the pins of a version that is stored here. The newest version stays pinned at the parameter server
+        as a base."""
         older, self._newest = self._newest, key if self._newest is None else max(key, self._newest)
         if self._above is not None:
             await self._unpin(self._above, key)
         if self._newest != key:
-            await self.let_go(key)
+            await self.release(key)
             return
         await self._unpin(self._root.result(), key, base=True)
         if older is not None and older != key:
-            await self.let_go(older)
+            await self.release(older)
 
-    async def let_go(self, key: VersionKey) -> None:
-        """Nothing of the version is needed any more."""
+    async def release(self, key: VersionKey) -> None:
+        """Unpin a version at the parameter server."""
         await self._unpin(self._root.result(), key)
 
     async def _unpin(self, client: Client, key: VersionKey, *, base: bool = False) -> None:
         with suppress(Refused, Unavailable):
             ask = Unpin(worker=self._worker, lineage=key.lineage, version=key.version, base=base)
-            await client.ask(ask, Done, timeout_s=ANSWER_S)
+            await client.ask(ask, Done, timeout_s=REPLY_TIMEOUT_S)
 
     def _asked(self, key: VersionKey) -> GetManifest:
         return GetManifest(worker=self._worker, lineage=key.lineage, version=key.version)

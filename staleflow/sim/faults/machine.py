@@ -127,7 +127,7 @@ class Machine:
                     (slabs, "MIN_SLAB_BYTES", SLAB_BYTES),
                     (slabs, "MAX_SLAB_BYTES", SLAB_BYTES),
                     (slab_writers, "WITHOUT", WITHOUT),
-                    (slab_readers, "MOST", MAX_MAPPED),
+                    (slab_readers, "MAX_MAPPED", MAX_MAPPED),
                     (slabs, "_mapped", self._map_to_read("shard", slabs._mapped)),
                     (slab_readers, "_mapped", self._map_to_read("reader", slab_readers._mapped)),
                     (slab_writers, "_mapped", self._map_to_write(slab_writers._mapped)),

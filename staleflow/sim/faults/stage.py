@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from staleflow.clients.stage.worker import Failed, Made, Stage, StageGroup
+from staleflow.clients.stage.worker import Failed, Stage, StageGroup, StageOutcome
 from staleflow.configs.stages import graph
 from staleflow.protocols.wire.stages import REFERENCE
 from staleflow.sim.faults.journal import FailedStage
@@ -30,13 +30,13 @@ class CheckedStage:
         self._needs = {name for node in graph(scene.config) if node.name == stage for name in node.needs}
         self._rng = random.Random(scene.rng.getrandbits(64))
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         for group in groups:
             self._scene.journal.tried_stages.setdefault(group.group, set()).add(self._name)
         await asyncio.sleep(SLOW_S if self._rng.random() < SLOW_SHARE else GROUP_S * len(groups))
         return [self._one(group) for group in groups]
 
-    def _one(self, group: StageGroup) -> Made:
+    def _one(self, group: StageGroup) -> StageOutcome:
         scene, payload = self._scene, group.payload
         scene.journal.looked["stage"] += 1
         if not scene.journal.was_pushed(group.group, payload):

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.trajectory import GroupPayload
@@ -38,7 +38,7 @@ def sequences(made: GroupPayload) -> list[list[int]]:
     return [[*made.prompt_ids.tolist(), *part.tolist()] for part in parts]
 
 
-def column(made: Made, name: str) -> np.ndarray:
+def column(made: StageOutcome, name: str) -> np.ndarray:
     assert not isinstance(made, Failed), made.why
     assert made[name].dtype == np.float32
     return made[name]

@@ -152,12 +152,12 @@ def test_a_damaged_checkpoint_is_named_and_the_critic_begins_anew(
     (tmp_path / FILE).write_bytes(b"\x08")
     judge = critic(seed=None)
     assert (judge.steps, values(judge, [group(1)])) == (0, [[0.0] * 10])
-    assert f"checkpoint {tmp_path / FILE} is not used, the critic begins anew" in caplog.text
+    assert f"checkpoint {tmp_path / FILE} ignored, the critic starts from its initial state" in caplog.text
 
 
 def test_a_second_critic_is_refused(critic: Make, tmp_path: Path) -> None:
     first = critic()
-    with pytest.raises(ConfigError, match="another critic of this run works there; there is only one"):
+    with pytest.raises(ConfigError, match="another critic of this run uses the folder; a run has only one critic"):
         critic()
     first.close()
     critic().close()

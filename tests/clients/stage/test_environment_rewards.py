@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from staleflow.clients.stage.reward import RewardStage
-from staleflow.clients.stage.worker import Failed, Made, StageGroup
+from staleflow.clients.stage.worker import Failed, StageGroup, StageOutcome
 from staleflow.clients.texts import ids_as_text
 from staleflow.clients.user_code.runner import RewardRunner
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.trajectory import GroupPayload
 
-REWARDS = Path(__file__).parent / "rewards.py"
+REWARDS = Path(__file__).parents[1] / "user_code" / "rewards.py"
 
 
 def payload(**returned: list[float]) -> GroupPayload:
@@ -29,7 +29,7 @@ def payload(**returned: list[float]) -> GroupPayload:
     )
 
 
-async def rewards(function: str, group: GroupPayload, **row: float) -> Made:
+async def rewards(function: str, group: GroupPayload, **row: float) -> StageOutcome:
     """What the stage makes of one group of a row with these columns beside its prompt."""
     runner = RewardRunner(f"{REWARDS}:{function}", timeout_s=10.0, retries=0, concurrency=1) if function else None
     stage = RewardStage(runner, ids_as_text)
@@ -41,7 +41,7 @@ async def rewards(function: str, group: GroupPayload, **row: float) -> Made:
     return made
 
 
-def column(made: Made) -> list[float]:
+def column(made: StageOutcome) -> list[float]:
     assert not isinstance(made, Failed)
     assert list(made) == ["reward"]
     return list(made["reward"].tolist())
@@ -73,10 +73,10 @@ async def test_no_number_takes_the_place_of_another_argument(
     group.stages.update({column: np.array(values, np.float32) for column, values in others.items()})
     made = await rewards("length", group, answer=4.0)
     assert isinstance(made, Failed)
-    assert made.why == f"{says}; the reward takes one value of a name"
+    assert made.why == f"{says}; the reward takes one value per name"
 
 
 async def test_without_either_the_group_fails_with_the_reason() -> None:
     made = await rewards("", payload())
     assert isinstance(made, Failed)
-    assert made.why == "its environment returned no reward, and there is no reward.run"
+    assert made.why == "its environment returned no reward, and reward.run is not set"

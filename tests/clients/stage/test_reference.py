@@ -77,14 +77,14 @@ def test_a_group_with_tokens_of_another_vocabulary_fails_alone(model_directory: 
     strange.payload.token_ids = strange.payload.token_ids.copy()
     strange.payload.token_ids[2] = 20
     good, bad = reference(model_directory).judge([group(2), strange], going_on)
-    assert bad == Failed("it has token 20; the model of this stage knows 20 tokens")
+    assert bad == Failed("it has token 20; the vocabulary of this stage's model has 20 tokens")
     assert len(column(good, "logprobs")) == 10
 
 
 def test_a_group_longer_than_the_models_context_fails_alone(model_directory: Path) -> None:
     long, fits = group(1, prompt=100, lengths=(4, 29)), group(2, prompt=100, lengths=(28,))
     bad, good = reference(model_directory).judge([long, fits], going_on)
-    assert bad == Failed("it has 129 tokens in a row; the context of this stage's model is 128")
+    assert bad == Failed("it has a sequence of 129 tokens; the context of this stage's model is 128")
     assert len(column(good, "logprobs")) == 28
 
 

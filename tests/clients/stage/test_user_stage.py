@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from staleflow.clients.stage.user_stage import UserStage, user_stage
-from staleflow.clients.stage.worker import Failed, Made
+from staleflow.clients.stage.worker import Failed, StageOutcome
 from staleflow.clients.texts import ids_as_text
-from staleflow.clients.user_code.group import Group, WrongColumns, made_of
+from staleflow.clients.user_code.group import Group, WrongColumns, checked_columns
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Stage
 from staleflow.configs.stages import Node
 from tests.clients.stage.judged import group
 
-USERS = Path(__file__).parent / "users.py"
+USERS = Path(__file__).parents[1] / "user_code" / "users.py"
 
 
 @asynccontextmanager
@@ -31,12 +31,12 @@ async def running(function: str, makes: tuple[str, ...] = ("score",), **settings
         yield stage
 
 
-def columns(made: Made) -> dict[str, np.ndarray]:
+def columns(made: StageOutcome) -> dict[str, np.ndarray]:
     assert not isinstance(made, Failed), made.why
     return made
 
 
-def why(made: Made) -> str:
+def why(made: StageOutcome) -> str:
     assert isinstance(made, Failed)
     return made.why
 
@@ -74,20 +74,20 @@ async def test_groups_of_an_async_stage_are_under_way_side_by_side() -> None:
 )
 def test_what_is_not_one_value_a_sample_is_named(what: Any, says: str) -> None:
     with pytest.raises(WrongColumns, match=f"^{says}$"):
-        made_of(Group.of({}, ["", ""], group(3).payload), ["stage/judge/score"], what)
+        checked_columns(Group.of({}, ["", ""], group(3).payload), ["stage/judge/score"], what)
 
 
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ([[1.0] * 4], "values has 1 entries; the group has 2 samples, each with a value a token"),
+        ([[1.0] * 4], "values has 1 entries; the group has 2 samples, each with one value per token"),
         ([[1.0] * 4, [1.0] * 5], "values of sample 1 has 5 values; it has 6 completion tokens"),
-        (3.0, "values has float; the group has 2 samples, each with a value a token"),
+        (3.0, "values has float; the group has 2 samples, each with one value per token"),
     ],
 )
 def test_ragged_columns_that_do_not_fit_the_tokens_are_named(what: Any, says: str) -> None:
     with pytest.raises(WrongColumns, match=f"^{says}$"):
-        made_of(Group.of({}, ["", ""], group(3).payload), ["stage/judge/values:token"], {"values": what})
+        checked_columns(Group.of({}, ["", ""], group(3).payload), ["stage/judge/values:token"], {"values": what})
 
 
 async def test_a_call_that_returned_what_it_must_not_fails_its_group_with_the_reason() -> None:

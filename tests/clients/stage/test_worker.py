@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from staleflow.clients.stage.worker import Made, StageGroup, StageWorker
+from staleflow.clients.stage.worker import StageGroup, StageOutcome, StageWorker
 from staleflow.clients.trainer.client import TrainerClient
 from staleflow.net import adaptive_chunks as portions
 from staleflow.net.adaptive_chunks import FIRST_BYTES
@@ -111,7 +111,7 @@ class Shard:
 class Broken:
     together: ClassVar[bool] = True
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         raise MemoryError("Unable to allocate 8 GiB")
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None: ...
@@ -124,7 +124,7 @@ async def test_a_stage_that_fails_names_the_groups_that_it_ends_at(caplog: pytes
         await worker.serve([shard])
     assert ended.group_contains(MemoryError)
     assert caplog.messages == [
-        "the critic stage fails at 3, 8, they go to another worker: MemoryError('Unable to allocate 8 GiB'); "
+        "stage critic failed on groups 3, 8, they go to another worker: MemoryError('Unable to allocate 8 GiB'); "
         "lower trainer.micro_tokens"
     ]
 
@@ -162,7 +162,7 @@ class Slow:
 
     together: ClassVar[bool] = False
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         assert len(groups) == 1
         if groups[0].group == 2:
             await asyncio.Event().wait()
@@ -222,7 +222,7 @@ class Whole(Slow):
 
     together: ClassVar[bool] = True
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         return [{"reward": np.zeros(2, np.float32)}] * len(groups)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from staleflow.configs.loading.load import addresses, load, write_resolved
 from staleflow.configs.schema import Config
 
-REWARDS = Path(__file__).parent.parent / "stage" / "rewards.py"
+REWARDS = Path(__file__).parent.parent / "user_code" / "rewards.py"
 
 CONFIG = f"""
 name = "test"

@@ -353,7 +353,7 @@ def evaluating(directory: Path, folder: Path, prompts: list[str], reward: str) -
 
     held_out = folder / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    rewards = Path(__file__).parent.parent / "stage" / "rewards.py"
+    rewards = Path(__file__).parent.parent / "user_code" / "rewards.py"
     table = msgspec.to_builtins(config(eval_prompts=5))
     table["prompts"] |= {"eval_path": str(held_out)}
     table["reward"] |= {"run": f"{rewards}:{reward}", "retries": 0}

@@ -299,7 +299,7 @@ async def test_a_span_that_is_none_is_refused(make_run: Callable[..., Run]) -> N
         delta(nbytes=1 << 40),
         delta(nbytes=7),
     ):
-        with pytest.raises(Refused, match=r"are no span of a version of \d+ bytes") as no:
+        with pytest.raises(Refused, match=r"are not a span of a version of \d+ bytes") as no:
             await client.call(ask)
         assert no.value.code is Code.MALFORMED
     with pytest.raises(Refused, match="version 7 of lineage 0 is not here"):

@@ -16,7 +16,7 @@ import pytest
 from staleflow.clients.trainer import main as trainer_main
 from staleflow.clients.weights import NamedTensors, Publisher, PulledVersion, Puller, direct
 from staleflow.clients.weights.direct import ASKS, Ask, connect
-from staleflow.clients.weights.direct_source import GIVING, DirectSource, Held
+from staleflow.clients.weights.direct_source import MAX_TRANSFERS, DirectSource, HeldVersion
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.loading.load import load
 from staleflow.net.errors import Refused
@@ -41,8 +41,8 @@ LARGE: dict[str, Array] = {
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of several spans, whose ends are no tensor's; and a machine that stands still is no reason to leave."""
     monkeypatch.setattr(direct, "SPAN_BYTES", 1_000_003)
-    monkeypatch.setattr(direct, "MEET_S", 20.0)
-    monkeypatch.setattr(direct, "STALLED_S", 20.0)
+    monkeypatch.setattr(direct, "ANSWER_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(direct, "SPAN_TIMEOUT_S", 20.0)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ async def test_one_who_asks_for_what_was_just_replaced_is_told_at_once(run: Run,
     began = time.monotonic()
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, WEIGHTS, direct=False)
-    assert time.monotonic() - began < direct.MEET_S
+    assert time.monotonic() - began < direct.ANSWER_TIMEOUT_S
 
 
 async def test_an_optimizer_that_moves_on_changes_nothing_of_what_readers_get(run: Run, trainer: Trainer) -> None:
@@ -147,7 +147,7 @@ async def test_weights_that_are_gathered_one_by_one_are_given_too(run: Run, trai
 
 async def test_bytes_that_are_not_those_of_the_manifest_are_never_loaded(run: Run, trainer: Trainer) -> None:
     await trainer.publish(0, LARGE)
-    held = source(trainer)._held
+    held = source(trainer)._newest
     assert held is not None
     held.data[2_500_000] ^= 1
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
@@ -174,10 +174,10 @@ async def test_many_readers_that_have_left_keep_the_next_one_waiting_no_longer_t
     run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trainer.publish(0, WEIGHTS)
-    for name, limit_s in (("HERE_S", 0.3), ("MEET_S", 5.0)):
+    for name, limit_s in (("CONFIRM_TIMEOUT_S", 0.3), ("ANSWER_TIMEOUT_S", 5.0)):
         monkeypatch.setattr(direct, name, limit_s)
     store = connect(source(trainer).endpoint)
-    for number in range(2 * GIVING):
+    for number in range(2 * MAX_TRANSFERS):
         gone(store, number)
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, WEIGHTS, direct=True)
@@ -187,36 +187,36 @@ async def test_an_ask_that_nobody_waits_for_any_more_is_not_answered(
     run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trainer.publish(0, WEIGHTS)
-    monkeypatch.setattr(direct, "MEET_S", 3.0)
-    monkeypatch.setattr(direct, "HERE_S", 4.5)  # those in line are too old by then
-    opened, begun = source(trainer), threading.Barrier(GIVING + 1, timeout=10)
+    monkeypatch.setattr(direct, "ANSWER_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 4.5)  # those in line are too old by then
+    opened, begun = source(trainer), threading.Barrier(MAX_TRANSFERS + 1, timeout=10)
     served: list[str] = []
     answered = opened._answered
 
-    def noted(ask: Ask, held: Held | None, store: direct.Store) -> None:
+    def noted(ask: Ask, held: HeldVersion | None, store: direct.Store) -> None:
         served.append(ask.group)
-        if len(served) <= GIVING:
+        if len(served) <= MAX_TRANSFERS:
             begun.wait()
         answered(ask, held, store)
 
     monkeypatch.setattr(opened, "_answered", noted)
     store = connect(opened.endpoint)
-    for number in range(3 * GIVING):
+    for number in range(3 * MAX_TRANSFERS):
         gone(store, number)
     await asyncio.to_thread(begun.wait)
     async with asyncio.timeout(20):
         while not opened._givers._work_queue.empty():  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-    monkeypatch.setattr(direct, "MEET_S", 20.0)
+    monkeypatch.setattr(direct, "ANSWER_TIMEOUT_S", 20.0)
     async with await reader(run).pull(Lineage(0), Version(0)) as pulled:
         same(pulled, WEIGHTS, direct=True)
-    assert len(served) == GIVING + 1
+    assert len(served) == MAX_TRANSFERS + 1
 
 
 async def test_whoever_left_or_was_told_no_leaves_nothing_at_the_store(
     run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "HERE_S", 0.2)
+    monkeypatch.setattr(direct, "CONFIRM_TIMEOUT_S", 0.2)
     await trainer.publish(0, WEIGHTS)
     store = connect(source(trainer).endpoint)
     before = store.list_keys()
@@ -261,7 +261,7 @@ def test_a_stranger_who_takes_every_ask_does_not_keep_the_trainer_from_closing()
 async def test_a_trainer_that_dies_in_the_middle_leaves_the_server(
     run: Run, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "STALLED_S", 2.0)  # in which the trainer lets go of who has left
+    monkeypatch.setattr(direct, "SPAN_TIMEOUT_S", 2.0)  # in which the trainer lets go of who has left
     await trainer.publish(0, LARGE)
     take = direct.Group.take
 
@@ -335,16 +335,16 @@ def test_a_copy_that_is_being_given_is_not_written_over() -> None:
     try:
         opened.hold(WEIGHTS, Lineage(0), Version(0))
         ask = Ask(group="slow", lineage=Lineage(0), version=Version(0), nbytes=132, card="")
-        held = opened._taken(ask)
+        held = opened._acquire(ask)
         assert held is not None
         before = held.data.tobytes()
         opened.hold({name: array + array.dtype.type(1) for name, array in WEIGHTS.items()}, Lineage(0), Version(1))
         assert held.data.tobytes() == before
-        assert opened._taken(ask) is None  # not the newest any more
-        newest = opened._held
+        assert opened._acquire(ask) is None  # not the newest any more
+        newest = opened._newest
         assert newest is not None
         opened.hold(WEIGHTS, Lineage(0), Version(2))
-        assert opened._held is not None
-        assert opened._held.data is newest.data  # nobody took that one: its memory is used again
+        assert opened._newest is not None
+        assert opened._newest.data is newest.data  # nobody took that one: its memory is used again
     finally:
         opened.close()

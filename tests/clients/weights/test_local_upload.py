@@ -136,7 +136,7 @@ def test_a_file_in_place_of_a_deleted_one_is_new(file: File) -> None:
 def test_only_the_last_files_are_kept_and_nothing_after_the_end(
     file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_maps, "KEPT", 2)
+    monkeypatch.setattr(kept_maps, "MAX_FILES", 2)
     others = [File(tmp_path / f"{number}.part", file.files) for number in range(4)]
     for seed in range(3):
         for other in others:

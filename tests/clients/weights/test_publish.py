@@ -101,7 +101,7 @@ async def test_a_publisher_whose_own_write_finds_no_room_waits_for_it(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(ServerFiles, "write", full)
-    monkeypatch.setattr(publish, "FULL_S", 0.0)
+    monkeypatch.setattr(publish, "FULL_RETRY_INTERVAL_S", 0.0)
     assert await published(Server(lost=0, after=None)) == REGISTERED
     assert tries == 2 * TRIES + 1
     assert os.strerror(errno.ENOSPC) in caplog.text

@@ -68,11 +68,11 @@ class Server(Client):
 async def test_the_base_is_still_one_after_a_relay_that_gave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("staleflow.net.weights.PAYS_BELOW", float("inf"))
     remote, relay, root = Remote(), Server("tcp://127.0.0.1:1"), Server("tcp://127.0.0.1:2")
-    await remote.let_go(await remote.bring(relay, asked_for(0), manifest_of(0), watched=True))
+    await remote.release(await remote.fetch(relay, asked_for(0), manifest_of(0), watched=True))
     relay.is_gone = True
     with pytest.raises(Unavailable):
-        await remote.bring(relay, asked_for(1), manifest_of(1), watched=True)
-    brought = await remote.bring(root, asked_for(1), manifest_of(1))
+        await remote.fetch(relay, asked_for(1), manifest_of(1), watched=True)
+    brought = await remote.fetch(root, asked_for(1), manifest_of(1))
     assert bytes(brought.buffer[: len(DATA[1])]) == DATA[1]
     assert GetDelta in root.asked
     assert GetChunk not in root.asked

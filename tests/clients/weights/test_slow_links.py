@@ -12,7 +12,7 @@ from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.rollout.transfers import ROWS_BYTES, arrived
 from staleflow.clients.stage import worker as stage_worker
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.clients.weights import Publisher, Puller, mapped
@@ -117,7 +117,7 @@ class Judge:
         self.seen: list[int] = []
         self.all = asyncio.Event()
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         for group in groups:
             written = payload(int(group.payload.segments[0, 2]), seed=group.group, tokens=TOKENS)
             assert np.array_equal(group.payload.token_ids, written.token_ids)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from staleflow.clients.stage.user_stage import user_stage
-from staleflow.clients.stage.worker import Failed, Made
+from staleflow.clients.stage.worker import Failed, StageOutcome
 from staleflow.clients.texts import ids_as_text
 from staleflow.configs.schema import Stage
 from staleflow.configs.stages import Node
@@ -77,7 +77,7 @@ async def serving(answer: Callable[[dict[str, Any]], Reply | None]) -> AsyncGene
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def judged(url: str, *numbers: int, **options: Any) -> list[Made]:
+async def judged(url: str, *numbers: int, **options: Any) -> list[StageOutcome]:
     """What the shipped judge makes of groups, in the process of a stage."""
     given = Stage(
         name="judge",
@@ -92,7 +92,7 @@ async def judged(url: str, *numbers: int, **options: Any) -> list[Made]:
         return list(await stage.make([group(number) for number in numbers]))
 
 
-def scores(made: Made) -> list[float]:
+def scores(made: StageOutcome) -> list[float]:
     assert not isinstance(made, Failed), made.why
     return [round(value, 4) for value in made["stage/judge/score"].tolist()]
 

@@ -85,7 +85,7 @@ async def test_a_relay_on_this_host_that_says_nothing_of_a_version_is_left(
     grown: Grown, hosts: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts(RELAY_HOST)
-    monkeypatch.setattr(relays, "NEAR_S", 0.5)
+    monkeypatch.setattr(relays, "NEAR_TIMEOUT_S", 0.5)
     await grown.grow("relay-0")
 
     asked: list[object] = []
@@ -159,7 +159,7 @@ async def test_a_relay_that_is_flooded_with_questions_about_nothing_stays(
     grown: Grown, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(turns, "MAX_MANIFESTS", most)
-    monkeypatch.setattr(relay_sources, "ANSWER_S", 1.0)
+    monkeypatch.setattr(relay_sources, "REPLY_TIMEOUT_S", 1.0)
     monkeypatch.setattr(relay_sources, "Client", partial(Client, limits=TransportLimits(max_pending=16)))
     dispatch = ParameterService._dispatch  # pyright: ignore[reportPrivateUsage]
     joined = asyncio.Event()

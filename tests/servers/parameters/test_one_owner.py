@@ -36,13 +36,13 @@ def test_a_relay_that_waited_in_vain_leaves_to_be_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Exit code 2 would end the run: nobody made a mistake."""
-    monkeypatch.setattr(relay_main, "FREE_S", 0.1)
+    monkeypatch.setattr(relay_main, "FOLDER_TIMEOUT_S", 0.1)
     folder = relay_main.folder_of(tmp_path, "relay-0")
     with owned(folder):
         (folder / "upload-1.part").write_bytes(b"half")
         assert relayed(tmp_path) == 1
         assert (folder / "upload-1.part").exists()
-    assert f"waits for {folder}: another relay still has it" in caplog.text
+    assert f"waiting for folder {folder}: another relay still owns it" in caplog.text
     assert "in use by another process" in caplog.text
 
 
@@ -65,7 +65,7 @@ def test_a_relay_that_waits_can_be_stopped(tmp_path: Path) -> None:
 
     def stop() -> None:
         while not over.wait(0.02):
-            if log.exists() and "waits for" in log.read_text():
+            if log.exists() and "waiting for folder" in log.read_text():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

@@ -113,7 +113,7 @@ async def test_what_a_publisher_left_goes_after_a_while_unless_it_may_still_beco
     uploads.leave("trainer.1")
     await uploads.forget_left()
     assert uploads.find(upload.number) is upload  # it is there again
-    monkeypatch.setattr(uploads_module, "LEFT_S", -1.0)
+    monkeypatch.setattr(uploads_module, "ABANDONED_TIMEOUT_S", -1.0)
     await uploads.forget_left()
     assert uploads.find(upload.number) is upload
     uploads.leave("trainer.1")
@@ -205,7 +205,7 @@ async def test_a_term_that_has_not_begun_fences_nobody(run: Run, ahead: int) -> 
     trainer = await run.trainer()
     await trainer.publish(0, WEIGHTS)
     client, term = run.client(run.where.parameters, WorkerId("thief.1")), trainer.joined.trainer_term
-    with pytest.raises(Refused, match=rf"term {term + ahead} has not begun; the newest one is {term}") as no:
+    with pytest.raises(Refused, match=rf"unknown trainer term: {term + ahead}; the newest one is {term}") as no:
         await client.call(begin(trainer, term=term + ahead))
     assert no.value.code is Code.DENIED
     assert (await trainer.publish(0, WEIGHTS)).version == 0
@@ -234,7 +234,7 @@ async def test_a_version_that_the_scheduler_refuses_is_sent_once_and_forgotten(r
 
 async def test_bytes_that_are_not_those_of_the_manifest_are_refused(run: Run) -> None:
     trainer = await run.trainer()
-    with pytest.raises(Refused, match=r"tensor w .* is not what its digest says"):
+    with pytest.raises(Refused, match=r"tensor w .* does not match its digest"):
         await upload(run, trainer, begin(trainer), BYTES[:-1] + b"?")
     assert await versions(run) == {}
     assert files(run) == set()
@@ -265,7 +265,7 @@ async def test_a_chunk_outside_of_its_version_is_refused(run: Run) -> None:
     trainer = await run.trainer()
     client = run.client(run.where.parameters, trainer.worker)
     to = await client.ask(begin(trainer), BeginPublishReply)
-    with pytest.raises(Refused, match="bytes 396 to 404 are not in a version of 400 bytes"):
+    with pytest.raises(Refused, match="bytes 396 to 404 are outside a version of 400 bytes"):
         await client.call(PublishChunk(upload=to.upload, offset=396), [bytes(8)])
 
 

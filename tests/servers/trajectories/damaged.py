@@ -18,9 +18,9 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import PushItem
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.protocols.wire.tensors import Array, pack, specs_and_frames
-from staleflow.servers.trajectories.records import Key, Pushed, pushed
+from staleflow.servers.trajectories.records import Key, Pushed, parse_push
 from staleflow.servers.trajectories.slabs import Slabs
-from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore, unpacked
+from staleflow.servers.trajectories.store import TABLES, Columns, CorruptRecord, TrajectoryStore, unpack_verified
 from staleflow.store.base import StoreCorrupt
 from staleflow.store.lmdb import Store
 from tests.servers.running import GROUP_SIZE, payload
@@ -71,7 +71,7 @@ def original(folder: Path, count: int, *, mapped: bool = False) -> Original:
         if mapped:
             values.append((one.key, bytes(trajectories.payload(one.key, record))))
         trajectories.write_columns([Columns(one.key, REWARD, {REWARD_COLUMN: reward})])
-        groups[one.key] = unpacked(one.key, one.record, one.blob) | {REWARD_COLUMN: reward}
+        groups[one.key] = unpack_verified(one.key, one.record, one.blob) | {REWARD_COLUMN: reward}
         shas[one.key] = one.record.sha
     store.close()
     (folder / "live").mkdir()
@@ -87,7 +87,7 @@ def _group(number: int) -> Pushed:
     item = PushItem(
         group=GroupId(number), lease=LeaseId(100 + number), worker=WorkerId("w"), truncated=False, frames=specs
     )
-    return pushed(item, frames, GROUP_SIZE)
+    return parse_push(item, frames, GROUP_SIZE)
 
 
 def _values(folder: Path) -> list[tuple[Key, bytes]]:
@@ -125,7 +125,7 @@ def read(folder: Path) -> dict[str, str] | str:
             try:
                 if record is None:
                     raise CorruptRecord(key, "the record")
-                arrays = unpacked(key, record, trajectories.payload(key, record))
+                arrays = unpack_verified(key, record, trajectories.payload(key, record))
                 found[str(key.lease)] = named(arrays | trajectories.columns([(key, record, (REWARD,))], (REWARD,))[0])
             except CorruptRecord:
                 found[str(key.lease)] = "damaged"

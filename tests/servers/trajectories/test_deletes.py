@@ -11,7 +11,7 @@ from staleflow.net.client import Client
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.stages import REWARD, REWARD_COLUMN
 from staleflow.servers.trajectories.filters import FILTERS
-from staleflow.servers.trajectories.holdings import Held
+from staleflow.servers.trajectories.holdings import StoredGroup
 from staleflow.servers.trajectories.records import Key, Record
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
@@ -53,7 +53,7 @@ def forgetting(store: Narrow, keys: Sequence[Key]) -> Shard:
         keep=FILTERS["none"],
     )
     for key in keys:
-        shard.holdings.add(Held(key, RECORD))
+        shard.holdings.add(StoredGroup(key, RECORD))
         shard.forget(key)
     return shard
 

@@ -9,7 +9,7 @@ from staleflow.protocols.wire.messages import PushItem
 from staleflow.protocols.wire.payload_limits import PayloadLimits
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.servers.trajectories.records import Pushed, pushed
+from staleflow.servers.trajectories.records import Pushed, parse_push
 
 
 def push(column: str) -> Pushed:
@@ -26,7 +26,7 @@ def push(column: str) -> Pushed:
     )
     specs, frames = specs_and_frames(payload.to_arrays())
     item = PushItem(group=GroupId(1), lease=LeaseId(1), worker=WorkerId("w.1"), truncated=False, frames=specs)
-    return pushed(item, frames, samples=2, limits=PayloadLimits(environment=True))
+    return parse_push(item, frames, samples=2, limits=PayloadLimits(environment=True))
 
 
 def test_what_an_environment_returned_is_stored_and_the_ledger_hears_of_sampled_tokens_only() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from staleflow.clients.stage import worker as stage_worker
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.clients.trainer.prefetch import BatchStream
@@ -46,7 +46,7 @@ class Makes:
     def __init__(self, column: str) -> None:
         self._column = column
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         return [{self._column: np.asarray([0.0, 1.0], np.float32)}] * len(groups)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None: ...
@@ -82,8 +82,8 @@ async def test_payload_travels_once_to_each_reader_of_another_host_and_to_none_o
     assert len(fetched) == GROUPS
     made = GROUPS * 2 * 4  # two samples, float32
     packed = GROUPS * len(pack(payload(0, seed=batch.members[0].group).to_arrays()))
-    assert counts["TakeStage reward"] == (packed if host else 0)
-    assert counts["TakeStage later"] == (packed if host else 0) + made
+    assert counts["GetStageWork reward"] == (packed if host else 0)
+    assert counts["GetStageWork later"] == (packed if host else 0) + made
     assert counts["FetchGroups"] == (packed if host else 0) + 2 * made
 
 

@@ -13,7 +13,7 @@ from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.rollout.slab_writer import SlabWriter
 from staleflow.clients.slab_reader import MappedSlabs
 from staleflow.clients.stage import worker as stage_worker
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.data.batch import FetchedGroup
 from staleflow.clients.trainer.data.fetch import Fetcher
@@ -293,7 +293,7 @@ class Judge:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         for group in groups:
             written = payload(int(group.payload.segments[0, 2]), seed=group.group).to_arrays()
             assert all(np.array_equal(getattr(group.payload, name), column) for name, column in written.items())

@@ -90,7 +90,7 @@ def _without(name: str) -> dict[str, Array]:
     ("arrays", "says"),
     [
         (_without("logprobs"), "lacks logprobs"),
-        (payload(0, samples=3).to_arrays(), "a group has 2 samples; 3 came"),
+        (payload(0, samples=3).to_arrays(), "3 samples received; a group has 2"),
         (payload(0).to_arrays() | {"token_ids": np.zeros(3, np.int32)}, "token_ids holds 3 values"),
         (payload(0).to_arrays() | {"stage/reward/reward": np.zeros(2, np.float32)}, "it may have none"),
     ],
@@ -107,7 +107,7 @@ async def test_a_malformed_payload_is_refused_by_name(run: Run, arrays: dict[str
 
 async def test_frames_that_were_not_announced_are_refused(run: Run) -> None:
     rollout = await started(run)
-    with pytest.raises(Refused, match="0 frames are announced, 1 came"):
+    with pytest.raises(Refused, match="0 frames announced, 1 received"):
         await rollout.shards[0].ask(PushGroups(items=[]), Results, [b"x"])
 
 

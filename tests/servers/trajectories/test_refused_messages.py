@@ -49,7 +49,7 @@ class Scheduler:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registrars, "BUSY_S", 0.01)
+    monkeypatch.setattr(registrars, "BUSY_RETRY_INTERVAL_S", 0.01)
     monkeypatch.setattr(shards, "RETRY_INTERVAL_S", 0.01)
 
 
@@ -129,6 +129,7 @@ def test_no_more_versions_can_have_written_a_group_than_any_bound_allows() -> No
     worker = WorkerId("rollout-0.1")
     item = PushItem(group=GroupId(1), lease=LeaseId(1), worker=worker, truncated=False, frames=specs)
     with pytest.raises(
-        ProtocolError, match=f"{records.MAX_VERSIONS + 1} versions wrote it; at most {records.MAX_VERSIONS} can"
+        ProtocolError,
+        match=f"{records.MAX_VERSIONS + 1} segments by version; at most {records.MAX_VERSIONS} are allowed",
     ):
-        records.pushed(item, frames, samples=1)
+        records.parse_push(item, frames, samples=1)

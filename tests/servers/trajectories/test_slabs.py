@@ -109,13 +109,13 @@ def test_what_a_worker_wrote_is_read_and_nothing_beyond_its_own_slabs(tmp_path: 
     of = slabs(tmp_path)
     name = of.give(ask(1), ROOM).name
     place = write(tmp_path, name, MB - 3, b"abc")
-    assert bytes(of.written(ME, place)) == b"abc"
-    with pytest.raises(ProtocolError, match=r"is not rollout-1\.1's"):
-        of.written(OTHER, place)
-    with pytest.raises(ProtocolError, match="are not in slab"):
-        of.written(ME, Place(slab=name, offset=MB - 3, nbytes=4))
+    assert bytes(of.written_bytes(ME, place)) == b"abc"
+    with pytest.raises(ProtocolError, match=r"does not belong to rollout-1\.1"):
+        of.written_bytes(OTHER, place)
+    with pytest.raises(ProtocolError, match="are outside slab"):
+        of.written_bytes(ME, Place(slab=name, offset=MB - 3, nbytes=4))
     with pytest.raises(Refused, match="is gone"):
-        of.written(ME, Place(slab="../records", offset=0, nbytes=1))
+        of.written_bytes(ME, Place(slab="../records", offset=0, nbytes=1))
 
 
 def test_without_room_there_is_no_slab_and_idle_ones_make_room_first(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_after_a_restart_no_push_is_read_from_a_slab_that_its_worker_may_not_hav
         assert after.find(key(1), name, stored.offset, stored.nbytes)
         mapped[64:71] = b"payload"
         with pytest.raises(Refused, match="is gone") as no:
-            after.written(ME, Place(slab=name, offset=64, nbytes=7))
+            after.written_bytes(ME, Place(slab=name, offset=64, nbytes=7))
     assert no.value.code is Code.STALE
 
 

@@ -108,7 +108,7 @@ class World:
             self._places += 1
             offset = self._places * NBYTES
             try:
-                self.slabs.written(worker, Place(slab=name, offset=offset, nbytes=NBYTES))
+                self.slabs.written_bytes(worker, Place(slab=name, offset=offset, nbytes=NBYTES))
             except Refused:
                 return
             self._write(name, offset, data)
@@ -122,7 +122,7 @@ class World:
     def check(self) -> None:
         """Every group that is held has the bytes that were pushed."""
         for held in self.shard.holdings:
-            assert bytes(self.shard.stored(held)) == data_of(held.key.group)
+            assert bytes(self.shard.view_payload(held)) == data_of(held.key.group)
 
     def end(self) -> None:
         """Every push has its answer, and once the last group is forgotten nothing holds a slab."""

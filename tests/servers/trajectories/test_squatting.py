@@ -10,7 +10,7 @@ from staleflow.protocols.consistency.ids import GroupId, LeaseId, WorkerId
 from staleflow.protocols.wire.messages import Op, PushItem, Result
 from staleflow.protocols.wire.tensors import specs_and_frames
 from staleflow.servers.trajectories.filters import none
-from staleflow.servers.trajectories.records import Pushed, pushed
+from staleflow.servers.trajectories.records import Pushed, parse_push
 from staleflow.servers.trajectories.registrar import Then
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.store import TABLES, TrajectoryStore
@@ -36,7 +36,7 @@ class Scheduler:
 def push_of(worker: str, seed: int) -> Pushed:
     specs, frames = specs_and_frames(payload(0, seed=seed).to_arrays())
     item = PushItem(group=GroupId(5), lease=LeaseId(7), worker=WorkerId(worker), truncated=False, frames=specs)
-    return pushed(item, frames, payload(0).num_samples)
+    return parse_push(item, frames, payload(0).num_samples)
 
 
 def test_the_holder_of_a_lease_waits_for_the_scheduler_and_then_pushes(tmp_path: Path) -> None:

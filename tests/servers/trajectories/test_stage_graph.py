@@ -29,7 +29,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import Array, arrays, specs_and_frames
 from staleflow.servers.trajectories.filters import FILTERS
-from staleflow.servers.trajectories.records import pushed as pushed_of
+from staleflow.servers.trajectories.records import parse_push
 from staleflow.servers.trajectories.registrar import Registrar
 from staleflow.servers.trajectories.shard import Shard
 from staleflow.servers.trajectories.stage_queue import HOLD_AFTER
@@ -272,7 +272,7 @@ async def test_a_report_of_failing_workers_counts_the_groups_that_have_passed_th
     for number in range(1 + HOLD_AFTER):
         specs, frames = specs_and_frames(payload(0, seed=number).to_arrays())
         item = PushItem(group=GroupId(number), lease=LeaseId(1), worker=WorkerId("w"), truncated=False, frames=specs)
-        shard.push(pushed_of(item, frames, GROUP_SIZE), lambda _: None)
+        shard.push(parse_push(item, frames, GROUP_SIZE), lambda _: None)
     shard.commit()
     await registrar.idle()
     past, *others = shard.queues["left"].take("w", 1 + HOLD_AFTER, now_s=0.0, seconds_each=1.0)
@@ -300,7 +300,7 @@ async def test_results_of_two_stages_in_one_commit_of_which_one_ends_the_group_r
     working = asyncio.create_task(registrar.run())
     specs, frames = specs_and_frames(payload(0).to_arrays())
     item = PushItem(group=GroupId(7), lease=LeaseId(1), worker=WorkerId("w"), truncated=False, frames=specs)
-    shard.push(pushed_of(item, frames, GROUP_SIZE), told.append)
+    shard.push(parse_push(item, frames, GROUP_SIZE), told.append)
     shard.commit()
     await registrar.idle()
     for name, column in (("reward", "stage/reward/reward"), ("left", "stage/left/score")):

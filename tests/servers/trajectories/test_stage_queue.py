@@ -209,7 +209,7 @@ def test_a_worker_whose_tickets_expire_is_held_too() -> None:
     queue.ask("x")
     queue.take("w", HOLD_AFTER, now_s=0, seconds_each=1)
     queue.expire(HOLD_AFTER)
-    assert [failing.why for failing in queue.failing()] == ["it took too long"]
+    assert [failing.why for failing in queue.failing()] == ["the time limit was exceeded"]
     assert queue.take("w", 9, now_s=HOLD_AFTER, seconds_each=1) == []
     assert len(queue.take("x", 9, now_s=HOLD_AFTER, seconds_each=1)) == 9
 

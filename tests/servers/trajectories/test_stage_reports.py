@@ -47,4 +47,4 @@ async def test_a_refusal_ends_no_reports_and_is_said_once(
         await scheduler.heard.wait()
     reporting.cancel()
     store.close()
-    assert caplog.messages == ["where groups are is not known to the scheduler: denied: it has another key"] * 2
+    assert caplog.messages == ["scheduler rejected the stage report: denied: it has another key"] * 2

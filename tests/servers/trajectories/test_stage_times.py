@@ -15,7 +15,7 @@ from tests.servers.trajectories.scarce import no_descriptor
 
 def line(times: StageTimes, number: int) -> None:
     """One that says when worker ``w`` had a group."""
-    times.given("reward", [Ticket(number, Key(GroupId(number), LeaseId(1)), "w", 0.0)], float(number))
+    times.started("reward", [Ticket(number, Key(GroupId(number), LeaseId(1)), "w", 0.0)], float(number))
     times.finished("reward", "w", [number], number + 0.5)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from staleflow.clients.stage.worker import Made, StageGroup
+from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.net.client import worker_id
 from staleflow.net.errors import Refused
@@ -34,7 +34,7 @@ from staleflow.servers.trajectories import main as trajectories
 from staleflow.servers.trajectories import stage_calls, stage_reports
 from staleflow.servers.trajectories.records import Key, Record
 from staleflow.servers.trajectories.stage_queue import HOLD_AFTER
-from staleflow.servers.trajectories.store import unpacked
+from staleflow.servers.trajectories.store import unpack_verified
 from tests.net.conftest import RawPeer
 from tests.servers.running import WEIGHTS, Rollout, Run, StageWorker, eventually, payload
 
@@ -155,9 +155,9 @@ async def test_payload_is_looked_at_by_its_worker_or_else_by_the_shard(
 
     def spied(key: Key, record: Record, blob: bytes) -> dict[str, Array]:
         looked.append(key.group)
-        return unpacked(key, record, blob)
+        return unpack_verified(key, record, blob)
 
-    monkeypatch.setattr(stage_calls, "unpacked", spied)
+    monkeypatch.setattr(stage_calls, "unpack_verified", spied)
     await pushed(run)
     stage = StageWorker(run)
     work, frames = await stage.client.call(
@@ -189,7 +189,7 @@ class Slow:
     def __init__(self) -> None:
         self.stuck: list[int] = []
 
-    async def make(self, groups: Sequence[StageGroup]) -> Sequence[Made]:
+    async def make(self, groups: Sequence[StageGroup]) -> Sequence[StageOutcome]:
         if not self.stuck:
             self.stuck += [group.group for group in groups]
             await asyncio.Event().wait()
@@ -349,7 +349,7 @@ async def test_a_worker_that_fails_everything_is_named_with_its_reason(
     assert await eventually(named)
 
     async def logged() -> bool:
-        told = f"stage worker {broken.worker} failed {HOLD_AFTER} groups of the stage reward in a row; it is held"
+        told = f"stage worker {broken.worker} held after failing {HOLD_AFTER} groups of stage reward in a row"
         return any(message.startswith(told) for message in caplog.messages)
 
     assert await eventually(logged)
@@ -419,5 +419,5 @@ async def test_columns_that_are_none_release_the_group(run: Run, column: str, va
 async def test_a_stage_that_is_not_there_is_refused_by_name(run: Run) -> None:
     stage = StageWorker(run)
     take = GetStageWork(stage="critic", worker=stage.worker, max_groups=1)
-    with pytest.raises(Refused, match="there is no stage 'critic'"):
+    with pytest.raises(Refused, match="unknown stage: 'critic'"):
         await stage.client.call(take)

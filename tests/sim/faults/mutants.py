@@ -222,7 +222,7 @@ def _lent_as_before(real: Any) -> Any:
     def find(self: Slabs, *where: Any) -> bool:
         found = bool(real(self, *where))
         for slab in self._slabs.values():
-            slab.found = False
+            slab.inherited = False
         return found
 
     return find
@@ -516,7 +516,7 @@ MUTANTS = (
     Mutant(
         "payload is handed to trainers unchecked",
         trajectory_service,
-        "unpacked",
+        "unpack_verified",
         _without_looking,
         _rules("SERVED"),
         ("flip a byte of a payload",),

@@ -74,7 +74,7 @@ def held_out(config: Config, folder: Path, *, environment: bool) -> Config:
     here, table, rows = Path(__file__).parent, msgspec.to_builtins(config), folder / "held_out.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "then": "tokens"}) + "\n" for n in range(5)))
     table["prompts"] |= {"eval_path": str(rows)}
-    table["reward"] |= {"run": f"{here.parent}/stage/rewards.py:length"}
+    table["reward"] |= {"run": f"{here.parent}/user_code/rewards.py:length"}
     table["environment"] |= {"run": f"{here}/held_out_environment.py:Asked" if environment else ""}
     return msgspec.convert(table, Config)
 

@@ -217,7 +217,7 @@ async def test_the_time_of_a_copy_is_not_that_of_the_source(tmp_path: Path, monk
         coming = tasks.create_task(relay.arrivals.stored(NEXT))
         await equal.begun.wait()
         arrival = await relay.arrivals._arrival(NEXT)
-        await arrival.right(HALF, HALF)  # all that the source has to give is here
+        await arrival.verified(HALF, HALF)  # all that the source has to give is here
         for _ in range(TURNS):
             await asyncio.sleep(0)
         relay.first.gone.set()
@@ -294,7 +294,7 @@ async def test_a_piece_on_its_way_to_a_reader_keeps_its_bytes(tmp_path: Path, mo
         relay = Relay(tmp_path, tasks, first=DATA[NEXT], root=bytes(HALF) + DATA[NEXT][HALF:])
         relay.first.most = HALF
         piece = await relay.arrivals.read(NEXT, 0, 2 * HALF)
-        assert relay.arrivals.coming(NEXT)
+        assert relay.arrivals.is_arriving(NEXT)
         relay.first.gone.set()
         await relay.arrivals.stored(NEXT)
         relay.versions.put_aside(NEXT, reuse=True)

@@ -214,7 +214,7 @@ async def test_the_next_version_reaches_a_relay_as_what_changed(grown: Grown, mo
 async def test_a_relay_of_another_run_is_refused(grown: Grown) -> None:
     join = JoinRelays(worker=WorkerId("relay.1"), run="another", endpoint="tcp://10.0.0.1:1", host="h")
     client = grown.run.client(grown.run.where.parameters, WorkerId("relay.1"))
-    with pytest.raises(Refused, match='it is of run "another"; this is run "run-') as no:
+    with pytest.raises(Refused, match='the relay is of run "another"; this is run "run-') as no:
         await client.call(join)
     assert no.value.code is Code.CONFLICT
     assert await grown.tree() == []
@@ -299,9 +299,9 @@ async def test_a_relay_asked_for_what_is_not_says_so(grown: Grown) -> None:
     client = await grown.client("relay-0")
     with pytest.raises(Refused, match="version 5 of lineage 0 is not here"):
         await client.ask(manifest_of(5), ManifestReply)
-    with pytest.raises(Refused, match="are not in a version of"):
+    with pytest.raises(Refused, match="are outside a version of"):
         await client.call(chunk(1 << 40, 4))
-    with pytest.raises(Refused, match="a relay does not answer JoinRelays"):
+    with pytest.raises(Refused, match="a relay does not serve JoinRelays"):
         await client.call(JoinRelays(worker=WorkerId("reader.9"), run="", endpoint="", host=""))
 
 
@@ -341,7 +341,7 @@ async def test_a_relay_serves_once_another_has_left_its_folder(grown: Grown) -> 
     log = grown.run.run_dir / "logs" / "relay-0.log"
 
     async def waits() -> bool:
-        return log.exists() and "another relay still has it" in log.read_text()
+        return log.exists() and "another relay still owns it" in log.read_text()
 
     other = ExitStack()
     other.enter_context(owned(folder_of(grown.run.run_dir, "relay-0")))
@@ -360,5 +360,5 @@ async def test_a_relay_serves_once_another_has_left_its_folder(grown: Grown) -> 
 @pytest.mark.parametrize("bind", ["tcp://0.0.0.0:7000", "tcp://*:7000"])
 def test_a_relay_must_listen_where_readers_can_be_sent(short_dir: Path, bind: str) -> None:
     config = config_of(short_dir)
-    with pytest.raises(ConfigError, match="it must name one address of this host"):
+    with pytest.raises(ConfigError, match="it must be one address of this host"):
         attach(config, short_dir, "relay-0", "ipc:///nowhere", bind, 0.0)
