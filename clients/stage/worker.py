@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.slab_reader import MappedSlabs, Unmapped, Unreadable, checked
-from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.process.host import boot_id
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -147,7 +147,7 @@ class StageWorker:
         self._stage = stage
         self._max_groups = max_groups
         self._calls = calls
-        self._said = Seldom()
+        self._said = RateLimitedLog()
         self.worked = Worked()
 
     async def serve(self, shards: Sequence[Client]) -> None:
@@ -161,7 +161,7 @@ class StageWorker:
 
     async def _take(self, shard: Client, hand: "_Hand", tasks: asyncio.TaskGroup, maps: MappedSlabs) -> None:
         """Fill the hand, and begin with what comes. Who could not read it asks again, and is given the same anew."""
-        host, checks, portion = boot_id(), True, Portion(TAKE_BYTES)
+        host, checks, portion = boot_id(), True, AdaptiveChunk(TAKE_BYTES)
         loop = asyncio.get_running_loop()
         while True:
             room, asked = await hand.room(), loop.time()
@@ -257,7 +257,7 @@ class StageWorker:
         return good
 
 
-async def _asked(shard: Client, take: GetStageWork, portion: Portion) -> tuple[StageWork, list[memoryview]]:
+async def _asked(shard: Client, take: GetStageWork, portion: AdaptiveChunk) -> tuple[StageWork, list[memoryview]]:
     """What the shard has, and learn from how long it was on its way. ``Stuck``."""
     clock = asyncio.get_running_loop().time
     began, call = clock(), shard.call(take, timeout_s=None)

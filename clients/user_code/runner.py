@@ -17,7 +17,7 @@ from staleflow.clients.user_code.child import NOUN
 from staleflow.clients.user_code.pool import Pool
 from staleflow.clients.user_code.process import Killed, Program
 from staleflow.configs.schema import Reward
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class CallRunner:
         """``concurrency``: calls of an ``async def`` under way at once."""
         self._retries = retries
         self._pool = Pool(program, processes=1, concurrency=concurrency)
-        self._said = Seldom()
+        self._said = RateLimitedLog()
         self.failed_calls = 0
         """Tries that failed."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire.messages import (
@@ -59,7 +59,7 @@ class Catalog:
         self._corrupt: dict[VersionKey, str] = {}
         self._verifying = asyncio.Lock()
         self._looks = Looks(versions)
-        self._said = Seldom()
+        self._said = RateLimitedLog()
         self.publishing = asyncio.Lock()
         """Held by whoever adds or registers versions."""
         self.grown = asyncio.Event()

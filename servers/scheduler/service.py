@@ -16,8 +16,8 @@ from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.net.endpoint import Call
 from staleflow.net.errors import RUN_IS_OVER
-from staleflow.net.transport import stranger
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.net.transport import describe_rejected
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView
@@ -93,7 +93,7 @@ class Service:
         self._config = config
         self._run_dir = run_dir
         self._is_configured = (run_dir / RESOLVED).exists()
-        self._lost = Seldom()
+        self._lost = RateLimitedLog()
         self._answers = Answers()
         self._rejects = Rejects(interpreter.trace, interpreter.totals.rejected)
         self._registry = Registry(config.trajectories.shards, interpreter.clock)
@@ -155,7 +155,7 @@ class Service:
         """When the run was drained and finished, and when a trainer was attached last, for this process."""
         self.peers: Callable[[], list[str]] = list
         """Peers that the transport hears; the owner of the socket sets it."""
-        self.not_its_name = self._registry.not_its_name
+        self.name_conflict = self._registry.name_conflict
         self.later: Callable[[], object] = lambda: None
         """Calls ``flush`` a little later; the owner of the loop sets it."""
         self._listen()
@@ -281,9 +281,9 @@ class Service:
         """The transport denied a peer what its key does not allow."""
         self._rejects.plain(peer, verb, Code.DENIED.value, self._clock.now_ms())
 
-    def on_stranger(self, address: str, public: str) -> None:
+    def on_rejected(self, address: str, public: str) -> None:
         """The transport turned a connection away."""
-        self._rejects.auth(address, "", stranger(public), ok=False, now_ms=self._clock.now_ms())
+        self._rejects.auth(address, "", describe_rejected(public), ok=False, now_ms=self._clock.now_ms())
 
     def flush(self) -> None:
         """Deal, commit, answer: the end of a drain."""

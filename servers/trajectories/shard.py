@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from staleflow.configs.stages import Node
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import (
@@ -80,7 +80,7 @@ class Shard:
         """Stored, but not to be read: kept until the scheduler has dropped them, or needs them no more."""
         self._full: Resource = ""
         """What had no room for the last push, unless something has gone since."""
-        self._said = Seldom()
+        self._said = RateLimitedLog()
         self._recovered = [self._found(loaded) for loaded in store.load()]
 
     def _found(self, loaded: Loaded) -> Loaded:

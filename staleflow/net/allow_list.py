@@ -1,8 +1,9 @@
-"""The allow-list: which keys may connect, and as what. Read again when its file changes, so that keys rotate live.
+"""The allow-list: public keys that may connect, each with its role. Reloaded when the file changes, to rotate keys
+live.
 
-A file that cannot be read, or that has lost the servers' key, keeps the list as it was, and says so in the log: a slip
-of an editor locks nobody out, and lets nobody in. Whoever writes the file in place empties it first, and ``keygen``
-puts that key last: what is half written lacks it.
+A file that cannot be read, or that lacks the servers' key, leaves the list unchanged and is logged, so a slip of an
+editor neither locks out workers nor admits strangers. ``keygen`` writes the servers' key last: a writer that truncates
+the file in place and is read halfway produces a list without that key.
 """
 
 import logging
@@ -26,14 +27,14 @@ _HEADER = """\
 
 
 class Holder(NamedTuple):
-    """Whose key it is."""
+    """Owner of a key."""
 
     role: Role
     name: str
 
 
 def read_allowed(path: Path) -> dict[bytes, Holder]:
-    """Public keys (Z85) and their holders. ``ConfigError`` when it is not an allow-list."""
+    """Return public keys (Z85) and their holders. Raise ``ConfigError`` if the file is no allow-list."""
     try:
         return _read(path)
     except OSError as error:
@@ -41,7 +42,7 @@ def read_allowed(path: Path) -> dict[bytes, Holder]:
 
 
 def _read(path: Path) -> dict[bytes, Holder]:
-    """The same, or ``OSError``."""
+    """Like ``read_allowed``, but raise ``OSError`` when the file cannot be read."""
     check_private(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +62,7 @@ def _read(path: Path) -> dict[bytes, Holder]:
 
 
 def write_allowed(path: Path, holders: Mapping[bytes, Holder]) -> None:
-    """Replace the file at once, mode 0600."""
+    """Replace the file atomically, with mode 0600."""
     text = _HEADER
     for role in Role:
         text += f"\n[{role}]\n"
@@ -74,21 +75,21 @@ def write_allowed(path: Path, holders: Mapping[bytes, Holder]) -> None:
 
 
 class AllowList:
-    """The list as its file is now. ``ConfigError`` at first if there is no usable file."""
+    """The current content of the allow-list file. Raises ``ConfigError`` at construction if there is no usable file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen = self._signature()
         self._unread = False
-        """The file as it was seen last could not be read: it is tried again, although it has not changed."""
+        """True while the last version of the file could not be read: retry although the file has not changed."""
         self._holders = read_allowed(path)
 
     def find(self, public: bytes) -> Holder | None:
-        """Whose key (in Z85) it is; None if it is nobody's."""
+        """Return the holder of a key (Z85), or None."""
         return self._holders.get(public)
 
     def refresh(self) -> bool:
-        """Look at the file; True if the list is another one now."""
+        """Reload the file if it changed; return True if the list is different now."""
         signature = self._signature()
         known = signature == self._seen
         if known and not self._unread:
@@ -100,7 +101,7 @@ class AllowList:
                 raise ConfigError("allow-list", str(self._path), "it has lost the key of the servers")
         except (OSError, ConfigError) as error:
             self._unread = isinstance(error, OSError)
-            if known and self._unread:  # said before
+            if known and self._unread:  # already logged
                 return False
             log.error("the allow-list stays as it was: %s", error)
             return False

@@ -135,9 +135,9 @@ class World:
         self._interpreter.trace.close()
 
     def _settle(self) -> bool:
-        if not self._endpoint.asked:
+        if not self._endpoint.requested:
             return False
-        self._endpoint.asked = False
+        self._endpoint.requested = False
         self._service.flush()
         return True
 

@@ -291,7 +291,7 @@ async def test_a_header_beyond_its_limit_is_refused_unread_with_its_id(network: 
     nobody = msgspec.msgpack.encode([PROTOCOL, 7, ["no such verb", [0] * 1_000]])
     id, reply = await network.dealer(ipc).ask(nobody)
     assert id == 7
-    detail = f"a header of {len(nobody)} bytes; at most 1000 are read"
+    detail = f"a header of {len(nobody)} bytes; at most 1000"
     assert reply == Refusal(code=Code.OVERSIZE, detail=detail)
     assert (endpoint.counts.oversize, endpoint.counts.malformed, endpoint.counts.calls) == (1, 0, 0)
 

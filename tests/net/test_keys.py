@@ -14,7 +14,7 @@ from staleflow.cli.main import main
 from staleflow.configs.errors import ConfigError
 from staleflow.net.allow_list import AllowList, Holder, read_allowed, write_allowed
 from staleflow.net.keys import read_key
-from staleflow.net.permissions import ATTACHES_AS, OPS, VERBS, Role, objection
+from staleflow.net.permissions import ATTACHES_AS, OPS, VERBS, Role, denial_reason
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
 from staleflow.protocols.wire import messages
@@ -184,7 +184,7 @@ def body(kind: type[typing.Any]) -> typing.Any:
 
 
 def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
-    may = {role: {kind.__name__ for kind in VERBS if objection(role, ME, body(kind)) is None} for role in Role}
+    may = {role: {kind.__name__ for kind in VERBS if denial_reason(role, ME, body(kind)) is None} for role in Role}
     common = {"Ping", "Attach", "Detach"}
     pulling = {"GetManifest", "GetChunk", "GetDelta", "Unpin"}
     assert may[Role.MONITOR] == common | {"GetStatus"}
@@ -216,7 +216,7 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
 
 def test_a_role_attaches_as_itself_or_to_look() -> None:
     def attach(role: Role, claimed: str) -> str | None:
-        return objection(role, ME, Attach(worker=WorkerId(ME), name="x", role=claimed))
+        return denial_reason(role, ME, Attach(worker=WorkerId(ME), name="x", role=claimed))
 
     assert attach(Role.ROLLOUT, "rollout") is attach(Role.ROLLOUT, "monitor") is None
     assert attach(Role.ROLLOUT, "trainer") == "a key of role rollout may not attach as trainer"
@@ -229,12 +229,12 @@ def test_a_role_attaches_as_itself_or_to_look() -> None:
 def test_a_batch_of_operations_is_judged_one_by_one() -> None:
     release = messages.RegisterRelease(group=GroupId(1), lease=LeaseId(1), why=ReleaseWhy.ABORTED)
     quarantine = RegisterQuarantine(group=GroupId(1))
-    assert objection(Role.ROLLOUT, ME, Operations(ops=[release])) is None
+    assert denial_reason(Role.ROLLOUT, ME, Operations(ops=[release])) is None
     both = Operations(ops=[release, quarantine])
-    assert objection(Role.ROLLOUT, ME, both) == "a key of role rollout may not send RegisterQuarantine"
-    assert objection(Role.SERVER, ME, both) is None
+    assert denial_reason(Role.ROLLOUT, ME, both) == "a key of role rollout may not send RegisterQuarantine"
+    assert denial_reason(Role.SERVER, ME, both) is None
     moved = messages.RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0), sha="")
-    assert objection(Role.SERVER, ME, Operations(ops=[moved])) is not None
+    assert denial_reason(Role.SERVER, ME, Operations(ops=[moved])) is not None
 
 
 def test_nobody_speaks_for_another_worker() -> None:
@@ -247,8 +247,8 @@ def test_nobody_speaks_for_another_worker() -> None:
         (Role.ROLLOUT, messages.Unpin(worker=other, lineage=Lineage(0), version=Version(0))),
         (Role.TRAINER, messages.Metrics(worker=other, step=Step(0), values={})),
     ):
-        assert objection(role, ME, said) == f"{ME} may not speak for {other}"
-        assert objection(role, other, said) is None
+        assert denial_reason(role, ME, said) == f"{ME} may not speak for {other}"
+        assert denial_reason(role, other, said) is None
 
 
 def test_the_document_has_the_same_table() -> None:

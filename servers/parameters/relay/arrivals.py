@@ -21,7 +21,7 @@ from typing import Any
 from staleflow.configs.errors import ConfigError
 from staleflow.net import weights
 from staleflow.net.errors import Refused, Unavailable
-from staleflow.net.weights import Load, Moved, Source, changes, credited, is_right, while_alive, whole
+from staleflow.net.weights import ByteCounter, Load, Source, changes, credited, is_right, while_alive, whole
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire import delta
@@ -62,7 +62,7 @@ class Arrival:
         self._changed = asyncio.Event()
         """Set, and made anew, when a tensor is right, and when nothing more will come."""
         self._failed: Refused | None = None
-        self.moved = Moved()
+        self.moved = ByteCounter()
         """All bytes that came, right or not."""
         self.came: dict[GetDelta, bytes] = {}
         """Deltas that came for it, ``KEPT_BYTES`` at most; each is right once the tensors are that it touches."""
@@ -306,7 +306,7 @@ class Arrivals:
                 except (Refused, Unavailable, ProtocolError, ConfigError) as error:
                     why = str(error)
                     if isinstance(error, Unavailable):
-                        self._upstream.shunned.add(source.client.address, error)
+                        self._upstream.cooldowns.add(source.client.address, error)
                 log.warning("%s is not here yet: %s", key, why)
             raise Refused(Code.BAD_VERSION, f"{key} did not reach this relay: {why}")
         except (Refused, asyncio.CancelledError) as error:

@@ -11,7 +11,7 @@ from heapq import nsmallest
 import msgspec
 
 from staleflow.net.permissions import ATTACHES_AS, Role
-from staleflow.net.security import LOOKING
+from staleflow.net.security import OBSERVER_ROLES
 from staleflow.process.clock import Clock
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach
@@ -194,7 +194,7 @@ class Registry:
 
     def _end(self, process: Process, why: str) -> None:
         """An echo of its ``Attach`` would throw its successor out. Who only looked may come again."""
-        if process.role in LOOKING:
+        if process.role in OBSERVER_ROLES:
             return
         self._over[process.worker] = why
         if len(self._over) > MAX_OVER:
@@ -217,7 +217,7 @@ class Registry:
         """Why a process may not come again; None if it may. Its id is not used again, so that this is for good."""
         return self._over.get(WorkerId(worker))
 
-    def not_its_name(self, worker: str, role: Role, key: str) -> str | None:
+    def name_conflict(self, worker: str, role: Role, key: str) -> str | None:
         """Why the holder of a key of that role may not speak as that worker; None if it may. After a restart a key is
         not known before it is heard, a role is."""
         process = self._workers.get(WorkerId(worker))

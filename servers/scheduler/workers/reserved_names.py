@@ -7,7 +7,7 @@ role, whether a process has it at the moment or not: a name that another role ha
 import re
 from collections.abc import Collection
 
-from staleflow.net.security import LOOKING
+from staleflow.net.security import OBSERVER_ROLES
 
 _ROLES: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
@@ -17,8 +17,8 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
     "relay": ("relay",),
     "scheduler": (),
-    "monitor": LOOKING,
-    "admin": LOOKING,
+    "monitor": OBSERVER_ROLES,
+    "admin": OBSERVER_ROLES,
 }
 """By first word of a name: the roles that may use it."""
 _FIRST_WORD = re.compile(r"[^-.]*")
