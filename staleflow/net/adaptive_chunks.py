@@ -52,7 +52,7 @@ class AdaptiveChunk:
         return result
 
     async def watch(self, client: Client, call: Coroutine[Any, Any, T], nbytes: int, *, divisible: bool = True) -> T:
-        """Like ``carry``, for a call that moves at max_bytes ``nbytes``. The caller reports the real number to ``took``."""
+        """Like ``carry``, for a call that moves at most ``nbytes``. The caller reports the real number to ``took``."""
         return await (self._watched(client, call) if divisible and nbytes > self._min_bytes else call)
 
     def took(self, nbytes: int, seconds: float) -> None:

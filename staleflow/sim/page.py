@@ -1,4 +1,4 @@
-"""One page of HTML about simulated runs: the table and the picture, in a single file."""
+"""One HTML page about simulated runs: the table and the picture, in a single file."""
 
 from collections.abc import Sequence
 from html import escape
@@ -38,7 +38,7 @@ svg {{ width: 100%; height: auto; max-width: 1300px; }}
 
 
 def page(results: Sequence[Result], picture: str) -> str:
-    """``picture``: an svg element, put in as it is."""
+    """Return the page. ``picture`` is an svg element, inserted unchanged."""
     title = "Simulated runs" if len(results) > 1 else f"{results[0].name}, simulated"
     return _PAGE.format(
         title=escape(title),

@@ -147,7 +147,7 @@ class Faults:
             paused.until_s = self._world.conductor.now_s
             if silent is not None:
                 silent.until_s = self._world.conductor.now_s
-            self._world.conductor.go_on(process)
+            self._world.conductor.resume(process)
 
         self._for(self._rng.uniform(least, most) * scale_s, over)
         return True

@@ -30,7 +30,7 @@ class Lockstep:
         self._mine.acquire()
         self._theirs.acquire()
         self._parked = False
-        process.on_burial.append(self._bury)
+        process.on_close.append(self._close)
 
     async def run(self, function: Callable[[], T]) -> T:
         """Return what ``function`` returns in a thread."""
@@ -112,7 +112,7 @@ class Lockstep:
         self._mine.release()
         self._theirs.acquire()
 
-    def _bury(self) -> None:
+    def _close(self) -> None:
         """End a thread that waits in a process that is dead."""
         if self._parked:
             self._turn()

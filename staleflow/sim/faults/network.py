@@ -275,7 +275,7 @@ class Network:
                 arrives_s += min(weather.delay_s * 20, MAX_OVERTAKEN_S) * rng.random()
             else:
                 wire.clear_s[way] = arrives_s = max(arrives_s, wire.clear_s[way])
-            sender.heard_until_s = max(sender.heard_until_s, arrives_s)
+            sender.last_arrival_s = max(sender.last_arrival_s, arrives_s)
             grains = -(-arrives_s // GRAIN_S)
             self._conductor.at(grains * GRAIN_S, self._arrive, wire, way, parts)
 

@@ -343,7 +343,7 @@ class World:
         witness = self._workers.get(process)
         if witness is None or not witness.worker:
             return None
-        spell = Spell(witness.worker, max(self.conductor.now_s, process.heard_until_s))
+        spell = Spell(witness.worker, max(self.conductor.now_s, process.last_arrival_s))
         self.history.silent.append(spell)
         return spell
 

@@ -88,7 +88,7 @@ def test_every_token_is_trained_or_lost_or_filtered_or_still_there(name: str) ->
     pool = run.pool
     trained = sum(sample.written for batch in pool.steps for group in batch for sample in group.done)
     there = sum(pool.tokens(group) for group in (*pool.running, *pool.finished))
-    generated = sum(replica.engine.seen().generated for replica in pool.replicas)
+    generated = sum(replica.engine.state().generated for replica in pool.replicas)
     begun = sum(len(group.samples) for group in pool.begun)
     assert pool.filtered_tokens > 0
     # a sample that is aborted leaves at the end of the step that runs, with one token more
