@@ -7,7 +7,7 @@ import pytest
 
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.sim.cost import StepCost
-from staleflow.sim.engine import EngineFull, OnUpdate, Seen, SimEngine
+from staleflow.sim.engine import EngineFull, EngineState, OnUpdate, SimEngine
 from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
 from tests.sim.naive_engine import NaiveEngine, NaiveSample
@@ -223,6 +223,6 @@ def test_what_is_seen_in_the_middle_of_a_step_is_what_the_last_one_left() -> Non
     watched = Watched()
     watched.engine.submit(Sample(0, 5, (10,)))
     watched.timeline.at(3.5, lambda: seen.append(watched.engine.state()))
-    seen: list[Seen] = []
+    seen: list[EngineState] = []
     watched.run()
-    assert seen == [Seen(running=1, waiting=0, kv_tokens=8, generated=3, steps=3, busy_s=3.5, preempted=0)]
+    assert seen == [EngineState(running=1, waiting=0, kv_tokens=8, generated=3, steps=3, busy_s=3.5, preempted=0)]
