@@ -48,17 +48,19 @@ def _read(path: Path) -> dict[bytes, Holder]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("allow-list", str(path), f"it must be TOML: {error}") from None
-    found: dict[bytes, Holder] = {}
+    holders: dict[bytes, Holder] = {}
     for section, names in table.items():
         if section not in list(Role) or not isinstance(names, dict):
             raise ConfigError("allow-list", str(path), f'it has "{section}"; its tables are {", ".join(Role)}')
         for name, value in cast(dict[str, Any], names).items():
             public = as_key(value, path, f"{section}.{name}")
-            if public in found:
-                held = found[public]
-                raise ConfigError("allow-list", str(path), f"{held.role}.{held.name} and {section}.{name} are one key")
-            found[public] = Holder(Role(section), name)
-    return found
+            if public in holders:
+                other = holders[public]
+                raise ConfigError(
+                    "allow-list", str(path), f"{other.role}.{other.name} and {section}.{name} are one key"
+                )
+            holders[public] = Holder(Role(section), name)
+    return holders
 
 
 def write_allowed(path: Path, holders: Mapping[bytes, Holder]) -> None:
@@ -79,8 +81,8 @@ class AllowList:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen = self._signature()
-        self._unread = False
+        self._signature_read = self._signature()
+        self._read_failed = False
         """True while the last version of the file could not be read: retry although the file has not changed."""
         self._holders = read_allowed(path)
 
@@ -91,17 +93,17 @@ class AllowList:
     def refresh(self) -> bool:
         """Reload the file if it changed; return True if the list is different now."""
         signature = self._signature()
-        known = signature == self._seen
-        if known and not self._unread:
+        unchanged = signature == self._signature_read
+        if unchanged and not self._read_failed:
             return False
-        self._seen, self._unread = signature, False
+        self._signature_read, self._read_failed = signature, False
         try:
             holders = _read(self._path)
             if _has_server(self._holders) and not _has_server(holders):
                 raise ConfigError("allow-list", str(self._path), "it has lost the key of the servers")
         except (OSError, ConfigError) as error:
-            self._unread = isinstance(error, OSError)
-            if known and self._unread:  # already logged
+            self._read_failed = isinstance(error, OSError)
+            if unchanged and self._read_failed:  # already logged
                 return False
             log.error("the allow-list stays as it was: %s", error)
             return False
@@ -113,10 +115,10 @@ class AllowList:
 
     def _signature(self) -> tuple[int, int, int] | None:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _has_server(holders: Mapping[bytes, Holder]) -> bool:

@@ -173,9 +173,9 @@ class Connections:
                 continue
             if not stat.S_ISSOCK(status.st_mode) or self._others.get(descriptor) == status.st_ino:
                 continue
-            known = self._connections.get(descriptor)
-            if known is not None and known.inode == status.st_ino:
-                yield descriptor, known
+            existing = self._connections.get(descriptor)
+            if existing is not None and existing.inode == status.st_ino:
+                yield descriptor, existing
             elif self._is_mine(descriptor):
                 yield descriptor, _Connection(status.st_ino, now_s, memory)
             else:

@@ -76,7 +76,7 @@ class Peer:
         self.key = key
         self.name = name_of(route)
         self.owns_name = not key or key[0] not in _OBSERVERS
-        """Whether its key reserves its name while it is connected."""
+        """True if its key reserves its name while it is connected."""
         self.pending: dict[int, Call] = {}
         self.seen_s = seen_s
         self.gone = False

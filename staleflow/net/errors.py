@@ -36,7 +36,7 @@ class Refused(Exception):
 
     @property
     def is_over(self) -> bool:
-        """Whether the only reason is that the run has finished."""
+        """True if the only reason is that the run has finished."""
         return self.code is Code.DENIED and self.detail == RUN_IS_OVER
 
 

@@ -81,7 +81,7 @@ class SourceCooldowns:
 
     def __contains__(self, address: object) -> bool:
         now = asyncio.get_running_loop().time()
-        self._until_s = {known: until for known, until in self._until_s.items() if until > now}
+        self._until_s = {other: until for other, until in self._until_s.items() if until > now}
         return address in self._until_s
 
 

@@ -17,7 +17,7 @@ from staleflow.sim.workload import Workload
 
 
 @dataclass(slots=True, eq=False)
-class Begun:
+class StartedGroup:
     """A group from its first request on, however often it moves to another engine."""
 
     version: Version
@@ -40,16 +40,16 @@ class Book:
         self.samples: list[Sample] = []
         """Samples by number."""
         self._workload = workload
-        self._begun: dict[tuple[GroupId, LeaseId], Begun] = {}
+        self._started: dict[tuple[GroupId, LeaseId], StartedGroup] = {}
         """Groups by id and the lease that they started under."""
-        self._groups: list[Begun] = []
+        self._groups: list[StartedGroup] = []
         """Groups by number of the sample."""
 
     def number(self, assign: Assign, origin: LeaseId, place: int) -> int:
         """Return the number of a sample that the lease of ``assign`` requests; its group started under ``origin``."""
-        group = self._begun.get((assign.group, origin))
+        group = self._started.get((assign.group, origin))
         if group is None:
-            group = self._begun[assign.group, origin] = Begun(assign.version, assign.lease)
+            group = self._started[assign.group, origin] = StartedGroup(assign.version, assign.lease)
             for sample in self._workload.samples(assign.group, origin):
                 sample.id = len(self.samples)
                 self.samples.append(sample)
@@ -63,18 +63,18 @@ class Book:
         self._groups[number].engine = engine
         return self.samples[number]
 
-    def begun(self) -> list[Begun]:
+    def started(self) -> list[StartedGroup]:
         """Return every started group, in the order of the leases that they started under."""
-        return [group for (_, _), group in sorted(self._begun.items(), key=lambda item: item[0][1])]
+        return [group for (_, _), group in sorted(self._started.items(), key=lambda item: item[0][1])]
 
-    def thrown_away(self, taken: Mapping[LeaseId, list[Sample]], released: set[LeaseId]) -> int:
+    def discarded_tokens(self, pushed: Mapping[LeaseId, list[Sample]], released: set[LeaseId]) -> int:
         """Return the number of tokens that no shard received and that no lease can push any more.
 
-        ``taken`` has the samples that shards received, by lease; ``released`` the leases that ended without a push.
+        ``pushed`` has the samples that shards received, by lease; ``released`` the leases that ended without a push.
         """
         tokens = 0
-        for group in self._begun.values():
-            kept = taken.get(group.lease, [])
+        for group in self._started.values():
+            kept = pushed.get(group.lease, [])
             if kept or group.lease in released:
                 tokens += sum(group.written(sample) for sample in group.samples if sample not in kept)
         return tokens

@@ -189,7 +189,7 @@ class SimEngine:
 
     @property
     def working(self) -> bool:
-        """Whether it has work and is not hung."""
+        """True if it has work and is not hung."""
         return bool(self._running or self._num_waiting) and self._hung_since_s is None
 
     def state(self) -> EngineState:

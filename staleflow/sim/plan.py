@@ -72,11 +72,11 @@ def front(choices: Sequence[Choice]) -> list[Choice]:
     return sorted(kept.values(), key=lambda one: (-one.steps_per_min, one.staleness_mean, one.waste))
 
 
-def picks(found: Sequence[Choice]) -> dict[str, Choice]:
+def picks(choices: Sequence[Choice]) -> dict[str, Choice]:
     """Return three choices of a front: the freshest, the fastest, and the knee between them, which is nearest to being
     the fastest, freshest and thriftiest at once, each relative to the span of the front."""
     spans: list[tuple[float, float]] = [
-        (min(values), max(values)) for values in zip(*map(_measures, found), strict=True)
+        (min(values), max(values)) for values in zip(*map(_measures, choices), strict=True)
     ]
 
     def distance(one: Choice) -> float:
@@ -85,11 +85,11 @@ def picks(found: Sequence[Choice]) -> dict[str, Choice]:
         ]
         return sum(share * share for share in shares)
 
-    freshest = min(found, key=lambda one: (one.staleness_mean, -one.steps_per_min))
+    freshest = min(choices, key=lambda one: (one.staleness_mean, -one.steps_per_min))
     return {
         "freshest": freshest,
-        "knee": min(found, key=distance),
-        "fastest": max(found, key=lambda one: one.steps_per_min),
+        "knee": min(choices, key=distance),
+        "fastest": max(choices, key=lambda one: one.steps_per_min),
     }
 
 
@@ -116,8 +116,8 @@ def splits(config: Config, devices: int | None) -> list[tuple[str, ...]]:
 
 def first_round(etas: Sequence[int], split: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return every bound and policy at every ``max_staleness``; at 0 all of them are synchronous."""
-    found = [(*split, "staleness.max_staleness=0", *OWN["wait"])] if 0 in etas else []
-    return found + [
+    overrides = [(*split, "staleness.max_staleness=0", *OWN["wait"])] if 0 in etas else []
+    return overrides + [
         (*split, f"staleness.max_staleness={eta}", *policy) for eta in etas if eta for policy in OWN.values()
     ]
 
@@ -126,16 +126,16 @@ def second_round(
     chosen: Sequence[Choice], own: tuple[str, ...], others: Sequence[tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
     """Return the chosen ones with other admissions and redundancies, and with other splits than ``own``."""
-    found: list[tuple[str, ...]] = []
+    overrides: list[tuple[str, ...]] = []
     for one in chosen:
         rest = one.overrides[len(own) :]
-        found += [
+        overrides += [
             (*own, *rest, f"coordination.admission={admission}", f"rollout.redundancy.groups={groups}")
             for admission in ADMISSIONS
             for groups in REDUNDANCIES
         ]
-        found += [(*split, *rest) for split in others]
-    return found
+        overrides += [(*split, *rest) for split in others]
+    return overrides
 
 
 def plan(
@@ -144,7 +144,7 @@ def plan(
     *,
     devices: int | None = None,
     jobs: int = 1,
-    on_progress: OnProgress = lambda done, of: None,
+    on_progress: OnProgress = lambda finished, total: None,
 ) -> Iterator[Choice]:
     """Yield every choice that is simulated at length, as it finishes, ``jobs`` at once; the plan is the ``front`` of
     them all.
@@ -158,10 +158,10 @@ def plan(
         file.write_text(dumps(msgspec.to_builtins(config)))
         begin = first_round(etas, own)
         first = SHORT_STEPS * len(begin)
-        short = list(_all(pool, file, begin, SHORT_STEPS, lambda done: on_progress(done, 2 * first)))
+        short = list(_all(pool, file, begin, SHORT_STEPS, lambda finished: on_progress(finished, 2 * first)))
         then = second_round(front(short), own, others)
         yield from _all(
-            pool, file, then, LONG_STEPS, lambda done: on_progress(first + done, first + LONG_STEPS * len(then))
+            pool, file, then, LONG_STEPS, lambda finished: on_progress(first + finished, first + LONG_STEPS * len(then))
         )
 
 

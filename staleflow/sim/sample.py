@@ -74,7 +74,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether an interrupt cut it short."""
+        """True if an interrupt cut it short."""
         return self.fate is Fate.INTERRUPTED and self.written < self.length
 
     def next_turn(self) -> float:

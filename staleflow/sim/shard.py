@@ -44,7 +44,7 @@ DESCRIBE_S = 0.02
 
 
 class SimShard:
-    """One shard; ``taken`` receives the samples of each group that it accepted."""
+    """One shard; ``pushed`` receives the samples of each group that it accepted."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class SimShard:
         reward_s: float,
         describes: bool,
         samples: Sequence[Sample],
-        taken: dict[LeaseId, list[Sample]],
+        pushed: dict[LeaseId, list[Sample]],
     ) -> None:
         self.worker = WorkerId(f"trajectories-{shard}")
         self._shard = shard
@@ -65,7 +65,7 @@ class SimShard:
         self._ask = ask
         self._reward_s = reward_s
         self._describes = describes
-        self._taken = taken
+        self._pushed_samples = pushed
         self._samples = samples
         self._partials: dict[LeaseId, tuple[PartialFrames, list[memoryview]]] = {}
         """Samples that started under a lease and continue under another one."""
@@ -150,7 +150,7 @@ class SimShard:
     ) -> None:
         for item, result in zip(pushed.items, results, strict=True):
             if result.code is None:
-                self._taken[item.lease] = samples[item.lease]
+                self._pushed_samples[item.lease] = samples[item.lease]
                 self._timeline.after(self._reward_s, self._rewarded, item.group, item.lease)
         call.reply(Results(results=results))
 

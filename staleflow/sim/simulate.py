@@ -57,7 +57,7 @@ def _result(world: World, report: AuditReport) -> Result:
     generated = sum(engine.generated for engine in engines)
     drawn, of_drawn, lengths = _lengths(world)
     alive_s = sum(engine.ended_s - engine.began_s for engine in engines)
-    discarded = world.discarded + world.book.thrown_away(world.taken, world.released)
+    discarded = world.discarded + world.book.discarded_tokens(world.pushed, world.released)
     groups = sum(len(row.batch.members) for row in trained)
     ages = sum(row.staleness_mean * len(of.batch.members) for row, of in zip(rows, trained, strict=True))
     tokens = sum(row.tokens for row in rows)
@@ -92,7 +92,7 @@ def _step(row: Trained, world: World, of_age: Counter[int]) -> StepRow:
     ages: list[int] = []
     tokens = masked = 0
     for member in batch.members:
-        segments = [segment for sample in world.taken[member.lease] for segment in sample.segments]
+        segments = [segment for sample in world.pushed[member.lease] for segment in sample.segments]
         fresh = [segment for segment in segments if segment.version >= batch.mask_below]
         ages += [batch.step - min(segment.version for segment in fresh)] if fresh else []
         written = sum(segment.tokens for segment in segments)
@@ -118,13 +118,13 @@ def _lengths(world: World) -> tuple[list[int], list[int], list[int]]:
     run: groups still in progress at the end are too long on average.
     """
     trained = [
-        sample for row in world.trainer.trained for member in row.batch.members for sample in world.taken[member.lease]
+        sample for row in world.trainer.trained for member in row.batch.members for sample in world.pushed[member.lease]
     ]
     trained_set = set(trained)
     decided = len(world.trainer.trained) - world.config.staleness.max_staleness
     drawn: list[int] = []
     of_drawn: list[int] = []
-    for group in world.book.begun():
+    for group in world.book.started():
         if group.version < decided:
             drawn += [sample.length for sample in group.samples]
             of_drawn += [sample.written for sample in group.samples if sample in trained_set]

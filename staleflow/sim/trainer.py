@@ -101,7 +101,7 @@ class SimTrainer:
 
     @property
     def done(self) -> bool:
-        """Whether the last step is trained, or will never be."""
+        """True if the last step is trained, or will never be."""
         return self._stopped or len(self.trained) >= self._steps
 
     def stop(self) -> None:

@@ -46,7 +46,7 @@ class World:
         """Every worker that ever lived, in order."""
         self.book = Book(self.workload)
         recipe = SimRecipe.with_book(config, self.book)
-        self.taken: dict[LeaseId, list[Sample]] = {}
+        self.pushed: dict[LeaseId, list[Sample]] = {}
         """The samples of every group that a shard accepted."""
         self.released: set[LeaseId] = set()
         """Leases that ended without a push."""
@@ -81,7 +81,7 @@ class World:
                 reward_s=simulation.reward_s,
                 describes=config.coordination.ranker == "learned",
                 samples=self.book.samples,
-                taken=self.taken,
+                pushed=self.pushed,
             )
             for shard in range(config.trajectories.shards)
         ]
@@ -148,7 +148,7 @@ class World:
 
     def _check_progress(self) -> None:
         """Raise ``Stalled`` if no engine has had work, and no event is scheduled, for a long time."""
-        now_s, progress = self.timeline.now_s, (len(self.taken), len(self.trainer.trained))
+        now_s, progress = self.timeline.now_s, (len(self.pushed), len(self.trainer.trained))
         busy = progress != self._progress or any(instance.engine.working for instance in self._current.values())
         if busy or any(event.at_s > now_s for event in self.config.simulation.events):
             self._progress, self._progress_s = progress, now_s

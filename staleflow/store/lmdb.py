@@ -125,7 +125,7 @@ class Store:
         self._names = tuple(tables)
         self._sync = durability == "power"
         self._writable = True
-        """Whether LMDB has the file open for writing; False while its file system is read-only."""
+        """True if LMDB has the file open for writing; False while its file system is read-only."""
         make_folder(path)
         self._owner = self._lock_owner()
         try:

@@ -22,7 +22,7 @@ FILE = "run"
 CHECKPOINTS = "checkpoints"
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True):
+class KnownState(msgspec.Struct, frozen=True, kw_only=True):
     """The newest state of a run that one part of it knows."""
 
     run: str = ""
@@ -46,7 +46,7 @@ class _Checkpoint(msgspec.Struct):
     state: _State
 
 
-def check(known: Reached, attached: AttachReply, path: Path) -> None:
+def check(known: KnownState, attached: AttachReply, path: Path) -> None:
     """Raise ``ConfigError`` if the scheduler's ledger differs from the one ``path`` was written under, or is behind
     it."""
     check_ledger(path, known, run=attached.run, lineage=attached.lineage, version=attached.version)
@@ -54,7 +54,7 @@ def check(known: Reached, attached: AttachReply, path: Path) -> None:
         raise _behind(path, f"it knows lease {known.lease}, but the ledger has granted {attached.leases} leases")
 
 
-def check_ledger(path: Path, known: Reached, *, run: str, lineage: int, version: int) -> None:
+def check_ledger(path: Path, known: KnownState, *, run: str, lineage: int, version: int) -> None:
     """Like ``check``, for a ledger given by its run, lineage and newest version."""
     if known.run not in ("", run):
         what = f"it is of run {known.run}, but scheduler/data.mdb is of run {run}, which may be new"
@@ -69,13 +69,13 @@ def _behind(path: Path, what: str) -> ConfigError:
     return ConfigError("run directory", str(path), f"{what}: scheduler/data.mdb is an older copy; {RESTORE}")
 
 
-def of_run(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
+def of_run(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
     """Yield the states known to the plain files of a run directory: checkpoints, and the parameter server's folder."""
     yield from of_checkpoints(run_dir)
     yield run_dir / "parameters", read(run_dir / "parameters")
 
 
-def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
+def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
     """Yield the state of each checkpoint. An unreadable head is skipped: the trainer reports that damage."""
     for path in sorted((run_dir / CHECKPOINTS).glob("*/checkpoint.json")):
         try:
@@ -84,18 +84,18 @@ def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
             continue
         yield (
             path.parent,
-            Reached(run=checkpoint.run, lineage=checkpoint.state.lineage, version=checkpoint.state.version),
+            KnownState(run=checkpoint.run, lineage=checkpoint.state.lineage, version=checkpoint.state.version),
         )
 
 
-def read(folder: Path) -> Reached:
+def read(folder: Path) -> KnownState:
     """Return the note in a folder; an empty one if none can be read."""
     try:
-        return msgspec.convert(unseal((folder / FILE).read_bytes()), Reached)
+        return msgspec.convert(unseal((folder / FILE).read_bytes()), KnownState)
     except (OSError, ValueError):
-        return Reached()
+        return KnownState()
 
 
-def write(folder: Path, known: Reached, *, sync: bool) -> None:
+def write(folder: Path, known: KnownState, *, sync: bool) -> None:
     """Replace the note. Raises ``OSError``."""
     write_durably(folder / FILE, seal(known), sync=sync)

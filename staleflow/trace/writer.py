@@ -106,7 +106,7 @@ class Trace:
 
     @property
     def waiting(self) -> bool:
-        """Whether any line waits for a commit."""
+        """True if any line waits for a commit."""
         return bool(self._events)
 
     def add(self, event: TraceEvent) -> None:

@@ -126,8 +126,8 @@ def test_an_aborted_request_leaves_the_engine_and_its_tokens_are_thrown_away(by:
             await writing
         await asyncio.sleep(1.0)
         assert simulated.state().running == 0
-        assert bench.book.thrown_away({}, set()) == 0  # the lease may still push the group
-        assert bench.book.thrown_away({}, {LeaseId(1)}) == 3
+        assert bench.book.discarded_tokens({}, set()) == 0  # the lease may still push the group
+        assert bench.book.discarded_tokens({}, {LeaseId(1)}) == 3
 
     bench.run(main)
 
@@ -171,7 +171,7 @@ def test_spare_samples_of_a_pushed_group_are_thrown_away_and_no_others() -> None
         await engine.load({}, Lineage(0), Version(0))
         await asyncio.gather(engine.generate(bench.request(5)), engine.generate(bench.request(6, place=1)))
         pushed = {LeaseId(1): [bench.book.samples[0]]}
-        assert bench.book.thrown_away(pushed, set()) == 10
-        assert bench.book.thrown_away({LeaseId(1): bench.book.samples}, set()) == 0
+        assert bench.book.discarded_tokens(pushed, set()) == 10
+        assert bench.book.discarded_tokens({LeaseId(1): bench.book.samples}, set()) == 0
 
     bench.run(main)

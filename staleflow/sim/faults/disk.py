@@ -84,11 +84,11 @@ class Disk:
         self.lost: set[str] = set()
         """Names of slabs whose file was lost."""
         self.full = False
-        """Whether writing blocks fail and the map looks nearly full."""
+        """True if writing blocks fail and the map looks nearly full."""
         self.crowded = False
-        """Whether the map looks nearly full although it is not."""
+        """True if the map looks nearly full although it is not."""
         self.broken = False
-        """Whether every block fails for a reason other than lack of room."""
+        """True if every block fails for a reason other than lack of room."""
         self.sync_s = 0.0
         """Duration of a commit."""
         self.kill_at: When = ""

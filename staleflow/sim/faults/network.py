@@ -53,7 +53,7 @@ class Wire:
         self.server = server
         self.open = True
         self.drains = False
-        """Whether it is closed, but messages in flight still arrive."""
+        """True if it is closed, but messages in flight still arrive."""
         self.clear_s = [0.0, 0.0]
         """Arrival time of the last message to the server, and to the client."""
 

@@ -24,7 +24,7 @@ ROWS: Final = 500
 """Prompt rows of every run."""
 LONG: Final = 200
 LONG_ROW, FAILING_ROW = 7, 13
-"""Of every fifty rows, one has a prompt of ``LONG`` tokens more, and one cannot be judged by any stage."""
+"""In every fifty rows, one has a prompt of ``LONG`` tokens more, and one cannot be judged by any stage."""
 VOCABULARY: Final = 256
 """Tokens are bytes, as those of the shipped simulated engine; 0 is never drawn."""
 
@@ -155,7 +155,7 @@ class Learned:
     mixed: bytes = bytes(16)
     """A hash chain over the digests of the trained batches."""
     bad: bool = False
-    """Whether the last batch gave a loss that is not finite."""
+    """True if the last batch gave a loss that is not finite."""
 
     def after(self, digest: str) -> tuple["Learned", bool]:
         """Return the state after one more batch, and whether the batch was bad and left the weights as they were."""

@@ -108,17 +108,17 @@ class Plan:
     """Rate limit of a relay's requests."""
 
     far_trainer: bool = False
-    """Whether the trainer is on a host of its own, and sends its versions in messages."""
+    """True if the trainer is on a host of its own, and sends its versions in messages."""
 
     slabs: bool = False
-    """Whether shards lend slabs to the workers on their host; otherwise all payload travels in frames."""
+    """True if shards lend slabs to the workers on their host; otherwise all payload travels in frames."""
 
     finite: bool = False
-    """Whether the prompts are used up after a few epochs, so that the run ends by itself."""
+    """True if the prompts are used up after a few epochs, so that the run ends by itself."""
 
     @property
     def loses_workers(self) -> bool:
-        """Whether a worker or its messages may be lost; then the only remaining worker may be the broken one."""
+        """True if a worker or its messages may be lost; then the only remaining worker may be the broken one."""
         return any(kind not in HARMLESS for kind in self.kinds)
 
     def host_of(self, name: str) -> str:

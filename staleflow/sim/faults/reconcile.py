@@ -33,7 +33,7 @@ class Rule(StrEnum):
     """Rules of the comparison."""
 
     ACKNOWLEDGED = "an acknowledged push is in the trace, with those bytes"
-    SENT = "a push in the trace was made by its worker, with those bytes"
+    SENT = "a push in the trace was states by its worker, with those bytes"
     SERVED = "all served bytes were written by a worker"
     BATCH = "a batch received by a trainer is the sealed one: same step, lineage, digest and members"
     DIGEST = "the digest of a sealed batch is that of its members, in their order"
@@ -80,7 +80,7 @@ class TraceIndex:
     published: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     learned: dict[int, Learned] = field(default_factory=dict[int, Learned])
     """State of the model after the batches of a version, by version of the surviving history."""
-    made: dict[tuple[int, int], Learned] = field(default_factory=dict[tuple[int, int], Learned])
+    states: dict[tuple[int, int], Learned] = field(default_factory=dict[tuple[int, int], Learned])
     """The same by (lineage, version), of every history."""
     consumed: int = 0
     """The last consumed batch."""
@@ -148,9 +148,9 @@ class TraceIndex:
         key, version = (event["lineage"], event["version"]), event["version"]
         self.published[key] = event["sha"]
         if version == 0:
-            self.learned[0] = self.made[key] = Learned()
+            self.learned[0] = self.states[key] = Learned()
         elif (before := self.learned.get(version - 1)) is not None and self.consumed in self.seals:
-            self.learned[version] = self.made[key] = before.after(self.seals[self.consumed]["digest"])[0]
+            self.learned[version] = self.states[key] = before.after(self.seals[self.consumed]["digest"])[0]
 
     def _drop_live(self, group: int, now_s: float) -> dict[str, Any] | None:
         """Return the push of a group that will not be trained; None if it was not pushed."""
@@ -265,14 +265,14 @@ def _versions(findings: Findings, journal: Journal, trace: TraceIndex) -> None:
         sent = journal.published.get((Lineage(key[0]), Version(key[1])), set())
         findings.check(Rule.PUBLISHED, sha in sent, "no trainer sent {}", key)
     for lineage, version, sha in journal.pulled:
-        known = trace.published.get((lineage, version))
+        published = trace.published.get((lineage, version))
         why = "version {} of lineage {} is {}, not {}"
-        findings.check(Rule.PULLED, known == sha, why, version, lineage, known, sha)
+        findings.check(Rule.PULLED, published == sha, why, version, lineage, published, sha)
 
 
 def _learned(findings: Findings, trace: TraceIndex, seed: int) -> None:
     for key, sha in trace.published.items():
-        state = trace.made.get(key)
+        state = trace.states.get(key)
         right = state is not None and manifest_of(weights_of(seed, state)).sha == sha
         findings.check(Rule.LEARNED, right, "version {} is not what its batches make", key)
 

@@ -29,7 +29,7 @@ class Scene:
     lent: Mapping[str, mmap.mmap]
     """Slabs that rollout workers write into, as their writer has mapped them, by name."""
     flipped: Callable[[Key], bool]
-    """Whether a fault has changed or lost the stored payload of a push; its worker may then send it again."""
+    """True if a fault has changed or lost the stored payload of a push; its worker may then send it again."""
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
     """Unusual actions of workers and trainers."""
@@ -38,11 +38,11 @@ class Scene:
     contexts: dict[str, int] = field(default_factory=dict[str, int])
     """Name of a rollout worker -> tokens that its engine accepts, where that is fewer than others accept."""
     poison: bool = False
-    """Whether rollout workers with a valid key push groups that no engine of the run writes."""
+    """True if rollout workers with a valid key push groups that no engine of the run writes."""
     finishing: bool = False
-    """Whether the trainer is to end the run at ``last_step``."""
+    """True if the trainer is to end the run at ``last_step``."""
     finished: bool = False
-    """Whether it has ended the run."""
+    """True if it has ended the run."""
     last_step: int = 0
 
     @property

@@ -86,7 +86,7 @@ class Witness:
         """Identity of the process, once it has connected."""
         self.shipped = shipped
         self.fetched = False
-        """Whether bytes of the current version arrived in messages."""
+        """True if bytes of the current version arrived in messages."""
         self.uploads: dict[int, BeginPublish] = {}
         """Uploads by number. A commit may use another connection than the begin."""
         self._transport = transport
@@ -186,7 +186,7 @@ class Line:
                 journal.published.setdefault((begin.lineage, begin.version), set()).add(body.manifest.sha)
             case Detach():
                 self._waiting[id] = None
-                self._scene.counts["a rollout worker left"] += body.worker in journal.heard
+                self._scene.counts["a rollout worker left"] += body.worker in journal.reports
             case _:
                 pass
 
@@ -219,12 +219,12 @@ class Line:
 
     def _check_pushed(self, key: Key, payload: GroupPayload) -> None:
         journal = self._scene.journal
-        journal.looked["rollout: groups"] += 1
+        journal.checked["rollout: groups"] += 1
         origins = [lease for lease in reversed(journal.assigned.get(key.group, {})) if lease <= key.lease]
         if payload.num_samples != self._scene.samples or not is_written(
             self._scene.seed, key.group, origins, payload, self._scene.started
         ):
-            journal.wrong.append(f"{self._witness.worker} pushes what no engine wrote of group {key.group}")
+            journal.mismatches.append(f"{self._witness.worker} pushes bytes of group {key.group} that no engine wrote")
 
     def _pulled(self, pulled: Pulled) -> None:
         witness, scene = self._witness, self._scene
@@ -292,7 +292,7 @@ class Line:
             elif result.code is not Code.BUSY:
                 journal.refused[result.code] += 1
                 if self._witness.shipped and result.code is Code.MALFORMED and not self._scene.flipped(key):
-                    journal.wrong.append(f"a shard read other bytes of group {key.group} than its worker pushed")
+                    journal.mismatches.append(f"a shard read other bytes of group {key.group} than its worker pushed")
 
 
 class Rogue:
@@ -373,7 +373,7 @@ class Rogue:
     async def _other_rank(self, scheduler: str, ask: GetBatch, batch: Batch) -> None:
         other = await self._ask(scheduler, ask, Batch)
         if other is not None and other.batch == batch.batch and other.digest != batch.digest:
-            self._scene.journal.wrong.append(f"two ranks got batch {batch.batch} with two digests")
+            self._scene.journal.mismatches.append(f"two ranks got batch {batch.batch} with two digests")
 
     # --- calls ---------------------------------------------------------------------------------------------------
 

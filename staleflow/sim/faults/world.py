@@ -76,11 +76,11 @@ class Node:
     process: Process | None = None
     stop: Stop | None = None
     wanted: bool = True
-    """Whether the process is restarted when it ends."""
+    """True if the process is restarted when it ends."""
     lives: int = 0
     disk: Disk | None = None
     swapped: bool = False
-    """Whether its store is not the one it left, so that it must reject it."""
+    """True if its store is not the one it left, so that it must reject it."""
 
     @property
     def runs(self) -> bool:

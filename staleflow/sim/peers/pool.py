@@ -25,7 +25,7 @@ LINEAGE = Lineage(0)
 class Group:
     """One prompt's samples."""
 
-    __slots__ = ("done", "id", "number", "over", "replica", "samples", "version")
+    __slots__ = ("id", "number", "over", "replica", "samples", "version", "written")
 
     def __init__(self, id: GroupId, number: LeaseId, replica: "Replica", samples: list[Sample]) -> None:
         self.id = id
@@ -36,13 +36,13 @@ class Group:
         self.version = replica.version
         """The version that it started with."""
         self.samples = samples
-        self.done: list[Sample] = []
+        self.written: list[Sample] = []
         self.over = False
         """Written or lost: its engine no longer has it."""
 
     def oldest(self) -> Version:
         """Return the oldest version that wrote any of its tokens; all samples must be written."""
-        return min(segment.version for sample in self.done for segment in sample.segments)
+        return min(segment.version for sample in self.written for segment in sample.segments)
 
 
 class Replica:
@@ -85,7 +85,7 @@ class Pool:
         """Started and not rewarded, in order of starting."""
         self.finished: dict[Group, None] = {}
         """Ready to be trained, in order of finishing."""
-        self.begun: list[Group] = []
+        self.started: list[Group] = []
         self.steps: list[Sequence[Group]] = []
         """The groups of each step that was started."""
         self.lost_tokens = 0
@@ -130,10 +130,10 @@ class Pool:
         prompt = self._deck.deal()
         if prompt is None:
             return False
-        number = LeaseId(len(self.begun) + 1)
+        number = LeaseId(len(self.started) + 1)
         replica = replica or self.least_active()
         group = Group(prompt, number, replica, self._workload.samples(prompt, number))
-        self.begun.append(group)
+        self.started.append(group)
         self.running[group] = None
         replica.groups[group] = None
         for sample in group.samples:
@@ -149,13 +149,13 @@ class Pool:
     def tokens(self, group: Group) -> int:
         """Return the number of tokens written of a group by now."""
         running = (self._at[sample][1].engine.written(sample) for sample in group.samples if sample in self._at)
-        return sum(running) + sum(sample.written for sample in group.done)
+        return sum(running) + sum(sample.written for sample in group.written)
 
     def lose(self, group: Group) -> None:
         """Discard a group, running or finished, with its tokens."""
         if not group.over:
             self._clear(group)
-        self.lost_tokens += sum(sample.written for sample in group.done)
+        self.lost_tokens += sum(sample.written for sample in group.written)
         self.running.pop(group, None)
         self.finished.pop(group, None)
 
@@ -186,8 +186,8 @@ class Pool:
         if sample.written < sample.length:
             self._submit(group, sample)
             return
-        group.done.append(sample)
-        if len(group.done) == self._workload.group_size:
+        group.written.append(sample)
+        if len(group.written) == self._workload.group_size:
             self._clear(group)
             self.timeline.after(self.config.simulation.reward_s, lambda: self._rewarded(group))
 
@@ -208,7 +208,7 @@ class Pool:
         del self.running[group]
         self.changed = True
         if self._workload.filtered(group.id, group.number):
-            self.filtered_tokens += sum(sample.written for sample in group.done)
+            self.filtered_tokens += sum(sample.written for sample in group.written)
             self._filtered(group)
         else:
             self._arrived(group)

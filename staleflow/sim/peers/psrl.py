@@ -41,7 +41,7 @@ class Psrl(Rule):
             replica = self._reserve(group)
             if replica is None or not self.pool.begin(replica):
                 return
-            self._groups[group] = self.pool.begun[-1]
+            self._groups[group] = self.pool.started[-1]
 
     def _reserve(self, group: GroupId) -> Replica | None:
         """Return the least active replica whose version has room, or None."""
@@ -86,7 +86,7 @@ class Psrl(Rule):
                 sha=NO_SHA,
                 nbytes=0,
                 truncated=False,
-                segments=tuple(segments_of(group.done)),
+                segments=tuple(segments_of(group.written)),
                 sequence_tokens=0,
             )
         )

@@ -12,7 +12,7 @@ class RollAgentic(Rule):
     ROLL's *agentic* rule, based on alibaba/ROLL: roll/distributed/scheduler/rollout_scheduler.py (each step adds a
     batch of new groups, the first ``1 + max_staleness`` batches, their ``async_generation_ratio``; first come, first
     trained; groups past the window are removed at the step, and their later results are ignored). Weights reach all
-    engines at the step; running groups continue with them, after their KV cache is recomputed. Of finished groups those
+    engines at the step; running groups continue with them, after their KV cache is recomputed. Finished groups
     of the oldest step go first, as in the model of it in psrl-project/DryRun-RL, dryrun/simulator/policy (roll). Its
     other pipeline, for single turns (generate_scheduler.py), waits for its stragglers instead, like a strict bound.
 

@@ -120,7 +120,7 @@ def _row(step: int, began_s: float, ended_s: float, batch: Sequence[Group]) -> S
         ended_s=ended_s,
         staleness_mean=sum(ages) / len(ages),
         staleness_max=max(ages),
-        tokens=sum(sample.written for group in batch for sample in group.done),
+        tokens=sum(sample.written for group in batch for sample in group.written),
         masked=0,
     )
 
@@ -136,7 +136,7 @@ def _result(name: str, run: PeerRun) -> Result:
     ]
     generated = sum(engine.generated for engine in engines)
     drawn, of_drawn = _decided(pool)
-    trained = [sample.written for batch in batches for group in batch for sample in group.done]
+    trained = [sample.written for batch in batches for group in batch for sample in group.written]
     skip = config.staleness.max_staleness + 1
     lives = zip((replica.engine for replica in pool.replicas), engines, strict=True)
     return Result(
@@ -172,9 +172,9 @@ def _decided(pool: Pool) -> tuple[list[int], list[int]]:
     trained = {group for batch in pool.steps for group in batch}
     drawn: list[int] = []
     of_drawn: list[int] = []
-    for group in pool.begun:
+    for group in pool.started:
         if group.version < undecided:
             drawn += [sample.length for sample in group.samples]
             if group in trained:
-                of_drawn += [sample.written for sample in group.done]
+                of_drawn += [sample.written for sample in group.written]
     return drawn, of_drawn

@@ -31,7 +31,7 @@ class Slime(Rule):
         self._weights = Version(-1)
         """The version that the engines were last ordered to load."""
         self._waiting = False
-        """Whether newer weights wait for the end of the running job."""
+        """True if newer weights wait for the end of the running job."""
 
     def begin(self) -> None:
         pool = self.pool

@@ -63,7 +63,7 @@ class AuditReport:
     tokens: int = 0
     masked_tokens: int = 0
     closed: bool = False
-    """Whether the last incarnation closed in order."""
+    """True if the last incarnation closed in order."""
     last_hash: str = ""
     """The last hash of the chain, which identifies the whole file."""
 
