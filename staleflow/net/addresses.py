@@ -140,7 +140,7 @@ def _free_ipc(path: Path, address: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError("bind", address, "there is a file that is not a socket; it is left alone")
+        raise ConfigError("bind", address, "a file that is not a socket has this path; choose another path")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:

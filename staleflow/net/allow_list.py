@@ -100,16 +100,16 @@ class AllowList:
         try:
             holders = _read(self._path)
             if _has_server(self._holders) and not _has_server(holders):
-                raise ConfigError("allow-list", str(self._path), "it has lost the key of the servers")
+                raise ConfigError("allow-list", str(self._path), "it lacks the key of the servers")
         except (OSError, ConfigError) as error:
             self._read_failed = isinstance(error, OSError)
             if unchanged and self._read_failed:  # already logged
                 return False
-            log.error("the allow-list stays as it was: %s", error)
+            log.error("allow-list not reloaded: %s", error)
             return False
         if holders == self._holders:
             return False
-        log.info("the allow-list has changed: %d keys, %d before", len(holders), len(self._holders))
+        log.info("allow-list reloaded: %d keys, %d before", len(holders), len(self._holders))
         self._holders = holders
         return True
 

@@ -156,7 +156,7 @@ class Client:
         if self._closed:
             raise Unavailable(self.address, 0.0, "this client is closed")
         if len(self._pending) >= self._limits.max_pending:
-            raise Refused(Code.BUSY, f"{len(self._pending)} calls to {self.address} wait already")
+            raise Refused(Code.BUSY, f"{len(self._pending)} calls to {self.address} are pending already")
         self._last_id += 1
         parts: list[Data] = [encode_request(self._last_id, body), *frames]
         self._check_size(parts)
@@ -182,6 +182,7 @@ class Client:
     def _transmit(self, pending: _Pending, now: float) -> None:
         """Send the request if there is a socket, and set the timer of the next retry."""
         pending.attempt += 1
+        # The timer is set even without a socket: it also enforces the deadline.
         self._set_timer(pending, now, self._backoff.delay_s(pending.attempt))
         if self._link is None:
             return

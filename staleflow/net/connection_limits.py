@@ -214,7 +214,7 @@ class Connections:
                 yield descriptor, f"it sent nothing for {limits.idle_s:g} s"
             elif not connection.last_message_s and connection.unfinished > MAX_FIRST_MESSAGE_BYTES:
                 connection.strikes += 1
-                self._next_scan_s = 0.0
+                self._next_scan_s = 0.0  # confirm at the next poll: the message may complete meanwhile
                 if connection.strikes > 1:
                     yield descriptor, f"it sent {connection.unfinished} bytes before its first message"
 
@@ -263,7 +263,7 @@ def borrowed(descriptor: int) -> Generator[socket.socket]:
     try:
         yield connection
     finally:
-        connection.detach()
+        connection.detach()  # or Python would close a descriptor that ZeroMQ still uses
 
 
 def received_bytes(descriptor: int) -> int:
@@ -288,6 +288,7 @@ def lowest_free(open_file: int) -> int:
     """Return the descriptor that the next file would get, a lower bound of the open files; the limit when none is
     left."""
     try:
+        # The kernel hands out the lowest free descriptor, so one dup bounds the count without listing /proc/self/fd.
         free = os.dup(open_file)
     except OSError:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -137,7 +137,7 @@ class Call:
         """Send the reply, once. Frames are not copied: do not change their bytes afterwards. No effect if the peer
         left."""
         if self.answered:
-            raise RuntimeError(f"call {self.id} of {self.peer} is answered a second time, with {type(body).__name__}")
+            raise RuntimeError(f"call {self.id} of {self.peer} got a second reply, {type(body).__name__}")
         self.answered = True
         self._to.answer(self._from, self.id, body, frames)
 
@@ -226,6 +226,7 @@ class Endpoint:
             allowed = f"{limits.max_message_bytes} bytes in {limits.max_frames} frames"
             self._reject(route, id, Code.OVERSIZE, f"a message has at most {allowed}")
             return
+        # Before _add_peer: a denied request must neither create a peer nor reserve a name.
         if key is not _NO_KEYS and (why := self._denial_reason(route, key, body)) is not None:
             self._deny(route, id, type(body).__name__, why)
             return
@@ -241,11 +242,11 @@ class Endpoint:
             self.counts.repeated += 1
             return
         if len(pending) >= limits.max_pending:
-            self._busy(route, id, f"{len(pending)} calls of this peer wait for their answers")
+            self._busy(route, id, f"{len(pending)} calls of this peer are pending; retry later")
             return
         call = Call(self, peer, id, body, frames, len(header))
         if self._held_bytes + call.nbytes > limits.max_held_bytes:
-            self._busy(route, id, f"calls that wait hold {self._held_bytes} bytes")
+            self._busy(route, id, f"pending calls hold {self._held_bytes} bytes; retry later")
             return
         pending[id] = call
         self._held_bytes += call.nbytes
@@ -346,6 +347,7 @@ class Endpoint:
             peer.gone = True
             self._held_bytes -= sum(call.nbytes for call in peer.pending.values())
             peer.pending.clear()
+            # The worker may have reconnected by another route: then its name is not free, and it is not gone.
             if any(other.name == peer.name and other.owns_name >= peer.owns_name for other in self._peers.values()):
                 continue
             self._keys.pop(peer.name, None)

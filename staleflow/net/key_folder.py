@@ -20,7 +20,7 @@ def make_keys(folder: Path) -> list[Path]:
         sync_path(folder.parent)
     except FileExistsError:
         if not folder.is_dir() or any(folder.iterdir()):
-            allowed = "it is there already and left alone: choose a new folder, or --add a key to it"
+            allowed = "the folder exists and is not empty; choose a new folder, or --add a key to it"
             raise ConfigError("DIR", str(folder), allowed) from None
         folder.chmod(0o700)
     server, secret = new_pair()

@@ -55,7 +55,7 @@ def write_key(path: Path, role: Role, public: bytes, secret: bytes, server: byte
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise ConfigError("key file", str(path), "it is there already; it is left alone") from None
+        raise ConfigError("key file", str(path), "the file exists; choose another name, or delete it first") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
     sync_path(path)

@@ -30,8 +30,8 @@ _USER_ID: Final = "User-Id"
 
 def set_router(target: "zmq.Socket[bytes]") -> None:
     """Set the options that every bound socket needs."""
-    target.set(zmq.ROUTER_MANDATORY, 1)
-    target.set(zmq.ROUTER_HANDOVER, 1)
+    target.set(zmq.ROUTER_MANDATORY, 1)  # or messages to disconnected peers are dropped without an error
+    target.set(zmq.ROUTER_HANDOVER, 1)  # a reconnecting client takes over its route from its dead connection
     target.set(zmq.BACKLOG, BACKLOG)
 
 

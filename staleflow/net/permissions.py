@@ -122,4 +122,4 @@ def denial_reason(role: Role, peer: str, body: m.Request) -> str | None:
 
 
 def _impersonation(peer: str, worker: str) -> str:
-    return f"{peer} may not speak for {worker}"
+    return f"{peer} may not act for {worker}"

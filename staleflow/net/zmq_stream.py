@@ -136,6 +136,7 @@ class DrainedSocket:
                 return False
             raise
         finally:
+            # Sending processes ZeroMQ's events and so may consume the edge of a message that has just arrived.
             if not self._draining:
                 self.poll_soon()
         return True

@@ -120,6 +120,7 @@ def _on_signal(stop: Stop, number: signal.Signals) -> None:
     if stop.is_set():
         log.warning("second signal, %s: exiting immediately", number.name)
         logging.shutdown()
+        # Without unwinding: a hung drain must not be able to keep the process alive.
         os._exit(128 + number)
     log.info("%s: draining", number.name)
     stop.set(number.name)

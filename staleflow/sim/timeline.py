@@ -33,7 +33,7 @@ class Timeline:
 
     def at(self, time_s: float, callback: Callable[..., object], *args: Any) -> None:
         """Schedule at ``time_s``, or at this instant if that has passed."""
-        self._order += 1
+        self._order += 1  # breaks ties, so that equal times run in order of scheduling in every run
         heappush(self._later, (max(time_s, self.now_s), self._order, callback, args))
 
     def after(self, delay_s: float, callback: Callable[..., object], *args: Any) -> None:

@@ -146,6 +146,7 @@ class Store:
                 raise
             raise DiskFull(f"{self.path}: {error.strerror}", state) from error
         try:
+            # The kernel releases the lock when the owner dies, however it dies.
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             pid = os.read(owner, PID_BYTES).decode(errors="replace").strip()

@@ -122,6 +122,7 @@ class Trace:
         """Put the waiting lines into ``txn``, and delete the chunks that have reached the file from its outbox."""
         self._next, chunk = lines(self._head, self._prefix, self._events)
         if chunk:
+            # Keyed by file offset, so that a restart can write each chunk to its place, however often.
             txn.put("outbox", number_key(self._head.end), chunk)
             txn.put("trace", _HEAD, msgspec.msgpack.encode(self._next))
             self._unwritten.append((self._head.end, chunk))

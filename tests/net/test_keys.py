@@ -52,7 +52,7 @@ def test_keygen_is_private_whatever_the_umask(tmp_path: Path) -> None:
 def test_keygen_overwrites_nothing(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path.name: path.read_bytes() for path in keys.iterdir()}
     assert main(["keygen", str(keys)]) == 2
-    assert "it is there already and left alone" in capsys.readouterr().err
+    assert "the folder exists and is not empty" in capsys.readouterr().err
     assert main(["keygen", str(keys), "--add", "stage", "--name", "rollout"]) == 2
     write_allowed(keys / "allowed.toml", {})  # nobody has the name any more, but its file is there
     assert main(["keygen", str(keys), "--add", "stage", "--name", "rollout"]) == 2
@@ -121,7 +121,7 @@ def test_an_allow_list_that_cannot_be_read_stays_as_it_was(keys: Path, caplog: p
         spoil()
         assert not allowed.refresh()
         assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
-    assert caplog.text.count("the allow-list stays as it was") == len(spoils)
+    assert caplog.text.count("allow-list not reloaded") == len(spoils)
 
 
 def test_a_revocation_that_cannot_be_read_at_first_is_applied_later(
@@ -139,7 +139,7 @@ def test_a_revocation_that_cannot_be_read_at_first_is_applied_later(
         for _ in range(3):
             assert not allowed.refresh()
     assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
-    assert caplog.text.count("the allow-list stays as it was") == 1
+    assert caplog.text.count("allow-list not reloaded") == 1
     assert allowed.refresh()
     assert allowed.find(held) is None
     assert not allowed.refresh()
@@ -158,7 +158,7 @@ def test_an_allow_list_that_is_half_written_shuts_nobody_out(
     assert server not in read_allowed(path)
     assert not allowed.refresh()
     assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
-    assert "it has lost the key of the servers" in caplog.text
+    assert "it lacks the key of the servers" in caplog.text
     path.write_text(whole.replace("gpu-box-7", "gpu-box-8"))
     assert allowed.refresh()
     assert Holder(Role.ROLLOUT, "gpu-box-8") in map(allowed.find, read_allowed(path))
@@ -189,7 +189,7 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
     pulling = {"GetManifest", "GetChunk", "GetDelta", "Unpin"}
     assert may[Role.MONITOR] == common | {"GetStatus"}
     assert may[Role.ADMIN] == common | {"GetStatus", "Drain"}
-    assert may[Role.STAGE] == common | {"TakeStage", "FinishStage", "GetStatus"}
+    assert may[Role.STAGE] == common | {"GetStageWork", "PutStageResults", "GetStatus"}
     assert may[Role.ROLLOUT] == common | {
         *("Report", "Pulled", "Operations", "GetRows", "GetSlab", "PushGroups", "PutPartial"),
         *("FindSources", *pulling),
@@ -247,7 +247,7 @@ def test_nobody_speaks_for_another_worker() -> None:
         (Role.ROLLOUT, messages.Unpin(worker=other, lineage=Lineage(0), version=Version(0))),
         (Role.TRAINER, messages.Metrics(worker=other, step=Step(0), values={})),
     ):
-        assert denial_reason(role, ME, said) == f"{ME} may not speak for {other}"
+        assert denial_reason(role, ME, said) == f"{ME} may not act for {other}"
         assert denial_reason(role, other, said) is None
 
 
