@@ -21,8 +21,8 @@ from staleflow.net.permissions import Role
 log = logging.getLogger(__name__)
 
 _HEADER = """\
-# Who may connect: one table a role, one line a key (name = "public key"). Servers read it again when it changes: what
-# is removed here is refused at once, what is added may come at once.
+# Allowed keys: one table per role, one line per key (name = "public key"). Servers reload this file when it changes:
+# a removed key is rejected at once, an added key is accepted at once.
 """
 
 

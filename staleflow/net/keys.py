@@ -26,7 +26,7 @@ KEY_CHARS: Final = 40
 """Length of a key in Z85."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-_HEADER: Final = "# A staleflow key. Whoever has this file is what its role says: keep it secret, mode 0600.\n"
+_HEADER: Final = "# A staleflow key. Its holder has the rights of its role: keep it secret, mode 0600.\n"
 _FOREIGN: Final = stat.S_IRWXG | stat.S_IRWXO
 
 

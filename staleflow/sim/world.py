@@ -57,7 +57,7 @@ class World:
         self._current: dict[int, SimInstance] = {}
         """The current worker of each engine number."""
         self._progress, self._progress_s = (0, 0), 0.0
-        self._stall_timeout_s = patience_s(config)
+        self._stall_timeout_s = stall_timeout_s(config)
         self._service, self._interpreter = open_service(
             config,
             run_dir,
@@ -222,7 +222,7 @@ class World:
         self.discarded += effect.tokens
 
 
-def patience_s(config: Config) -> float:
+def stall_timeout_s(config: Config) -> float:
     """Return the seconds without progress after which a run is stalled: far more than any activity of it takes."""
     simulation = config.simulation
     delays_s = simulation.pull_s + simulation.load_s + simulation.reward_s + simulation.report_s + simulation.tool_s

@@ -192,24 +192,24 @@ def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
     assert may[Role.STAGE] == common | {"GetStageWork", "PutStageResults", "GetStatus"}
     assert may[Role.ROLLOUT] == common | {
         *("Report", "Pulled", "Operations", "GetRows", "GetSlab", "PushGroups", "PutPartial"),
-        *("FindSources", *pulling),
+        *("GetSources", *pulling),
     }
     assert may[Role.TRAINER] == common | {
-        *("Join", "NextBatch", "CheckBatch", "NextGroups", "QuarantineGroups"),
+        *("Join", "GetBatch", "CheckBatch", "GetClaims", "QuarantineGroups"),
         *("RegisterCheckpoint", "Metrics"),
-        *("Finished", "FetchGroups", "GetStatus"),
-        *("BeginPublish", "PublishChunk", "CommitPublish", "FindSources", *pulling),
+        *("Finished", "GetGroups", "GetStatus"),
+        *("BeginPublish", "PublishChunk", "CommitPublish", "GetSources", *pulling),
     }
     servers = {
         "GetStatus",
         "Operations",
-        "Retention",
-        "Inventory",
+        "GetRetained",
+        "GetExpected",
         "StageLoads",
         "GetModelLimits",
-        "Described",
+        "PromptFeatures",
         "RegisterVersion",
-        "VersionsInUse",
+        "GetRetainedVersions",
     }
     assert may[Role.SERVER] == common | servers | pulling | {"JoinRelays"}
 

@@ -274,7 +274,7 @@ def _learned(findings: Findings, trace: TraceIndex, seed: int) -> None:
     for key, sha in trace.published.items():
         state = trace.states.get(key)
         right = state is not None and manifest_of(weights_of(seed, state)).sha == sha
-        findings.check(Rule.LEARNED, right, "version {} is not what its batches make", key)
+        findings.check(Rule.LEARNED, right, "version {} does not follow from its batches", key)
 
 
 def _leases(findings: Findings, journal: Journal, history: History, trace: TraceIndex, lease_s: float) -> None:

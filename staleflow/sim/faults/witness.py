@@ -148,7 +148,7 @@ class Line:
     def send(self, parts: Sequence[Data]) -> bool:
         id, body = decode_request(parts[0])
         if id not in self._waiting:
-            self._note(id, body, parts[1:])
+            self._record(id, body, parts[1:])
         return self.link.send(parts)
 
     def take(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
@@ -159,7 +159,7 @@ class Line:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def _note(self, id: int, body: Request, frames: Sequence[Data]) -> None:
+    def _record(self, id: int, body: Request, frames: Sequence[Data]) -> None:
         journal, witness = self._scene.journal, self._witness
         match body:
             case Report():
@@ -238,27 +238,27 @@ class Line:
 
     # --- replies -------------------------------------------------------------------------------------------------
 
-    def _answered(self, asked: object, reply: Reply) -> None:
-        match asked, reply:
+    def _answered(self, request: object, reply: Reply) -> None:
+        match request, reply:
             case float(), Commands():
                 reports = self._scene.journal.reports.setdefault(self._witness.worker, [])
-                reports.append(Reported(asked, self._scene.conductor.now_s))
+                reports.append(Reported(request, self._scene.conductor.now_s))
                 self._commanded(reply)
             case _Push(), Results():
-                self._settled(asked, reply.results)
+                self._settled(request, reply.results)
             case _Push(), Refusal():
-                self._settled(asked, [Result(code=reply.code)] * len(asked.keys))
+                self._settled(request, [Result(code=reply.code)] * len(request.keys))
             case GetBatch() | GetClaims(), Batch():
-                self._sealed(asked.trainer_term, reply)
+                self._sealed(request.trainer_term, reply)
             case BeginPublish(), BeginPublishReply():
-                self._witness.uploads[reply.upload] = asked
+                self._witness.uploads[reply.upload] = request
             case _Commit(), RegisterVersionReply():
-                self._committed(asked)
+                self._committed(request)
             case Join(), Refusal() if reply.code is Code.BAD_VERSION:
                 self._scene.counts["a trainer came from a bad version"] += 1
             case Finished(), Done():
                 self._scene.finished = True
-                self._scene.journal.gave_up += [asked.error] if asked.error else []
+                self._scene.journal.gave_up += [request.error] if request.error else []
             case None, Refusal():
                 self._scene.counts[f"news refused: {reply.code}"] += 1
             case _:
@@ -381,13 +381,13 @@ class Rogue:
         self._process.loop.create_task(work)
 
     async def _ask(
-        self, address: str, body: Request, wanted: type[T], frames: Sequence[Data] = (), *, what: str = "a rogue"
+        self, address: str, body: Request, reply_type: type[T], frames: Sequence[Data] = (), *, what: str = "a rogue"
     ) -> T | None:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = Client(address, worker=self._worker, transport=self._transport)
         try:
-            return await client.ask(body, wanted, frames, timeout_s=None)
-        except Refused as no:
-            self._scene.counts[f"{what}: {no.code}"] += 1
+            return await client.ask(body, reply_type, frames, timeout_s=None)
+        except Refused as refusal:
+            self._scene.counts[f"{what}: {refusal.code}"] += 1
             return None

@@ -59,7 +59,7 @@ from staleflow.sim.virtual import Conductor, Process
 from staleflow.store.base import StoreError
 from staleflow.trace.writer import stored_head
 
-START_S = 0.3
+RESTART_DELAY_S = 0.3
 POLL_INTERVAL_S = 0.1
 BAD_PROMPTS_S = 30.0
 MAX_FAILURES = 20
@@ -145,7 +145,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self._workers: dict[Process, Witness] = {}
         self._relays = tuple(f"tcp://192.0.2.{number + 1}:7200" for number in range(plan.relays))
-        """Addresses of the servers, which all hosts reach."""
+        """Addresses of the relays, which all hosts reach."""
         self.active_faults = 0
         """Number of active faults."""
         self.hold_until_s = 0.0
@@ -155,7 +155,7 @@ class World:
         """The scheduler's last explanation of what its trainer waits for."""
         self._progress = 0
         self._calm_since_s = float("inf")
-        self._moved_s = 0.0
+        self._progress_s = 0.0
         self._populate()
 
     # --- processes -------------------------------------------------------------------------------------------
@@ -206,20 +206,20 @@ class World:
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
             self.scene.journal.ends[kind] += 1
-            known = isinstance(
+            expected = isinstance(
                 error, RunOver if server else (ConfigError, RunOver, Refused, Unavailable, *trainer.ENDS)
             )
             self.scene.counts["a trainer was fenced"] += isinstance(error, Fenced)
             if node.role == "trainer" and isinstance(error, RunOver):
                 self.scene.finished = True
-            if node.disk is not None and node.disk.lost and _is_of_store(error):
+            if node.disk is not None and node.disk.lost and _is_store_error(error):
                 self.scene.counts["a shard missed a slab file"] += 1  # it ends, and gives up the payload of that slab
-                known = True
-            if not (known or (node.swapped and isinstance(error, ConfigError))):
-                self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
+                expected = True
+            if not (expected or (node.swapped and isinstance(error, ConfigError))):
+                self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_describe(error)}")
                 self.ended = len(self.history.failures) >= MAX_FAILURES
-        longest_s = START_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
-        self.conductor.after(longest_s * (0.3 + 2 * self.rng.random()), self.start, node)
+        delay_s = RESTART_DELAY_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
+        self.conductor.after(delay_s * (0.3 + 2 * self.rng.random()), self.start, node)
 
     def add_trainer(self) -> Node:
         """Add another name for a trainer, without starting it."""
@@ -244,7 +244,7 @@ class World:
         def ended() -> None:
             error = process.error
             if error is not None and not isinstance(error, (ConfigError, RunOver, Refused, Unavailable)):
-                self.history.failures.append(f"{node.name}, twice, at {self.conductor.now_s:.3f}: {_story(error)}")
+                self.history.failures.append(f"{node.name}, twice, at {self.conductor.now_s:.3f}: {_describe(error)}")
 
         process = self.conductor.spawn(node.name, main)
         self.machine.unsupervised.add(process)
@@ -265,7 +265,7 @@ class World:
         address = rng.choice(servers)
         good = encode_request(7, GetStatus())
         garbage = rng.randbytes(rng.randrange(40)), good[: rng.randrange(len(good))], good + b"\0"
-        headers = (*garbage, *_out_of_place(rng))
+        headers = (*garbage, *_misplaced_messages(rng))
 
         async def main() -> None:
             transport = self.network.transport(process)
@@ -344,9 +344,9 @@ class World:
         witness = self._workers.get(process)
         if witness is None or not witness.worker:
             return None
-        spell = Interval(witness.worker, max(self.conductor.now_s, process.last_arrival_s))
-        self.history.silent.append(spell)
-        return spell
+        interval = Interval(witness.worker, max(self.conductor.now_s, process.last_arrival_s))
+        self.history.silent.append(interval)
+        return interval
 
     async def _stage(self, name: str, stage: str, process: Process, stop: Stop) -> None:
         await stage_main.work_until(
@@ -379,9 +379,9 @@ class World:
 
     async def _monitor(self, process: Process, stop: Stop) -> None:
         """Request the status of every server periodically."""
-        me, where = worker_id("monitor"), self.scene.where
+        worker, where = worker_id("monitor"), self.scene.where
         clients = [
-            Client(address, worker=me, transport=self.network.transport(process))
+            Client(address, worker=worker, transport=self.network.transport(process))
             for address in (where.scheduler, *where.trajectories, where.parameters, *self._relays)
         ]
         while not stop.is_set():
@@ -434,8 +434,8 @@ class World:
 
     def calm(self) -> bool:
         """Return whether all processes are healthy, and no worker is still held back for its failures."""
-        sound = not self.active_faults and self.conductor.now_s >= self.hold_until_s
-        return sound and all(node.runs for node in self.nodes.values() if node.wanted)
+        undisturbed = not self.active_faults and self.conductor.now_s >= self.hold_until_s
+        return undisturbed and all(node.runs for node in self.nodes.values() if node.wanted)
 
     def _check_progress(self) -> None:
         """Check whether the scheduler works, and whether the run progresses while no fault is active."""
@@ -449,20 +449,20 @@ class World:
             serving[-1].until_s = now_s - POLL_INTERVAL_S
         progress = len(self.scene.journal.committed)
         if progress != self._progress:
-            self._progress, self._moved_s = progress, now_s
+            self._progress, self._progress_s = progress, now_s
         if not self.calm():
             self._calm_since_s = float("inf")
         elif self._calm_since_s == float("inf"):
             self._calm_since_s = now_s
-        if now_s - max(self._moved_s, self._calm_since_s) > self.patience_s and not self.scene.finishing:
-            self.history.stalls.append(f"nothing was trained from {self._moved_s:.1f} to {now_s:.1f}: {self._why}")
+        if now_s - max(self._progress_s, self._calm_since_s) > self.stall_timeout_s and not self.scene.finishing:
+            self.history.stalls.append(f"nothing was trained from {self._progress_s:.1f} to {now_s:.1f}: {self._why}")
             self.ended = True
         if not self.ended:
             self.conductor.after(POLL_INTERVAL_S, self._check_progress)
 
     @property
-    def patience_s(self) -> float:
-        """Return the longest time that a run without active faults may stand still.
+    def stall_timeout_s(self) -> float:
+        """The longest time that a run without active faults may stand still.
 
         A prompt that no stage can judge is retried for some seconds, and several may follow each other in the last
         place of a batch.
@@ -470,7 +470,7 @@ class World:
         return 3 * self.scene.lease_s + BAD_PROMPTS_S
 
 
-def _out_of_place(rng: random.Random) -> list[bytes]:
+def _misplaced_messages(rng: random.Random) -> list[bytes]:
     """Return well-formed messages from senders that may not send them."""
     group, lease, worker = GroupId(rng.randrange(500)), LeaseId(rng.randrange(2_000)), WorkerId("stranger")
     term = TrainerTerm(rng.randrange(3))
@@ -489,20 +489,20 @@ def _ignore(head: list[bytes], frames: list[memoryview], oversize: bool) -> None
     """Ignore a reply to a stranger."""
 
 
-def _is_of_store(error: BaseException) -> bool:
+def _is_store_error(error: BaseException) -> bool:
     """Return whether a store, and nothing else, ended the process."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_of_store, cast("BaseExceptionGroup[BaseException]", error).exceptions))
+        return all(map(_is_store_error, cast("BaseExceptionGroup[BaseException]", error).exceptions))
     return isinstance(error, StoreError)
 
 
-def _story(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Describe an error, and those inside a group of errors."""
     if isinstance(error, BaseExceptionGroup):
         inside = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return "; ".join(map(_story, inside))
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        place = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
-        trace = trace.tb_next
+        return "; ".join(map(_describe, inside))
+    traceback, place = error.__traceback__, ""
+    while traceback is not None:
+        place = f"{Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
     return f"{error!r} at {place}"

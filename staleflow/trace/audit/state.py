@@ -22,12 +22,12 @@ class Rule(StrEnum):
     MOVE = "groups move only as the state table allows"
     VERSION = "leases and segments name published versions that survive, none older than the group's"
     ORDER = "a batch is the earliest deadlines, ties in order of occupation"
-    FENCE = "nobody acts under an old trainer term"
-    ROLLBACK = "a rollback takes what was abandoned, nothing else, and seals the replayed batch again unchanged"
+    FENCE = "no action is accepted under an old trainer term"
+    ROLLBACK = "a rollback removes exactly the abandoned groups, and seals the replayed batch again unchanged"
     DELIVERY = "only sealed batches are delivered, and each attempt is counted"
-    PULL = "an instance loads what was published"
-    RECOVERY = "an incarnation finds and leaves what the trace says"
-    PROGRESS = "a step that is ready is sealed at once"
+    PULL = "an instance loads the published bytes"
+    RECOVERY = "the state that an incarnation recovers and leaves matches the trace"
+    PROGRESS = "a ready step is sealed at once"
 
 
 class State(IntEnum):

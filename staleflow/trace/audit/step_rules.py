@@ -15,22 +15,22 @@ def opened(books: Books, e: ev.Open) -> None:
     stored, states = e.recovered, books.states
     have = (states[State.LEASED] + states[State.PUSHED], states[State.OCCUPIED], states[State.SEALED])
     recovered = (stored.reserved, stored.occupied, stored.sealed)
-    books.expect(Rule.RECOVERY, recovered == have, f"recovered {recovered}, the trace says {have} are there")
+    books.expect(Rule.RECOVERY, recovered == have, f"recovered {recovered}, the trace has {have}")
     where = (stored.lineage, stored.version)
     at = (books.lineage, books.version)
-    books.expect(Rule.RECOVERY, where == at, f"recovered lineage and version {where}, the trace says {at}")
+    books.expect(Rule.RECOVERY, where == at, f"recovered lineage and version {where}, the trace has {at}")
 
 
 def closed(books: Books, e: ev.Close) -> None:
     states = books.states
     have = (states[State.LEASED] + states[State.PUSHED], states[State.OCCUPIED])
     left = (e.reserved, e.occupied)
-    books.expect(Rule.RECOVERY, left == have, f"closes with {left} reserved and occupied, the trace says {have}")
+    books.expect(Rule.RECOVERY, left == have, f"closes with {left} reserved and occupied, the trace has {have}")
 
 
 def fence(books: Books, term: int, what: str) -> None:
     """Check that a trainer's action comes from the newest term."""
-    books.expect(Rule.FENCE, term == books.term and term > 0, f"{what} under term {term}; {books.term} is in charge")
+    books.expect(Rule.FENCE, term == books.term and term > 0, f"{what} under term {term}; {books.term} is current")
 
 
 def publish(books: Books, e: ev.Publish) -> None:
@@ -126,7 +126,7 @@ def _member(books: Books, e: ev.Seal, member: ev.MemberOf) -> Group | None:
         return None
     member_facts = (member.lease, member.lineage, member.version, member.sha)
     if member_facts != (group.lease, group.lineage, group.version, group.sha):
-        books.fail(Rule.I3, f"member {member.group} is not what was pushed")
+        books.fail(Rule.I3, f"member {member.group} differs from its push")
     oldest = e.step - books.max_staleness
     if not books.token_bound and group.version < oldest:
         books.fail(Rule.I1, f"group {member.group} of version {group.version} in step {e.step}")
