@@ -67,7 +67,7 @@ def serve(address: str, keys: str, guarded: bool, to_parent: "multiprocessing.Si
         endpoint = Endpoint(address, on_call=_answer, transport=sockets)
         link = endpoint._link  # pyright: ignore[reportPrivateUsage]
         if not guarded and isinstance(link, Listener):
-            link.connections.look = lambda: None  # type: ignore[method-assign]
+            link.connections.poll = lambda: None  # type: ignore[method-assign]
         to_parent.put(endpoint.address)
         await endpoint.serve()
 

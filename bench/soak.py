@@ -30,7 +30,7 @@ import msgspec
 from rich.console import Console
 
 import staleflow
-from staleflow.sim.faults.__main__ import told
+from staleflow.sim.faults.__main__ import describe
 from staleflow.sim.faults.plan import KINDS
 from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import Outcome, run_seed
@@ -190,7 +190,7 @@ def main() -> int:
     work = runs(given.first, given.per_seed, given.processes, totals.seeds)
     broken = soak(work, totals, kept, given.events, given.minutes * 60, Console(highlight=False))
     if broken is not None:
-        sys.stdout.write(told(broken))
+        sys.stdout.write(describe(broken))
         return 1
     command = "python -m bench.soak " + " ".join(word for word in sys.argv[1:] if word != "--publish")
     text = page(totals, command.strip())

@@ -42,7 +42,7 @@ async def attach(scheduler: Client, request: Attach, *, parameters: bool = False
         finally:
             notice.cancel()
         if answer.shards and all(answer.shards) and (answer.parameters or not parameters):
-            readiness.tell_attached()
+            readiness.report_attached()
             return msgspec.structs.replace(
                 answer,
                 shards=[reachable(shard, scheduler.address) for shard in answer.shards],

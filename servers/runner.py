@@ -110,7 +110,7 @@ async def _work(
         if no.is_over:
             raise RunOver from no
         raise ConfigError("scheduler", scheduler.address, f"it refuses {hello.name}: {no.detail or no.code}") from no
-    readiness.tell_attached()
+    readiness.report_attached()
     if on_attached is not None:
         on_attached(attached)
     await service.work()

@@ -27,7 +27,7 @@ from staleflow.metrics.reader import metric_lines
 from staleflow.monitor.sources import phase_of
 from staleflow.monitor.story import events_about
 from staleflow.net.permissions import Role
-from staleflow.net.security import LOOKING, client_sockets
+from staleflow.net.security import OBSERVER_ROLES, client_sockets
 from staleflow.process.sanitize import printable
 from staleflow.report.writers import with_writers
 from staleflow.supervisor import rundir, summary
@@ -192,7 +192,7 @@ class Run:
         self._timeout_s = timeout_s
         self._folder = run_dir
         known = read_run(run_dir).security if run_dir else None
-        self._admin = Admin(address, "python", transport=client_sockets(known, *LOOKING))
+        self._admin = Admin(address, "python", transport=client_sockets(known, *OBSERVER_ROLES))
         try:
             self._admin.status(timeout_s=timeout_s)
             attached = self._admin.run(timeout_s=timeout_s)

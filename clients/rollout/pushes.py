@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from staleflow.clients.rollout.groups import truncated
 from staleflow.clients.rollout.slab_writer import SlabWriter
-from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
@@ -74,7 +74,7 @@ class Pusher:
         self._slabs = slabs
         self._worker = worker
         self._settled = settled
-        self._portion = Portion(MAX_BYTES)
+        self._portion = AdaptiveChunk(MAX_BYTES)
         self._queue: list[Finished] = []
         self._filled = asyncio.Event()
         self.idle = asyncio.Event()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from staleflow.clients.rollout.groups import Begun, Recipe
-from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.consistency.effects import Code
@@ -62,7 +62,7 @@ async def hand_over(assign: Assign, begun: Begun, shard: Client, scheduler: Clie
 
 
 async def arrived(
-    shard: Client, portion: Portion, assigns: Sequence[Assign], recipe: Recipe
+    shard: Client, portion: AdaptiveChunk, assigns: Sequence[Assign], recipe: Recipe
 ) -> tuple[list[dict[str, Any]], dict[LeaseId, Begun]]:
     """The prompt row of each, and by lease what other instances wrote of them; as many at once as the connection
     carries in a moment. ``Refused``."""
@@ -78,7 +78,7 @@ async def arrived(
     return rows, begun
 
 
-async def _asked(shard: Client, portion: Portion, assigns: Sequence[Assign]) -> tuple[Rows, list[memoryview]]:
+async def _asked(shard: Client, portion: AdaptiveChunk, assigns: Sequence[Assign]) -> tuple[Rows, list[memoryview]]:
     """What the shard has of the first of these. ``Refused``, ``Stuck``."""
     partials = [assign.partial for assign in assigns] if any(assign.partial for assign in assigns) else []
     ask = GetRows(groups=[assign.group for assign in assigns], partials=partials, most_bytes=portion.nbytes)

@@ -28,10 +28,10 @@ from staleflow.clients.rollout.slab_writer import SlabWriter
 from staleflow.clients.rollout.transfers import ROWS_BYTES, arrived, hand_over
 from staleflow.clients.weights import Puller
 from staleflow.configs.errors import ConfigError
-from staleflow.net.adaptive_chunks import Portion
+from staleflow.net.adaptive_chunks import AdaptiveChunk
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused, Unavailable
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import LeaseId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -91,7 +91,7 @@ class Worker:
         self._me = me
         self._scheduler = scheduler
         self._shards = shards
-        self._portions = [Portion(ROWS_BYTES) for _ in shards]
+        self._portions = [AdaptiveChunk(ROWS_BYTES) for _ in shards]
         self._engine = engine
         self._encode = encode
         self._recipe = recipe
@@ -106,7 +106,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushing: list[asyncio.Task[None]] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._said = Seldom()
+        self._said = RateLimitedLog()
         self.counts = {"pushed": 0, "moved": 0, "thrown_away": 0, "released": 0, "loaded": 0}
 
     async def run(self) -> None:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from staleflow.clients.out_of_memory import out_of_memory
 from staleflow.clients.slab_reader import MappedSlabs, Unmapped, Unreadable, checked
-from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.process.host import boot_id
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import GroupId, WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -151,7 +151,7 @@ class StageWorker:
         self._stage = stage
         self._max_groups = max_groups
         self._calls = calls
-        self._log_limit = Seldom()
+        self._log_limit = RateLimitedLog()
         self.worked = WorkCounts()
 
     async def serve(self, shards: Sequence[Client]) -> None:
@@ -168,7 +168,7 @@ class StageWorker:
 
         After a reply that cannot be read, the worker calls again and receives the same groups.
         """
-        host, checks, portion = boot_id(), True, Portion(TAKE_BYTES)
+        host, checks, chunk = boot_id(), True, AdaptiveChunk(TAKE_BYTES)
         loop = asyncio.get_running_loop()
         while True:
             room, asked = await in_flight.room(), loop.time()
@@ -180,11 +180,11 @@ class StageWorker:
                 host=host if checks else "",
                 held=in_flight.tickets(),
                 checks=checks,
-                most_bytes=portion.nbytes,
+                most_bytes=chunk.nbytes,
                 calls=self._calls,
             )
             try:
-                work, frames = await _request_work(shard, take, portion)
+                work, frames = await _request_work(shard, take, chunk)
                 groups = _groups(work, frames, maps, checks=checks)
             except Stuck:
                 continue
@@ -266,15 +266,15 @@ class StageWorker:
         return good
 
 
-async def _request_work(shard: Client, take: GetStageWork, portion: Portion) -> tuple[StageWork, list[memoryview]]:
-    """Request groups and adapt the portion to the time of the transfer. Raise ``Stuck``."""
+async def _request_work(shard: Client, take: GetStageWork, chunk: AdaptiveChunk) -> tuple[StageWork, list[memoryview]]:
+    """Request groups and adapt the chunk to the time of the transfer. Raise ``Stuck``."""
     clock = asyncio.get_running_loop().time
     began, call = clock(), shard.call(take, timeout_s=None)
-    work, frames = await portion.watch(shard, call, take.most_bytes, divisible=take.max_groups > 1)
+    work, frames = await chunk.watch(shard, call, take.most_bytes, divisible=take.max_groups > 1)
     if not isinstance(work, StageWork):
         raise ProtocolError(Code.MALFORMED, f"{shard.address} replied to GetStageWork with {type(work).__name__}")
     if frames:  # an empty reply would only measure the pauses of this loop
-        portion.took(sum(frame.nbytes for frame in frames), clock() - began - work.waited_ms / 1000)
+        chunk.took(sum(frame.nbytes for frame in frames), clock() - began - work.waited_ms / 1000)
     return work, frames
 
 

@@ -24,10 +24,10 @@ import msgspec
 from staleflow.clients.user_code import mark, pipe
 from staleflow.clients.user_code.child import took_too_long
 from staleflow.configs.errors import ConfigError
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
-_log_limit = Seldom()
+_log_limit = RateLimitedLog()
 
 IMPORT_TIMEOUT_S = 120.0
 """Timeout of the import; long, because a module may load a model of its own."""

@@ -19,7 +19,7 @@ from staleflow.clients.user_code.child import NOUN
 from staleflow.clients.user_code.pool import Pool
 from staleflow.clients.user_code.process import Killed, Program
 from staleflow.configs.schema import Reward
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class CallRunner:
         """``concurrency``: maximum number of concurrent calls of an ``async def``."""
         self._retries = retries
         self._pool = Pool(program, processes=1, concurrency=concurrency)
-        self._log_limit = Seldom()
+        self._log_limit = RateLimitedLog()
         self.failed_calls = 0
         """Number of failed tries."""
 

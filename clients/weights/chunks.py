@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from staleflow.clients.weights.tensors import NamedTensors, Tensor, tensor_of
-from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
-from staleflow.net.weights import CHUNK_BYTES, Moved, credited
+from staleflow.net.weights import CHUNK_BYTES, ByteCounter, credited
 from staleflow.protocols.wire.manifest import digest
 from staleflow.protocols.wire.messages import Done, Manifest, PublishChunk, TensorEntry
 
 
 async def send(
-    client: Client, upload: int, places: Manifest, weights: NamedTensors, portion: Portion, arrived: Moved
+    client: Client, upload: int, places: Manifest, weights: NamedTensors, portion: AdaptiveChunk, arrived: ByteCounter
 ) -> list[str]:
     """Send all bytes of a version, one tensor in memory at a time. Return the digest of each tensor."""
     tensors, digests = _with_digests(places, weights), list[str]()
@@ -44,7 +44,7 @@ def pieces(entry: TensorEntry, tensor: Tensor, nbytes: int) -> Iterator[tuple[in
 
 
 async def _send_chunk(
-    client: Client, upload: int, offset: int, data: memoryview, portion: Portion, arrived: Moved
+    client: Client, upload: int, offset: int, data: memoryview, portion: AdaptiveChunk, arrived: ByteCounter
 ) -> None:
     while data.nbytes:
         piece = data[: portion.nbytes]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from staleflow.clients.weights import chunks
 from staleflow.clients.weights.local_upload import ServerFiles
 from staleflow.clients.weights.tensors import NamedTensors, in_memory, layout, with_digests
-from staleflow.net.adaptive_chunks import Portion
+from staleflow.net.adaptive_chunks import AdaptiveChunk
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.net.transport import SOCKETS, Transport
-from staleflow.net.weights import CHUNK_BYTES, Moved
+from staleflow.net.weights import CHUNK_BYTES, ByteCounter
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import BatchId, Lineage, TrainerTerm, Version, WorkerId
 from staleflow.protocols.wire.messages import (
@@ -49,7 +49,7 @@ class Publisher:
         """``direct``: ``tcp://host:port`` (port 0: any) at which readers get the newest version from this process
         (imports torch); every version is copied once for them. Empty: off."""
         self._client = Client(address, worker=worker, transport=transport)
-        self._portion = Portion(CHUNK_BYTES)
+        self._portion = AdaptiveChunk(CHUNK_BYTES)
         self._direct = direct
         self._source: DirectSource | None = None
         self._files = ServerFiles()
@@ -84,7 +84,7 @@ class Publisher:
         tries, direct = 0, "" if source is None else source.endpoint
         nbytes = sum(entry.nbytes for entry in places.tensors)
         while True:
-            arrived = Moved()
+            arrived = ByteCounter()
             try:
                 return await self._upload(begin, places, weights, direct, arrived)
             except ValueError:
@@ -112,7 +112,7 @@ class Publisher:
         self._client.close()
 
     async def _upload(
-        self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: Moved
+        self, begin: BeginPublish, places: Manifest, weights: NamedTensors, direct: str, arrived: ByteCounter
     ) -> RegisterVersionReply:
         to = await self._begin(begin)
         given_up = threading.Event()

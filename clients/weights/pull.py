@@ -172,7 +172,7 @@ class Puller:
             except (Refused, Unavailable, ProtocolError, CorruptWeights, ConfigError) as error:
                 log.warning("version %d does not come from the relay %s: %s", asked.version, relay.address, error)
                 if isinstance(error, Unavailable):
-                    self._relays.shunned.add(relay.address, error)
+                    self._relays.cooldowns.add(relay.address, error)
                 await unpin(relay, asked)
         try:
             return self._owned(await self._remote.fetch(self._client, asked, manifest))

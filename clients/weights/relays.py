@@ -10,7 +10,7 @@ from staleflow.clients.weights import mapped
 from staleflow.clients.weights.remote import CorruptWeights, unpin, verify
 from staleflow.net.client import Client
 from staleflow.net.transport import Transport
-from staleflow.net.weights import Shunned
+from staleflow.net.weights import SourceCooldowns
 from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
@@ -31,7 +31,7 @@ class Relays:
         self._worker = worker
         self._transport = transport
         self._open: dict[str, Client] = {}
-        self.shunned = Shunned()
+        self.cooldowns = SourceCooldowns()
 
     async def nearest(self) -> list[Client]:
         """Return the relays to try before the parameter server, in order of preference."""
@@ -42,7 +42,7 @@ class Relays:
         for endpoint in sources.endpoints:
             if endpoint not in self._open:
                 self._open[endpoint] = Client(endpoint, worker=self._worker, transport=self._transport)
-        return [self._open[endpoint] for endpoint in sources.endpoints if endpoint not in self.shunned]
+        return [self._open[endpoint] for endpoint in sources.endpoints if endpoint not in self.cooldowns]
 
     def close(self) -> None:
         """Close the connections."""

@@ -21,7 +21,17 @@ from staleflow.configs.errors import ConfigError
 from staleflow.net import weights
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused, Unavailable
-from staleflow.net.weights import Moved, Pace, Portions, Source, Ways, changes, is_right, while_alive, whole
+from staleflow.net.weights import (
+    ByteCounter,
+    ChunkSizes,
+    DeltaChoice,
+    Pace,
+    Source,
+    changes,
+    is_right,
+    while_alive,
+    whole,
+)
 from staleflow.protocols.wire import delta
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.messages import Done, GetManifest, Manifest, Unpin
@@ -51,7 +61,7 @@ class _Transfer:
     def __init__(self, client: Client, *, watched: bool) -> None:
         self._client = client
         self._watched = watched
-        self.moved = Moved()
+        self.moved = ByteCounter()
 
     async def wait(self, work: Coroutine[Any, Any, None]) -> None:
         """Wait for the bytes. Time that this process spends on them does not count against the server."""
@@ -62,8 +72,8 @@ class Remote:
     """Versions that one reader has fetched over the network, and the base that it keeps for the next delta."""
 
     def __init__(self, *, deltas: bool = True) -> None:
-        self._ways = Ways(deltas=deltas)
-        self._portions = Portions()
+        self._ways = DeltaChoice(deltas=deltas)
+        self._chunk_sizes = ChunkSizes()
         self._base: RemoteVersion | None = None
         self._spare: mmap.mmap | None = None
         """Memory of the last version, unless that is the base."""
@@ -78,7 +88,7 @@ class Remote:
         """
         transfer = _Transfer(client, watched=watched)
         base, self._base = self._base, None
-        source = Source(client=client, pace=Pace(), portions=self._portions)
+        source = Source(client=client, pace=Pace(), chunk_sizes=self._chunk_sizes)
         try:
             if base is not None and not is_free(base.buffer):  # the caller kept an array of it
                 base = replace(base, buffer=await asyncio.to_thread(_copied, base.buffer))

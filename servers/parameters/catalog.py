@@ -13,7 +13,7 @@ from typing import Any
 
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire.messages import (
@@ -59,7 +59,7 @@ class Catalog:
         self._corrupt: dict[VersionKey, str] = {}
         self._verifying = asyncio.Lock()
         self._full_checks = FullChecks(versions)
-        self._log_limit = Seldom()
+        self._log_limit = RateLimitedLog()
         self.publishing = asyncio.Lock()
         """Held while a version is added or registered."""
         self.grown = asyncio.Event()

@@ -20,7 +20,7 @@ from staleflow.net.client import Client
 from staleflow.net.endpoint import Call
 from staleflow.net.errors import Refused
 from staleflow.process.host import boot_id
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import ProtocolError
 from staleflow.protocols.wire.manifest import MAX_BYTES, check
@@ -94,7 +94,7 @@ class ParameterService:
         self.run = ""
         """Id of the run; "" until the scheduler has attached this server."""
         self._beginning = asyncio.Lock()
-        self._log_limit = Seldom()
+        self._log_limit = RateLimitedLog()
         self._draining = False
 
     # Calls -----------------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ class Versions:
         record lags until the next call."""
         was = self.reached
         newest = max(VersionKey(was.lineage, was.version), key or VersionKey(Lineage(0), Version(-1)))
-        self.reached = run_history.Reached(run=run, lineage=newest.lineage, version=newest.version)
+        self.reached = run_history.KnownState(run=run, lineage=newest.lineage, version=newest.version)
         if self.reached != was:
             try:
                 run_history.write(self._folder, self.reached, sync=self._sync)

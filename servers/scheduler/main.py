@@ -185,11 +185,11 @@ async def serve_until(
         on_gone=service.on_gone,
         on_reject=service.on_reject,
         on_denied=service.on_denied,
-        not_its_name=service.not_its_name,
+        name_conflict=service.name_conflict,
         transport=transport,
     )
     if isinstance(transport, Sockets):
-        transport.on_stranger = service.on_stranger
+        transport.on_rejected = service.on_rejected
     service.peers = lambda: endpoint.peers
     service.schedule_wake = lambda: asyncio.get_running_loop().call_later(CYCLE_DELAY_S, service.wake)
     log.info("scheduler listening on %s", endpoint.address)

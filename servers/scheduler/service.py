@@ -16,8 +16,8 @@ from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.net.endpoint import Call
 from staleflow.net.errors import RUN_IS_OVER
-from staleflow.net.transport import stranger
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.net.transport import describe_rejected
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency import effects, events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.groups import GroupView
@@ -99,7 +99,7 @@ class Service:
         self._config = config
         self._run_dir = run_dir
         self._is_configured = (run_dir / RESOLVED).exists()
-        self._restore_errors = Seldom()
+        self._restore_errors = RateLimitedLog()
         self._replies = PendingReplies()
         self._rejects = Rejects(interpreter.trace, interpreter.totals.rejected)
         self._registry = Registry(config.trajectories.shards, interpreter.clock)
@@ -168,7 +168,7 @@ class Service:
         """Times of the drain, of the finish, and of the last attached trainer, as seen by this process; 0: never."""
         self.peers: Callable[[], list[str]] = list
         """Returns the peers that the transport is connected to; set by the owner of the socket."""
-        self.not_its_name = self._registry.not_its_name
+        self.name_conflict = self._registry.name_conflict
         self.schedule_wake: Callable[[], object] = lambda: None
         """Schedules a call of ``wake`` after a short delay; set by the owner of the event loop."""
         self._listen()
@@ -294,9 +294,9 @@ class Service:
         """Count a request that the transport denied because the peer's key does not permit it."""
         self._rejects.plain(peer, verb, Code.DENIED.value, self._clock.now_ms())
 
-    def on_stranger(self, address: str, public: str) -> None:
+    def on_rejected(self, address: str, public: str) -> None:
         """Count a connection that the transport rejected."""
-        self._rejects.auth(address, "", stranger(public), ok=False, now_ms=self._clock.now_ms())
+        self._rejects.auth(address, "", describe_rejected(public), ok=False, now_ms=self._clock.now_ms())
 
     def flush(self) -> None:
         """Finish a drain: deliver batches, run the coordination cycle, commit, then send the replies."""

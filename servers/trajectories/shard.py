@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from staleflow.configs.stages import Node
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId
 from staleflow.protocols.wire.messages import (
@@ -82,7 +82,7 @@ class Shard:
         """Stored but unreadable records, kept until the scheduler has dropped them or no longer needs them."""
         self._full: Resource = ""
         """Resource that was exhausted at the last push, or "" once something was deleted."""
-        self._log_limit = Seldom()
+        self._log_limit = RateLimitedLog()
         self._recovered = [self._add_loaded(loaded) for loaded in store.load()]
 
     def _add_loaded(self, loaded: Loaded) -> Loaded:

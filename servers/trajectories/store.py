@@ -35,7 +35,7 @@ from staleflow.store.base import (
 )
 from staleflow.store.disk_errors import state_of
 from staleflow.store.shared_file import SCARCE
-from staleflow.trace.run_history import Reached
+from staleflow.trace.run_history import KnownState
 
 TABLES = ("records", "payloads", "columns", "turns")
 _SHA_BYTES = 32
@@ -90,7 +90,7 @@ class TrajectoryStore:
         self._turns = 0
         with store.read() as txn:
             raw = txn.get("turns", _REACHED)
-        self.reached = Reached() if raw is None else msgspec.msgpack.decode(raw, type=Reached)
+        self.reached = KnownState() if raw is None else msgspec.msgpack.decode(raw, type=KnownState)
         """Run and highest registered lease; stored with the next transaction."""
         self._stored_reached = self.reached
 
@@ -98,7 +98,7 @@ class TrajectoryStore:
         """Note the run and, if given, a lease whose push the scheduler has registered."""
         highest = max(lease or self.reached.lease, self.reached.lease)
         if (run, highest) != (self.reached.run, self.reached.lease):
-            self.reached = Reached(run=run, lease=highest)
+            self.reached = KnownState(run=run, lease=highest)
 
     @contextmanager
     def _write(self) -> Generator[Write]:

@@ -65,7 +65,7 @@ def command(
     with tempfile.TemporaryDirectory(prefix="staleflow-plan-") as place:
         config = _config(source, overrides, Path(place))
         with bar("simulating", quiet=as_json) as tell:
-            search = plan(config, wanted, devices=devices, jobs=jobs, told=lambda done, of: tell(done, of, ""))
+            search = plan(config, wanted, devices=devices, jobs=jobs, on_progress=lambda done, of: tell(done, of, ""))
             found = front(list(search))
     if not found:
         raise click.ClickException(

@@ -35,7 +35,7 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
     from staleflow.configs.loading.load import addresses, read_run
     from staleflow.monitor.sources import phase_of
     from staleflow.net.errors import Unavailable
-    from staleflow.net.security import LOOKING, client_sockets
+    from staleflow.net.security import OBSERVER_ROLES, client_sockets
     from staleflow.supervisor.addresses import may_answer
 
     if run_dir is not None and connect is not None:
@@ -48,7 +48,7 @@ def command(run_dir: Path | None, connect: str | None, why: bool, as_json: bool)
         if not options.read_within(run_dir, lambda: may_answer(address)):
             return options.read_within(run_dir, lambda: _ended(run_dir, address, why, as_json))
     try:
-        sockets = client_sockets(config.security if config else None, *LOOKING)
+        sockets = client_sockets(config.security if config else None, *OBSERVER_ROLES)
         with Admin(address, "status", transport=sockets) as admin:
             values = admin.status(timeout_s=3.0)
     except Unavailable:

@@ -88,7 +88,7 @@ def _replay(given: Path) -> "Replay":
 def _live(run_dir: Path | None, connect: str | None) -> "Live":
     from staleflow.configs.loading.load import addresses, read_run
     from staleflow.monitor.sources import Live
-    from staleflow.net.security import LOOKING, client_sockets
+    from staleflow.net.security import OBSERVER_ROLES, client_sockets
     from staleflow.supervisor.addresses import may_answer, nobody
     from staleflow.supervisor.rundir import died, holder, without_scheduler
 
@@ -102,7 +102,7 @@ def _live(run_dir: Path | None, connect: str | None) -> "Live":
         ended = died(run_dir) or nobody(address)
         allowed = f"nobody listens there: {ended}. Again: staleflow top {run_dir} --replay"
         raise ConfigError("scheduler", address, allowed)
-    return Live(address, run_dir, transport=client_sockets(config.security if config else None, *LOOKING))
+    return Live(address, run_dir, transport=client_sockets(config.security if config else None, *OBSERVER_ROLES))
 
 
 def wait_for_start(run_dir: Path, address: str) -> None:

@@ -1,4 +1,4 @@
-"""Every number that ``metrics.jsonl`` may hold, by its one name: there, in Prometheus, TensorBoard and W&B.
+"""Names of all numbers in ``metrics.jsonl``, the same there, in Prometheus, TensorBoard and W&B.
 
 In Prometheus ``off_policy/in_queue/mean`` is ``staleflow_off_policy_in_queue_mean``.
 """
@@ -8,12 +8,12 @@ from typing import Final
 
 PREFIX: Final = "staleflow_"
 PLACES: Final = ("step", "lineage", "version", "t")
-"""Of a line: where it belongs. ``t`` is unix seconds."""
+"""Keys of a line that place it in the run. ``t`` is unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a number is."""
+    """Unit and meaning of a number."""
 
     unit: str
     """Empty for a plain number."""
@@ -84,5 +84,5 @@ METRICS: Final[dict[str, Metric]] = {
 
 
 def prometheus(name: str) -> str:
-    """The name in Prometheus."""
+    """Return the metric's name in Prometheus."""
     return PREFIX + "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)

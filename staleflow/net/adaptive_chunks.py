@@ -1,7 +1,7 @@
-"""How much is asked for, or sent, at once: what a connection carries in a moment, learned from how long answers take.
+"""Adapt the size of requests and messages to what a connection carries, learned from how long replies take.
 
-A message that is on its way keeps everything behind it waiting, heartbeats too. So it starts small, doubles when the
-answer to one of about the present size comes quickly, and halves when one comes late.
+A message in flight delays everything behind it, heartbeats included. So the size starts small, doubles when the reply
+to a request of about the current size is fast, and halves when it is slow.
 """
 
 import asyncio
@@ -15,51 +15,52 @@ from staleflow.protocols.wire.messages import Ping, Pong
 MIN_BYTES = 64 << 10
 FIRST_BYTES = 256 << 10
 QUICK_S = 0.25
-"""An answer within this may be twice as large. Longer than the way round the world and back."""
+"""A reply within this time allows twice the size. Longer than a round trip around the world."""
 LATE_S = 0.5
-"""One that takes longer is too large: well below the time after which a client asks again."""
+"""A reply that takes longer is too large. Well below the time after which a client retries."""
 PONG_S = 1.4
-"""In which a ping is answered that was sent after ``LATE_S``, or the connection is stuck. Both together are less than
-the client needs to replace the connection, after which the ping would be through."""
+"""Timeout of the ping that is sent after ``LATE_S``; without a pong the connection is stuck. ``LATE_S + PONG_S`` is
+less than the client needs to replace the connection, after which the ping would succeed."""
 
 T = TypeVar("T")
 
 
 class Stuck(Exception):
-    """The connection has not carried it. It should be tried again in smaller portions."""
+    """The connection did not carry the message. Retry with smaller chunks."""
 
 
-class Portion:
-    """Of what goes over one connection at once. Belongs to one loop; kept as long as the connection."""
+class AdaptiveChunk:
+    """Adaptive size of one request over one connection. Belongs to one event loop; keep it as long as the
+    connection."""
 
-    def __init__(self, most: int) -> None:
-        self._least = min(MIN_BYTES, most)
-        self._most = most
-        self.nbytes = min(FIRST_BYTES, most)
-        """Of the next message, together with its answer."""
+    def __init__(self, max_bytes: int) -> None:
+        self._min_bytes = min(MIN_BYTES, max_bytes)
+        self._max_bytes = max_bytes
+        self.nbytes = min(FIRST_BYTES, max_bytes)
+        """Size of the next message, together with its reply."""
 
     async def carry(self, client: Client, call: Coroutine[Any, Any, T], nbytes: int, *, divisible: bool = True) -> T:
-        """The result of a call of ``client`` that takes so many bytes over its connection, and learn from it.
+        """Return the result of a call of ``client`` that moves ``nbytes`` over its connection, and adapt the size.
 
-        ``Stuck`` when it could be smaller and the connection does not even bring an answer to a ping; a server that
-        has no answer yet is waited for.
+        Raise ``Stuck`` when the request could be smaller and the connection does not even return a pong. Keep waiting
+        for a server that has no reply yet.
         """
         clock = asyncio.get_running_loop().time
-        began = clock()
+        started = clock()
         result = await self.watch(client, call, nbytes, divisible=divisible)
-        self.took(nbytes, clock() - began)
+        self.took(nbytes, clock() - started)
         return result
 
     async def watch(self, client: Client, call: Coroutine[Any, Any, T], nbytes: int, *, divisible: bool = True) -> T:
-        """As ``carry``, for a call that takes so many bytes at most: ``took`` is called by who knows how many."""
-        return await (self._watched(client, call) if divisible and nbytes > self._least else call)
+        """Like ``carry``, for a call that moves at most ``nbytes``. The caller reports the real number to ``took``."""
+        return await (self._watched(client, call) if divisible and nbytes > self._min_bytes else call)
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """So many bytes were asked for, or sent, and answered after this time."""
-        if seconds <= QUICK_S and 2 * nbytes > self.nbytes:  # what was asked for before it doubled says nothing new
-            self.nbytes = min(2 * self.nbytes, self._most)
-        elif seconds > LATE_S and nbytes <= self.nbytes:  # nor what was before it halved
-            self.nbytes = max(self.nbytes // 2, self._least)
+        """Record that a request or reply of ``nbytes`` took ``seconds``."""
+        if seconds <= QUICK_S and 2 * nbytes > self.nbytes:  # a request from before the last doubling proves nothing
+            self.nbytes = min(2 * self.nbytes, self._max_bytes)
+        elif seconds > LATE_S and nbytes <= self.nbytes:  # nor one from before the last halving
+            self.nbytes = max(self.nbytes // 2, self._min_bytes)
 
     async def _watched(self, client: Client, call: Coroutine[Any, Any, T]) -> T:
         calling = asyncio.ensure_future(call)
@@ -69,7 +70,7 @@ class Portion:
                     await client.ask(Ping(), Pong, timeout_s=PONG_S)
                 except Unavailable:
                     if not calling.done():
-                        self.nbytes = self._least
+                        self.nbytes = self._min_bytes
                         raise Stuck from None
             return calling.result()
         finally:

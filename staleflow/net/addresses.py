@@ -1,4 +1,4 @@
-"""Addresses: what may be bound or connected to, said plainly before ZeroMQ says it darkly."""
+"""Validate addresses early, with clear errors, before ZeroMQ reports vague ones."""
 
 import errno
 import ipaddress
@@ -13,7 +13,7 @@ import zmq
 from staleflow.configs.errors import ConfigError
 
 IPC_PATH_BYTES: Final = 107
-"""The longest path of a Unix socket on Linux."""
+"""Longest path of a Unix socket on Linux."""
 
 _TCP: Final = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\];\s]+):(?P<port>\*|\d{1,5})")
 _LOOPBACK_ONLY: Final = (
@@ -24,7 +24,7 @@ _SYNTAX: Final = "it must be tcp://host:port or ipc:///path"
 
 
 def check_connect(address: str) -> str:
-    """``address`` if a client can connect to it, else ``ConfigError``."""
+    """Return ``address`` if a client can connect to it, else raise ``ConfigError``."""
     if address.startswith("ipc://"):
         return _check_ipc(address)
     host, port = split_tcp(address)
@@ -34,9 +34,11 @@ def check_connect(address: str) -> str:
 
 
 def check_bind(address: str, *, wide: bool = False) -> str:
-    """The address to bind; ``ConfigError`` for one that is not an address, or reaches beyond loopback and may not.
+    """Return the address to bind. Raise ``ConfigError`` if it is malformed or reaches beyond loopback without
+    permission.
 
-    ``wide``: it may. Then a host name or another spelling of an address becomes the address itself.
+    ``wide`` permits more than loopback. A host name or another spelling of an address is then resolved to the address
+    itself.
     """
     if address.startswith("ipc://"):
         return _check_ipc(address)
@@ -58,14 +60,14 @@ def check_bind(address: str, *, wide: bool = False) -> str:
 
 def _resolved(host: str, address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise ConfigError("bind", address, "it names no address of this machine; write the address itself") from None
-    return ipaddress.ip_address(str(found[0][4][0]))
+    return ipaddress.ip_address(str(addresses[0][4][0]))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody on another machine can be at the other end."""
+    """Return whether only this machine can reach the address."""
     try:
         return address.startswith("ipc://") or check_bind(address) != ""
     except ConfigError:
@@ -73,15 +75,16 @@ def is_loopback(address: str) -> bool:
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether it means every interface of a machine, and so no place that others could be sent to."""
+    """Return whether the address means every interface, and so is no destination to hand to clients."""
     return address.startswith("tcp://") and split_tcp(address)[0] in (*_WILDCARDS, "*")
 
 
 def reachable(endpoint: str, via: str) -> str:
-    """Where a server that says it is at ``endpoint`` is reached by who reaches its scheduler at ``via``.
+    """Return the address at which a client that reaches the scheduler at ``via`` reaches a server bound to
+    ``endpoint``.
 
-    A server that is bound to every interface does not know which of them that is: it is taken to be where the
-    scheduler is.
+    A server bound to every interface does not know which of them clients use. It is assumed to share the scheduler's
+    host.
     """
     if not endpoint.startswith("tcp://") or not via.startswith("tcp://"):
         return endpoint
@@ -92,7 +95,7 @@ def reachable(endpoint: str, via: str) -> str:
 
 
 def bind(target: "zmq.Socket[bytes]", address: str, *, wide: bool = False) -> str:
-    """Bind and return the real address (port 0 resolved). ``ConfigError`` naming the address if that cannot be."""
+    """Bind and return the real address (port 0 resolved). Raise ``ConfigError`` with the address on failure."""
     checked = check_bind(address, wide=wide)
     if checked.startswith("ipc://"):
         _free_ipc(Path(checked.removeprefix("ipc://")), address)
@@ -104,12 +107,13 @@ def bind(target: "zmq.Socket[bytes]", address: str, *, wide: bool = False) -> st
             raise ConfigError("bind", address, "it is in use; it must be free") from None
         raise ConfigError("bind", address, f"the system refuses it: {error.strerror}") from None
     if checked.startswith("ipc://"):
-        Path(checked.removeprefix("ipc://")).chmod(0o600)  # only this user may connect, whatever folder it is in
+        Path(checked.removeprefix("ipc://")).chmod(0o600)  # only this user may connect, whatever the folder's mode
     return target.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 def split_tcp(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of ``tcp://host:port``; port 0 for ``*``. ``ConfigError`` for anything else."""
+    """Return host (without brackets) and port of ``tcp://host:port``; port 0 for ``*``. Raise ``ConfigError``
+    otherwise."""
     if (match := _TCP.fullmatch(address)) is None:
         raise ConfigError("address", address, _SYNTAX)
     port = 0 if match["port"] == "*" else int(match["port"])
@@ -128,7 +132,7 @@ def _check_ipc(address: str) -> str:
 
 
 def _free_ipc(path: Path, address: str) -> None:
-    """Remove the socket file of a dead process. ``ConfigError`` if somebody listens on it, or it is no socket."""
+    """Remove the socket file of a dead process. Raise ``ConfigError`` if it is in use or no socket."""
     if not path.parent.is_dir():
         raise ConfigError("bind", address, f"the folder {path.parent} must exist")
     try:
@@ -136,7 +140,7 @@ def _free_ipc(path: Path, address: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError("bind", address, "there is a file that is not a socket; it is left alone")
+        raise ConfigError("bind", address, "a file that is not a socket has this path; choose another path")
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -146,6 +150,6 @@ def _free_ipc(path: Path, address: str) -> None:
             return
         except FileNotFoundError:
             return
-        except BlockingIOError:  # its backlog is full: somebody listens
+        except BlockingIOError:  # its backlog is full, so a process listens
             pass
     raise ConfigError("bind", address, "it is in use; it must be free")

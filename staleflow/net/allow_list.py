@@ -1,8 +1,9 @@
-"""The allow-list: which keys may connect, and as what. Read again when its file changes, so that keys rotate live.
+"""The allow-list: public keys that may connect, each with its role. Reloaded when the file changes, to rotate keys
+live.
 
-A file that cannot be read, or that has lost the servers' key, keeps the list as it was, and says so in the log: a slip
-of an editor locks nobody out, and lets nobody in. Whoever writes the file in place empties it first, and ``keygen``
-puts that key last: what is half written lacks it.
+A file that cannot be read, or that lacks the servers' key, leaves the list unchanged and is logged, so a slip of an
+editor neither locks out workers nor admits strangers. ``keygen`` writes the servers' key last: a writer that truncates
+the file in place and is read halfway produces a list without that key.
 """
 
 import logging
@@ -20,20 +21,20 @@ from staleflow.net.permissions import Role
 log = logging.getLogger(__name__)
 
 _HEADER = """\
-# Who may connect: one table a role, one line a key (name = "public key"). Servers read it again when it changes: what
-# is removed here is refused at once, what is added may come at once.
+# Allowed keys: one table per role, one line per key (name = "public key"). Servers reload this file when it changes:
+# a removed key is rejected at once, an added key is accepted at once.
 """
 
 
 class Holder(NamedTuple):
-    """Whose key it is."""
+    """Owner of a key."""
 
     role: Role
     name: str
 
 
 def read_allowed(path: Path) -> dict[bytes, Holder]:
-    """Public keys (Z85) and their holders. ``ConfigError`` when it is not an allow-list."""
+    """Return public keys (Z85) and their holders. Raise ``ConfigError`` if the file is no allow-list."""
     try:
         return _read(path)
     except OSError as error:
@@ -41,27 +42,29 @@ def read_allowed(path: Path) -> dict[bytes, Holder]:
 
 
 def _read(path: Path) -> dict[bytes, Holder]:
-    """The same, or ``OSError``."""
+    """Like ``read_allowed``, but raise ``OSError`` when the file cannot be read."""
     check_private(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("allow-list", str(path), f"it must be TOML: {error}") from None
-    found: dict[bytes, Holder] = {}
+    holders: dict[bytes, Holder] = {}
     for section, names in table.items():
         if section not in list(Role) or not isinstance(names, dict):
             raise ConfigError("allow-list", str(path), f'it has "{section}"; its tables are {", ".join(Role)}')
         for name, value in cast(dict[str, Any], names).items():
             public = as_key(value, path, f"{section}.{name}")
-            if public in found:
-                held = found[public]
-                raise ConfigError("allow-list", str(path), f"{held.role}.{held.name} and {section}.{name} are one key")
-            found[public] = Holder(Role(section), name)
-    return found
+            if public in holders:
+                other = holders[public]
+                raise ConfigError(
+                    "allow-list", str(path), f"{other.role}.{other.name} and {section}.{name} are one key"
+                )
+            holders[public] = Holder(Role(section), name)
+    return holders
 
 
 def write_allowed(path: Path, holders: Mapping[bytes, Holder]) -> None:
-    """Replace the file at once, mode 0600."""
+    """Replace the file atomically, with mode 0600."""
     text = _HEADER
     for role in Role:
         text += f"\n[{role}]\n"
@@ -74,48 +77,48 @@ def write_allowed(path: Path, holders: Mapping[bytes, Holder]) -> None:
 
 
 class AllowList:
-    """The list as its file is now. ``ConfigError`` at first if there is no usable file."""
+    """The current content of the allow-list file. Raises ``ConfigError`` at construction if there is no usable file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen = self._signature()
-        self._unread = False
-        """The file as it was seen last could not be read: it is tried again, although it has not changed."""
+        self._signature_read = self._signature()
+        self._read_failed = False
+        """True while the last version of the file could not be read: retry although the file has not changed."""
         self._holders = read_allowed(path)
 
     def find(self, public: bytes) -> Holder | None:
-        """Whose key (in Z85) it is; None if it is nobody's."""
+        """Return the holder of a key (Z85), or None."""
         return self._holders.get(public)
 
     def refresh(self) -> bool:
-        """Look at the file; True if the list is another one now."""
+        """Reload the file if it changed; return True if the list is different now."""
         signature = self._signature()
-        known = signature == self._seen
-        if known and not self._unread:
+        unchanged = signature == self._signature_read
+        if unchanged and not self._read_failed:
             return False
-        self._seen, self._unread = signature, False
+        self._signature_read, self._read_failed = signature, False
         try:
             holders = _read(self._path)
             if _has_server(self._holders) and not _has_server(holders):
-                raise ConfigError("allow-list", str(self._path), "it has lost the key of the servers")
+                raise ConfigError("allow-list", str(self._path), "it lacks the key of the servers")
         except (OSError, ConfigError) as error:
-            self._unread = isinstance(error, OSError)
-            if known and self._unread:  # said before
+            self._read_failed = isinstance(error, OSError)
+            if unchanged and self._read_failed:  # already logged
                 return False
-            log.error("the allow-list stays as it was: %s", error)
+            log.error("allow-list not reloaded: %s", error)
             return False
         if holders == self._holders:
             return False
-        log.info("the allow-list has changed: %d keys, %d before", len(holders), len(self._holders))
+        log.info("allow-list reloaded: %d keys, %d before", len(holders), len(self._holders))
         self._holders = holders
         return True
 
     def _signature(self) -> tuple[int, int, int] | None:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ino, found.st_size
+        return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _has_server(holders: Mapping[bytes, Holder]) -> bool:

@@ -1,10 +1,10 @@
 """The client side: one DEALER to one server, in an async and a blocking form.
 
-- A call is over when its answer comes. Until then its request is sent again, with the same id: after a while without
-  an answer, and when the server was busy.
-- A server not heard from for three heartbeats may be behind a dead connection: the socket is replaced, and what
-  waits is sent again. Where there can be no new one, that is tried again each heartbeat. Only the caller's
-  ``timeout_s`` ends a call without an answer.
+- A call ends when its reply arrives. Until then its request is sent again with the same id: after a time without a
+  reply, and when the server was busy.
+- After three heartbeats without a message from the server the connection may be dead: the client replaces the socket
+  and sends pending requests again. If no new socket can be opened, it retries each heartbeat. Only the caller's
+  ``timeout_s`` ends a call without a reply.
 """
 
 import asyncio
@@ -37,30 +37,30 @@ Answer = tuple[Reply, list[memoryview]]
 
 DEFAULT_LIMITS: Final = TransportLimits()
 ROUTE_BYTES: Final = 255
-"""The longest name of a connection that ZeroMQ takes."""
+"""Longest routing id that ZeroMQ accepts."""
 NONCE_BYTES: Final = 8
-"""Of a route: who could guess it could have the answers to it."""
+"""Random bytes of a route, which must not be guessable: a connection with the same route would receive the replies."""
 CLOCK_GRAIN_S: Final = 0.002
-"""A timer of the loop may be early by this much."""
+"""A timer of the loop may fire early by this much."""
 MIN_BUSY_S: Final = 0.01
-"""A busy server is not asked again sooner than this."""
+"""Minimum delay before a request to a busy server is sent again."""
 PING_BEFORE_BYTES: Final = 32_768
-"""A larger message follows a ping: a server has no patience with a new connection whose first message takes long."""
+"""A larger message follows a ping, because a server cuts a new connection whose first message takes long."""
 _PING: Final = encode_request(0, Ping())
 
 
 def worker_id(name: str) -> WorkerId:
-    """``name`` and a nonce: unique to the lifetime of this process."""
+    """Return ``name`` with a nonce: unique to the lifetime of this process."""
     return WorkerId(f"{name}.{secrets.token_hex(4)}")
 
 
 def nbytes_of(parts: Sequence[Data]) -> int:
-    """Of a message."""
+    """Return the size of a message."""
     return sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
 
 
 class _Pending:
-    """A request that waits for its answer."""
+    """A request that waits for its reply."""
 
     __slots__ = ("attempt", "busy_s", "deadline_s", "future", "id", "nbytes", "parts", "started_s", "timer", "why")
 
@@ -74,11 +74,11 @@ class _Pending:
         self.attempt = 0
         self.timer: asyncio.TimerHandle | None = None
         self.busy_s: float | None = None
-        """When the server first answered that it is busy for a limited time; None if its last answer had no limit."""
+        """Time of the server's first reply that it is busy for a limited time; None if its last reply had no limit."""
         self.why = ""
 
     def is_final(self, busy: Refusal, now_s: float) -> bool:
-        """Return whether the limit of that answer has passed since the server first gave it."""
+        """Return whether the time limit of a busy reply has passed since the server first sent one."""
         if not busy.retry_for_ms:
             self.busy_s = None
             return False
@@ -87,7 +87,7 @@ class _Pending:
 
 
 class Client:
-    """Calls one server. Belongs to the loop of its first call; connects then."""
+    """Client of one server. Connects at the first call and belongs to the loop of that call."""
 
     def __init__(
         self,
@@ -108,16 +108,17 @@ class Client:
         self._transport = transport
         self._link: Link | None = None
         """None before the first call, and while the socket cannot be replaced."""
-        self._heard_s = 0.0
-        self._said_s = 0.0
+        self._received_s = 0.0
+        self._sent_s = 0.0
         self._heartbeat: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def call(self, body: Request, frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0) -> Answer:
-        """The answer and its raw frames. Frames are not copied: nobody may change their bytes before the answer.
+        """Return the reply and its raw frames. Frames are not copied: do not change their bytes before the reply
+        arrives.
 
-        ``Refused`` for any no, for ``busy`` only after the server's own time limit; ``Unavailable`` after ``timeout_s``
-        (None waits for ever); ``ConfigError`` if the server speaks another protocol.
+        Raise ``Refused`` for a refusal (for ``busy`` only after the server's own time limit), ``Unavailable`` after
+        ``timeout_s`` (None waits without limit), ``ConfigError`` if the server speaks another protocol version.
         """
         pending = self._ask(body, frames, timeout_s)
         try:
@@ -132,7 +133,7 @@ class Client:
     async def ask(
         self, body: Request, reply_type: type[T], frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0
     ) -> T:
-        """As ``call``, for an answer of one type without frames. ``ProtocolError`` if it is another."""
+        """Like ``call``, for a reply of one type without frames. Raise ``ProtocolError`` for another type."""
         reply, _ = await self.call(body, frames, timeout_s=timeout_s)
         if not isinstance(reply, reply_type):
             detail = f"{self.address} answered {type(body).__name__} with {type(reply).__name__}"
@@ -140,7 +141,7 @@ class Client:
         return reply
 
     def close(self) -> None:
-        """Close; calls that still wait raise ``Unavailable``. From the loop's thread; may be called again."""
+        """Close; pending calls raise ``Unavailable``. Call from the loop's thread; idempotent."""
         self._closed = True
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -155,7 +156,7 @@ class Client:
         if self._closed:
             raise Unavailable(self.address, 0.0, "this client is closed")
         if len(self._pending) >= self._limits.max_pending:
-            raise Refused(Code.BUSY, f"{len(self._pending)} calls to {self.address} wait already")
+            raise Refused(Code.BUSY, f"{len(self._pending)} calls to {self.address} are pending already")
         self._last_id += 1
         parts: list[Data] = [encode_request(self._last_id, body), *frames]
         self._check_size(parts)
@@ -173,21 +174,22 @@ class Client:
         if len(parts[0]) > limits.max_header_bytes:
             raise Refused(Code.OVERSIZE, f"a header of {len(parts[0])} bytes; at most {limits.max_header_bytes}")
         if size > limits.max_message_bytes or len(parts) - 1 > limits.max_frames:
-            had = f"{size} bytes in {len(parts) - 1} frames"
-            raise Refused(Code.OVERSIZE, f"{had}; at most {limits.max_message_bytes} in {limits.max_frames}")
+            actual = f"{size} bytes in {len(parts) - 1} frames"
+            raise Refused(Code.OVERSIZE, f"{actual}; at most {limits.max_message_bytes} in {limits.max_frames}")
 
     # Sending -----------------------------------------------------------------------------------------------------
 
     def _transmit(self, pending: _Pending, now: float) -> None:
-        """Send, if there is a socket, and set the timer that sends again."""
+        """Send the request if there is a socket, and set the timer of the next retry."""
         pending.attempt += 1
+        # The timer is set even without a socket: it also enforces the deadline.
         self._set_timer(pending, now, self._backoff.delay_s(pending.attempt))
         if self._link is None:
             return
         if pending.nbytes > PING_BEFORE_BYTES:
             self._link.send((_PING,))
         if self._link.send(pending.parts):
-            self._said_s = now
+            self._sent_s = now
 
     def _set_timer(self, pending: _Pending, now: float, delay_s: float) -> None:
         if pending.timer is not None:
@@ -215,20 +217,20 @@ class Client:
     # Receiving ---------------------------------------------------------------------------------------------------
 
     def _receive(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
-        now = self._heard_s = asyncio.get_running_loop().time()
+        now = self._received_s = asyncio.get_running_loop().time()
         try:
             id, reply = decode_reply(head[0])
         except VersionError as error:
-            self._wrong_version(error)
+            self._fail_all(error)
             return
         except ProtocolError as error:
-            log.warning("%s sent what is no message: %s", self.address, error.detail)
+            log.warning("%s sent an unreadable message: %s", self.address, error.detail)
             return
         if (pending := self._pending.get(id)) is None:
             if type(reply) is Refusal and reply.code is Code.DENIED and id == 0:
-                self._shut_out(reply)
+                self._deny_all(reply)
             elif type(reply) is Refusal:
-                log.warning("%s refused what nobody waits for: %s %s", self.address, reply.code.value, reply.detail)
+                log.warning("%s refused an unknown request: %s %s", self.address, reply.code.value, reply.detail)
             return
         if pending.future.done():
             return
@@ -241,14 +243,14 @@ class Client:
             return
         pending.future.set_result((reply, frames))
 
-    def _shut_out(self, reply: Refusal) -> None:
-        """The server will not have this connection, whatever is asked."""
+    def _deny_all(self, reply: Refusal) -> None:
+        """Fail every call: the server rejects this connection, whatever the request."""
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_result((reply, []))
 
-    def _wrong_version(self, error: VersionError) -> None:
-        """Nothing that this server says can be believed: every call fails, with both versions."""
+    def _fail_all(self, error: VersionError) -> None:
+        """Fail every call with both versions: no reply of a server with another protocol version can be trusted."""
         for pending in self._pending.values():
             if not pending.future.done():
                 allowed = f"this client speaks {PROTOCOL}; use the staleflow that the run was started with"
@@ -264,8 +266,9 @@ class Client:
             link.close(linger_ms=0)
             raise
         self._link = link
-        self._heard_s = now
-        self._beat_later(self._limits.heartbeat_s * random.random())  # so that a thousand clients do not beat as one
+        self._received_s = now
+        # jitter keeps the heartbeats of a thousand clients apart
+        self._beat_later(self._limits.heartbeat_s * random.random())
 
     def _beat_later(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -273,20 +276,21 @@ class Client:
         self._heartbeat = loop.call_at(due_s, self._beat, due_s)
 
     def _beat(self, due_s: float) -> None:
-        """Ping, or replace a dead connection. A beat that is late itself proves nothing: answers may lie unread."""
+        """Ping the server, or replace a dead connection. A late beat proves nothing: replies may wait unread."""
         now = asyncio.get_running_loop().time()
         late = now >= due_s + self._limits.heartbeat_s / 2
-        if self._link is None or (now - self._heard_s > self._limits.silence_s and not late):
+        if self._link is None or (now - self._received_s > self._limits.silence_s and not late):
             self._replace(now)
             return
         self._beat_later(self._limits.heartbeat_s)
-        # What is sent again while the server works on it has no answer: a ping shows that the server is there.
-        quiet_s = now - min(self._said_s, self._heard_s)
+        # A request that is sent again while the server works on it gets no reply, so a ping shows that the server is
+        # alive.
+        quiet_s = now - min(self._sent_s, self._received_s)
         if quiet_s > self._limits.heartbeat_s / 2 and self._link.send((_PING,)):
-            self._said_s = now
+            self._sent_s = now
 
     def _replace(self, now: float) -> None:
-        """A new socket, and what waits is sent again; at the next beat if there can be none now."""
+        """Open a new socket and send pending requests again; if that fails, retry at the next beat."""
         link, self._link = self._link, None
         try:
             if link is not None:
@@ -302,7 +306,8 @@ class Client:
 
 
 class BlockingClient:
-    """The same for a training loop: a ``Client`` on a loop in a thread of its own. Safe to use from several threads."""
+    """A blocking client for training loops: a ``Client`` on a loop in its own thread. Safe to use from several
+    threads."""
 
     def __init__(
         self,
@@ -319,17 +324,17 @@ class BlockingClient:
         self._thread.start()
 
     def call(self, body: Request, frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0) -> Answer:
-        """As ``Client.call``, blocking."""
+        """Like ``Client.call``, but blocking."""
         return self._run(self._client.call(body, frames, timeout_s=timeout_s))
 
     def ask(
         self, body: Request, reply_type: type[T], frames: Sequence[Data] = (), *, timeout_s: float | None = 30.0
     ) -> T:
-        """As ``Client.ask``, blocking."""
+        """Like ``Client.ask``, but blocking."""
         return self._run(self._client.ask(body, reply_type, frames, timeout_s=timeout_s))
 
     def close(self) -> None:
-        """Close the client and end its thread. May be called again."""
+        """Close the client and end its thread; idempotent."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
@@ -338,7 +343,7 @@ class BlockingClient:
         self._loop.close()
 
     async def _end(self) -> None:
-        """Close, and let the threads that wait for answers have their errors."""
+        """Close, then wait until the threads with pending calls have received their errors."""
         self._client.close()
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)

@@ -1,7 +1,7 @@
-"""The connecting side of TCP: with a key it proves who it is, and it says so when the server will not have it.
+"""The connecting side of TCP: authenticates with a key, and reports a rejected handshake to the client.
 
-ZeroMQ keeps a refused handshake to itself and its monitor. What the monitor tells becomes a ``Refusal`` to request 0,
-``denied``, as if the server had sent it; a failure that may pass is only logged.
+ZeroMQ reports a rejected handshake to its monitor only. The monitor's event becomes a ``Refusal`` (``denied``) of
+request 0, as if the server had sent it; a failure that may be transient is only logged.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _MISMATCH: Final = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
 def dial(target: "zmq.Socket[bytes]", address: str, route: bytes) -> None:
-    """Connect, for good: ZeroMQ connects again whenever it must."""
+    """Connect permanently: ZeroMQ reconnects when necessary."""
     target.set(zmq.ROUTING_ID, route)
     target.set(zmq.IPV6, int("[" in address))
     target.set(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -59,7 +59,9 @@ class Dialer:
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         if key is None and not addresses.is_loopback(address):
-            log.warning("INSECURE: %s is asked without a key; whoever is on the way can read and change it", address)
+            log.warning(
+                "INSECURE: connection to %s without a key; anyone on the network path can read and change it", address
+            )
         self._socket = DrainedSocket(zmq.DEALER, num_heads=1, limits=limits, on_message=on_message)
         try:
             if key is not None:
@@ -73,8 +75,8 @@ class Dialer:
     def start(self) -> None:
         self._socket.start()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._monitor.fileno(), self._look)
-        self._look()
+        self._loop.add_reader(self._monitor.fileno(), self._poll_monitor)
+        self._poll_monitor()
 
     def send(self, parts: Sequence[Data]) -> bool:
         return self._socket.send(parts)
@@ -88,25 +90,25 @@ class Dialer:
         self._monitor.close(0)
         self._socket.close(linger_ms)
 
-    def _look(self) -> None:
-        """What the monitor has to tell; its descriptor is edge-triggered, so all of it."""
+    def _poll_monitor(self) -> None:
+        """Handle all waiting monitor events; the monitor's descriptor is edge-triggered."""
         while not self._monitor.closed and self._monitor.poll(0):
-            self._failed(cast("dict[str, Any]", recv_monitor_message(self._monitor, zmq.NOBLOCK)))
+            self._on_failure(cast("dict[str, Any]", recv_monitor_message(self._monitor, zmq.NOBLOCK)))
 
-    def _failed(self, event: dict[str, Any]) -> None:
+    def _on_failure(self, event: dict[str, Any]) -> None:
         mine = "no key" if self._key is None else f"the key {self._key.path}"
         match int(event["event"]):
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._denied(f"{self._address} does not let in {mine}: it is not in the server's allow-list")
+                self._denied(f"{self._address} rejects {mine}: it is not in the server's allow-list")
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if int(event["value"]) == _MISMATCH:
                 theirs = (
-                    "the server wants one: STALEFLOW_KEY names its file"
+                    "the server requires one; set STALEFLOW_KEY to its file"
                     if self._key is None
                     else "the server has no keys"
                 )
-                self._denied(f"{self._address} is asked with {mine}, but {theirs}")
+                self._denied(f"{self._address} was contacted with {mine}, but {theirs}")
             case _ if self._key is not None:
-                log.warning("%s broke off the handshake: is it the server that %s is for?", self._address, mine)
+                log.warning("%s aborted the handshake; check that %s belongs to this server", self._address, mine)
             case _:
                 pass
 

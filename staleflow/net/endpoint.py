@@ -1,13 +1,13 @@
 """The server side: one ROUTER, drained on the loop, whose requests become calls.
 
-- ``on_call`` is synchronous and gets each request once; it answers now, or keeps the call and answers later.
-- A request that is sent again while its call is pending is dropped; sent again after the answer, it is a new call:
+- ``on_call`` is synchronous and receives each request once; it replies at once, or keeps the call and replies later.
+- A request that is sent again while its call is pending is dropped. Sent again after the reply it is a new call:
   operations are idempotent.
-- A peer not heard from for three heartbeats is gone: its calls are done, unanswered.
-- What a connection left unread when another replaced it is dropped: its peer sends that again by the new one.
-- Nothing that a peer sends ends the server or delays another peer: it is refused, counted, and forgotten.
-- With keys, what a peer may ask depends on the role of its key (``roles``), and a name belongs to one key while its
-  owner is there. A key that only looks makes no name its own, so that it keeps nobody from his.
+- A peer that sent nothing for three heartbeats is gone: its calls end without a reply.
+- Messages left unread by a connection that another one replaced are dropped: the peer sends them again by the new one.
+- No message of a peer ends the server or delays another peer: a bad message is refused, counted and discarded.
+- With keys, the requests that a peer may send depend on the role of its key (``permissions``), and a name belongs to
+  one key while its owner is connected. The key of an observer reserves no name, so it locks out no other peer.
 """
 
 import asyncio
@@ -21,32 +21,33 @@ from staleflow.configs.durable_files import make_folder
 from staleflow.configs.errors import ConfigError
 from staleflow.net import addresses
 from staleflow.net.limits import TransportLimits
-from staleflow.net.permissions import Role, objection
-from staleflow.net.security import LOOKING
+from staleflow.net.permissions import Role, denial_reason
+from staleflow.net.security import OBSERVER_ROLES
 from staleflow.net.transport import SOCKETS, Transport
 from staleflow.net.zmq_stream import DrainedSocket
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.wire.codec import Data, ProtocolError, decode_request, encode_reply, id_of
 from staleflow.protocols.wire.messages import Ping, Pong, Refusal, Reply, Request
 
-__all__ = ["Answering", "Call", "Counts", "Endpoint", "Peer", "TransportLimits"]
+__all__ = ["Call", "Counts", "Endpoint", "Peer", "Replier", "TransportLimits"]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_LIMITS: Final = TransportLimits()
 LOG_INTERVAL_S: Final = 1.0
-"""Of what is denied."""
+"""Minimum interval between two log lines about denied requests."""
 _RENAMED: Final = b"\0"
-"""Begins a name that ZeroMQ gave: to a connection that another one replaced, or that came without a name."""
+"""First byte of a name that ZeroMQ generated: for a connection that another one replaced, or that came without a
+name."""
 _PONG: Final = Pong()
 _ROLES: Final = {role.encode(): role for role in Role}
-_LOOKING: Final = tuple(role.encode() for role in LOOKING)
+_OBSERVERS: Final = tuple(role.encode() for role in OBSERVER_ROLES)
 _NO_KEYS: Final[list[bytes]] = []
 
 
 @dataclass(slots=True)
 class Counts:
-    """What an endpoint has seen since it started."""
+    """Counters of an endpoint since its start."""
 
     calls: int = 0
     replies: int = 0
@@ -56,96 +57,97 @@ class Counts:
     malformed: int = 0
     oversize: int = 0
     nameless: int = 0
-    """Messages of connections that have no name of their own, or whose name another one has taken: dropped."""
+    """Dropped messages of connections without a name of their own, or whose name another connection has taken over."""
     denied: int = 0
     """Requests of peers whose key does not allow them."""
     busy: int = 0
-    """Refused by the transport: too many pending calls or peers."""
+    """Requests refused by the transport: too many pending calls or peers."""
     undelivered: int = 0
-    """Answers whose peer had left or did not take them."""
+    """Replies whose peer had left or did not read them."""
 
 
 class Peer:
-    """One connected client: its route, the worker it is, its key if it has one, and its pending calls."""
+    """One connected client: its route, worker name, key (if it has one) and pending calls."""
 
-    __slots__ = ("gone", "key", "name", "owns", "pending", "route", "seen_s")
+    __slots__ = ("gone", "key", "name", "owns_name", "pending", "route", "seen_s")
 
     def __init__(self, route: bytes, seen_s: float, key: list[bytes]) -> None:
         self.route = route
         self.key = key
         self.name = name_of(route)
-        self.owns = not key or key[0] not in _LOOKING
-        """Its name is its key's while it is there."""
+        self.owns_name = not key or key[0] not in _OBSERVERS
+        """True if its key reserves its name while it is connected."""
         self.pending: dict[int, Call] = {}
         self.seen_s = seen_s
         self.gone = False
 
 
-class Answering(Protocol):
-    """Who brings an answer to the peer that asked."""
+class Replier(Protocol):
+    """Sends the reply of a call to its peer."""
 
     def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
-        """Send ``body`` to ``peer`` as the answer to its call ``id``; no effect if the peer is gone."""
+        """Send ``body`` to ``peer`` as the reply to its call ``id``. No effect if the peer is gone."""
         ...
 
 
 class Call:
-    """One request that waits for its answer. Keep it to answer later."""
+    """One request that waits for its reply. Keep it to reply later."""
 
     __slots__ = ("_from", "_to", "answered", "body", "frames", "id", "nbytes")
 
     def __init__(
-        self, to: Answering, peer: Peer, id: int, body: Request, frames: list[memoryview], header_bytes: int = 0
+        self, to: Replier, peer: Peer, id: int, body: Request, frames: list[memoryview], header_bytes: int = 0
     ) -> None:
         self._to = to
         self._from = peer
         self.id = id
         self.body = body
         self.frames = frames
-        """Raw frames: views of the transport's memory, valid as long as they are kept."""
+        """Raw frames: views of the transport's memory, valid as long as they are referenced."""
         self.nbytes = header_bytes + sum(frame.nbytes for frame in frames) if frames else header_bytes
-        """Of the whole message."""
+        """Size of the whole message."""
         self.answered = False
 
     @property
     def peer(self) -> str:
-        """Who asks: its ``WorkerId``."""
+        """The ``WorkerId`` of the sender."""
         return self._from.name
 
     @property
     def key(self) -> str:
-        """Role and name of the key that the peer came with; empty without keys."""
+        """Role and name of the peer's key; empty without keys."""
         return key_text(self._from.key)
 
     @property
     def role(self) -> str:
-        """Of the peer's key; empty without keys."""
+        """Role of the peer's key; empty without keys."""
         return self._from.key[0].decode() if self._from.key else ""
 
     @property
     def route(self) -> str:
-        """The connection it came by, the same for every echo of it; its ids never go back."""
+        """The connection of the request, the same for every repetition of it; its request ids never decrease."""
         return self._from.route.decode("utf-8", "backslashreplace")
 
     @property
     def done(self) -> bool:
-        """Nobody waits any more: answered, or the peer is gone."""
+        """True once no reply is needed: already sent, or the peer is gone."""
         return self.answered or self._from.gone
 
     def reply(self, body: Reply, frames: Sequence[Data] = ()) -> None:
-        """Answer, once. Frames are not copied: nobody may change their bytes afterwards. No effect if the peer left."""
+        """Send the reply, once. Frames are not copied: do not change their bytes afterwards. No effect if the peer
+        left."""
         if self.answered:
-            raise RuntimeError(f"call {self.id} of {self.peer} is answered a second time, with {type(body).__name__}")
+            raise RuntimeError(f"call {self.id} of {self.peer} got a second reply, {type(body).__name__}")
         self.answered = True
         self._to.answer(self._from, self.id, body, frames)
 
     def refuse(self, code: Code, detail: str = "", retry_after_ms: int = 0) -> None:
-        """Answer with a normal no."""
+        """Reply with a refusal."""
         self.reply(Refusal(code=code, detail=detail, retry_after_ms=retry_after_ms))
 
 
 class Endpoint:
-    """Binds at once (``ConfigError`` if that cannot be); calls come once ``serve`` runs."""
+    """Binds at construction (``ConfigError`` on failure); calls arrive once ``serve`` runs."""
 
     def __init__(
         self,
@@ -156,36 +158,36 @@ class Endpoint:
         on_gone: Callable[[str], None] | None = None,
         on_reject: Callable[[str, Code, str], None] | None = None,
         on_denied: Callable[[str, str], None] | None = None,
-        not_its_name: Callable[[str, Role, str], str | None] | None = None,
+        name_conflict: Callable[[str, Role, str], str | None] | None = None,
         limits: TransportLimits = DEFAULT_LIMITS,
         transport: Transport = SOCKETS,
     ) -> None:
-        """``on_denied`` gets the peer and the verb; ``not_its_name`` a new peer's name, its key's role and its key, and
-        says why it may not come by that name, or None."""
+        """``on_denied`` receives the peer and the verb. ``name_conflict`` receives a new peer's name, its key's role
+        and its key, and returns why the peer may not use that name, or None."""
         self.counts = Counts()
         self._on_call = on_call
         self._on_gone = on_gone
         self._on_reject = on_reject
         self._on_denied = on_denied
-        self._not_its_name = not_its_name
+        self._name_conflict = name_conflict
         self._log_denied_s = 0.0
         self._limits = limits
         self._peers: dict[bytes, Peer] = {}
         self._keys: dict[str, list[bytes]] = {}
-        """Of those who are there and own their names, by name."""
+        """Keys of connected peers that own their names, by name."""
         self._held_bytes = 0
-        """Of all pending calls."""
+        """Size of all pending calls."""
         self._closed = asyncio.Event()
-        self._now_s: Callable[[], float] = lambda: 0.0  # that of the loop, once there is one
+        self._now_s: Callable[[], float] = lambda: 0.0  # the loop's clock, once there is a loop
         self._link, self.address = transport.bind(bind, limits=limits, on_message=self._receive, on_drained=on_drained)
 
     @property
     def peers(self) -> list[str]:
-        """Who is there, by name."""
+        """Names of the connected peers."""
         return [peer.name for peer in self._peers.values()]
 
     async def serve(self) -> None:
-        """Serve until ``close``. What was answered before that still leaves."""
+        """Serve until ``close``. Replies sent before that are still delivered."""
         if self._closed.is_set():
             return
         self._now_s = asyncio.get_running_loop().time
@@ -197,7 +199,7 @@ class Endpoint:
             self.close()
 
     def close(self) -> None:
-        """End ``serve``; every pending call is done, unanswered. May be called again."""
+        """End ``serve``; every pending call ends without a reply. Idempotent."""
         for peer in self._peers.values():
             peer.gone = True
         self._peers.clear()
@@ -212,8 +214,8 @@ class Endpoint:
         key = head[2:] or _NO_KEYS
         limits = self._limits
         if len(header) > limits.max_header_bytes:
-            had = f"a header of {len(header)} bytes; at most {limits.max_header_bytes} are read"
-            self._reject(route, id_of(header), Code.OVERSIZE, had)
+            actual = f"a header of {len(header)} bytes; at most {limits.max_header_bytes}"
+            self._reject(route, id_of(header), Code.OVERSIZE, actual)
             return
         try:
             id, body = decode_request(header)
@@ -224,10 +226,11 @@ class Endpoint:
             allowed = f"{limits.max_message_bytes} bytes in {limits.max_frames} frames"
             self._reject(route, id, Code.OVERSIZE, f"a message has at most {allowed}")
             return
-        if key is not _NO_KEYS and (why := self._objection(route, key, body)) is not None:
+        # Before _add_peer: a denied request must neither create a peer nor reserve a name.
+        if key is not _NO_KEYS and (why := self._denial_reason(route, key, body)) is not None:
             self._deny(route, id, type(body).__name__, why)
             return
-        if (peer := self._peers.get(route)) is None and (peer := self._welcome(route, id, key)) is None:
+        if (peer := self._peers.get(route)) is None and (peer := self._add_peer(route, id, key)) is None:
             return
         peer.seen_s = self._now_s()
         if type(body) is Ping:
@@ -239,11 +242,11 @@ class Endpoint:
             self.counts.repeated += 1
             return
         if len(pending) >= limits.max_pending:
-            self._busy(route, id, f"{len(pending)} calls of this peer wait for their answers")
+            self._busy(route, id, f"{len(pending)} calls of this peer are pending; retry later")
             return
         call = Call(self, peer, id, body, frames, len(header))
         if self._held_bytes + call.nbytes > limits.max_held_bytes:
-            self._busy(route, id, f"calls that wait hold {self._held_bytes} bytes")
+            self._busy(route, id, f"pending calls hold {self._held_bytes} bytes; retry later")
             return
         pending[id] = call
         self._held_bytes += call.nbytes
@@ -251,7 +254,7 @@ class Endpoint:
         self._on_call(call)
 
     def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
-        """For its calls: they are answered through ``Call.reply``."""
+        """Send the reply of a call. Called by ``Call.reply``."""
         if (call := peer.pending.pop(id, None)) is not None:
             self._held_bytes -= call.nbytes
         if not peer.gone:
@@ -263,7 +266,7 @@ class Endpoint:
             self.counts.undelivered += 1
 
     def _reject(self, route: bytes, id: int, code: Code, detail: str) -> None:
-        """Answer what could not be read, and count it."""
+        """Refuse and count a message that could not be read."""
         if code is Code.OVERSIZE:
             self.counts.oversize += 1
         else:
@@ -272,18 +275,18 @@ class Endpoint:
         if self._on_reject is not None:
             self._on_reject(name_of(route), code, detail)
 
-    def _objection(self, route: bytes, key: list[bytes], body: Request) -> str | None:
-        """Why the holder of that key may not ask this under that name."""
+    def _denial_reason(self, route: bytes, key: list[bytes], body: Request) -> str | None:
+        """Return why the holder of ``key`` may not send ``body`` under its name; None if it may."""
         name = name_of(route)
         if (role := _ROLES.get(key[0])) is None:
-            return f"the key of {name} is not allowed any more"
+            return f"the key of {name} is no longer allowed"
         if (peer := self._peers.get(route)) is not None:
-            return objection(role, name, body) if peer.key == key else f"{name} has another key"
+            return denial_reason(role, name, body) if peer.key == key else f"{name} has another key"
         if self._keys.get(name, key) != key:
             return f"{name} has another key"
-        if self._not_its_name is not None and (why := self._not_its_name(name, role, key_text(key))) is not None:
+        if self._name_conflict is not None and (why := self._name_conflict(name, role, key_text(key))) is not None:
             return why
-        return objection(role, name, body)
+        return denial_reason(role, name, body)
 
     def _deny(self, route: bytes, id: int, verb: str, why: str) -> None:
         self.counts.denied += 1
@@ -298,12 +301,12 @@ class Endpoint:
         self.counts.busy += 1
         self._send(route, id, Refusal(code=Code.BUSY, detail=detail, retry_after_ms=1_000))
 
-    def _welcome(self, route: bytes, id: int, key: list[bytes]) -> Peer | None:
+    def _add_peer(self, route: bytes, id: int, key: list[bytes]) -> Peer | None:
         if len(self._peers) >= self._limits.max_peers:
             self._busy(route, id, f"{len(self._peers)} peers are attached")
             return None
         peer = self._peers[route] = Peer(route, self._now_s(), key)
-        if peer.owns:
+        if peer.owns_name:
             self._keys[peer.name] = key
         return peer
 
@@ -313,8 +316,8 @@ class Endpoint:
         loop.call_at(due_s, self._sweep, due_s)
 
     def _sweep(self, due_s: float) -> None:
-        """Find the peers that are gone. A sweep that is late itself proves nothing: their messages may lie unread, and
-        a peer that gave this server up during its pause needs the rest of its time to connect again."""
+        """Forget silent peers. A late sweep proves nothing: messages may wait unread, and a peer that gave this server
+        up during its pause needs the rest of its time to reconnect."""
         if self._closed.is_set():
             return
         self._sweep_later()
@@ -327,16 +330,16 @@ class Endpoint:
             peer.seen_s = min(peer.seen_s + now_s - due_s, now_s)
 
     def _restore_socket(self) -> None:
-        """Bind a Unix socket again whose file was deleted: no other process could connect any more."""
+        """Bind a Unix socket again whose file was deleted; otherwise no other process could connect."""
         path = Path(self.address.removeprefix("ipc://"))
         if not (self.address.startswith("ipc://") and isinstance(self._link, DrainedSocket)) or path.exists():
             return
-        log.error("%s was deleted while this server listens there; it is made again", path)
+        log.error("socket %s was deleted while this server listens on it; recreating it", path)
         try:
             make_folder(path.parent, 0o700)
             addresses.bind(self._link.zmq, self.address)
         except (ConfigError, OSError) as error:
-            log.error("%s cannot be made again: %s", path, error)
+            log.error("socket %s cannot be recreated: %s", path, error)
 
     def _forget_silent(self, before_s: float) -> None:
         for peer in [peer for peer in self._peers.values() if peer.seen_s < before_s]:
@@ -344,7 +347,8 @@ class Endpoint:
             peer.gone = True
             self._held_bytes -= sum(call.nbytes for call in peer.pending.values())
             peer.pending.clear()
-            if any(other.name == peer.name and other.owns >= peer.owns for other in self._peers.values()):
+            # The worker may have reconnected by another route: then its name is not free, and it is not gone.
+            if any(other.name == peer.name and other.owns_name >= peer.owns_name for other in self._peers.values()):
                 continue
             self._keys.pop(peer.name, None)
             if self._on_gone is not None:
@@ -352,10 +356,10 @@ class Endpoint:
 
 
 def key_text(key: list[bytes]) -> str:
-    """Role and name of a key, for the log and to compare; empty without keys."""
+    """Return role and name of a key, for the log and for comparisons; empty without keys."""
     return b"/".join(key).decode("utf-8", "backslashreplace")
 
 
 def name_of(route: bytes) -> str:
-    """The worker behind a route ``<worker>/<connection>``; a route of another form is its own name."""
+    """Return the worker behind a route ``<worker>/<connection>``; a route of another form is its own name."""
     return (route.rpartition(b"/")[0] or route).decode("utf-8", "backslashreplace")

@@ -1,12 +1,12 @@
-"""What a caller of the runtime must be ready for.
+"""Errors that callers of the runtime must handle.
 
 ::
 
-    ConfigError   the operator asked for what cannot be (defined in ``configs.errors``); ends a process with exit code 2
-    Refused       the server's answer is a normal no that will not change by itself
-    Unavailable   no server answered in time
+    ConfigError   an impossible configuration or option (defined in ``configs.errors``); ends a process with exit code 2
+    Refused       the server refused the request; repeating it does not help
+    Unavailable   no reply in time
 
-What a peer does wrong is a ``ProtocolError`` (``protocols.wire.codec``).
+A violation of the protocol by a peer is a ``ProtocolError`` (``protocols.wire.codec``).
 """
 
 from staleflow.configs.errors import ConfigError
@@ -20,14 +20,14 @@ RUN_IS_OVER = "the run is over"
 
 
 class RunOver(Exception):
-    """The run had finished before this process joined it. Nothing is left to do, and nothing is wrong."""
+    """The run finished before this process attached. There is nothing left to do; not a failure."""
 
     def __init__(self) -> None:
         super().__init__(RUN_IS_OVER)
 
 
 class Refused(Exception):
-    """A server answered no; ``code`` says why, ``detail`` says it to a person."""
+    """A server refused a request. ``code`` is the reason for programs, ``detail`` the reason for people."""
 
     def __init__(self, code: Code, detail: str) -> None:
         super().__init__(f"{code.value}: {detail}" if detail else code.value)
@@ -36,12 +36,13 @@ class Refused(Exception):
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has finished, and nothing else is the matter."""
+        """True if the only reason is that the run has finished."""
         return self.code is Code.DENIED and self.detail == RUN_IS_OVER
 
 
 class Unavailable(Exception):
-    """No final answer from ``address`` within ``waited_s``; ``why`` is the server's last "busy", if it said so."""
+    """No final reply from ``address`` within ``waited_s``; ``why`` is the detail of the server's last ``busy``, if
+    any."""
 
     def __init__(self, address: str, waited_s: float, why: str = "") -> None:
         super().__init__(f"no answer from {address} for {waited_s:.1f} s" + (f" (busy: {why})" if why else ""))

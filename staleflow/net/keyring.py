@@ -1,4 +1,4 @@
-"""A server's keys: its own pair, and the list of those it lets in; and how a socket is given keys."""
+"""A server's key pair and allow-list, and how sockets are configured with keys."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,19 +9,19 @@ from staleflow.net.allow_list import AllowList
 from staleflow.net.keys import Key
 
 DOMAIN: Final = b"staleflow"
-"""What handshakes are judged under. It must be set: without a domain ZeroMQ may let anybody in."""
+"""ZAP domain of all handshakes. It must be set: without a domain ZeroMQ may admit any client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyring:
-    """What an endpoint needs to know friends from strangers."""
+    """Key pair and allow-list of an endpoint."""
 
     key: Key
     allowed: AllowList
 
 
 def as_server(target: "zmq.Socket[bytes]", key: Key) -> None:
-    """Before it is bound: only CURVE handshakes, and each must be judged."""
+    """Configure a socket before it binds: accept CURVE handshakes only, each checked by the ZAP handler."""
     target.set(zmq.CURVE_SERVER, 1)
     target.set(zmq.CURVE_SECRETKEY, key.secret)
     target.set(zmq.ZAP_DOMAIN, DOMAIN)
@@ -29,7 +29,7 @@ def as_server(target: "zmq.Socket[bytes]", key: Key) -> None:
 
 
 def as_client(target: "zmq.Socket[bytes]", key: Key) -> None:
-    """Before it connects: only to the server whose public key is in the key file."""
+    """Configure a socket before it connects: accept only the server whose public key is in the key file."""
     target.set(zmq.CURVE_SERVERKEY, key.server)
     target.set(zmq.CURVE_PUBLICKEY, key.public)
     target.set(zmq.CURVE_SECRETKEY, key.secret)

@@ -1,7 +1,7 @@
-"""Key files: one CURVE key pair, its role, and the public key of the servers it may talk to.
+"""Key files: one CURVE key pair, its role, and the public key of the servers it may connect to.
 
-A worker needs its own file and nothing else. A secret is read from a file of mode 0600 and is nowhere else: not in a
-configuration, not on a command line, not in the environment, not in a ``repr``.
+A worker needs its own key file only. A secret exists only in a file of mode 0600: never in a configuration, on a
+command line, in the environment or in a ``repr``.
 """
 
 import os
@@ -19,20 +19,20 @@ from staleflow.configs.errors import ConfigError
 from staleflow.net.permissions import Role
 
 VARIABLE: Final = "STALEFLOW_KEY"
-"""Environment: path of this process's key file, or of a folder of key files, instead of ``security.keys``."""
+"""Environment variable: path of this process's key file, or of a folder of key files, instead of ``security.keys``."""
 ALLOWED: Final = "allowed.toml"
-"""The allow-list, beside the key files."""
+"""Name of the allow-list, in the folder of the key files."""
 KEY_CHARS: Final = 40
-"""Of a key in Z85."""
+"""Length of a key in Z85."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-_HEADER: Final = "# A staleflow key. Whoever has this file is what its role says: keep it secret, mode 0600.\n"
+_HEADER: Final = "# A staleflow key. Its holder has the rights of its role: keep it secret, mode 0600.\n"
 _FOREIGN: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key pair; keys are in Z85."""
+    """A key pair and the servers' public key, all in Z85."""
 
     role: Role
     public: bytes
@@ -40,22 +40,22 @@ class Key:
     server: bytes
     """Public key of the servers."""
     path: str
-    """Where it was read."""
+    """File that the key was read from."""
 
 
 def new_pair() -> tuple[bytes, bytes]:
-    """A public and a secret key, in Z85."""
+    """Return a new public and secret key, in Z85."""
     return zmq.curve_keypair()
 
 
 def write_key(path: Path, role: Role, public: bytes, secret: bytes, server: bytes) -> None:
-    """A new file of mode 0600. ``ConfigError`` if there is one already: it is left alone."""
+    """Create a key file of mode 0600. Raise ``ConfigError`` if the file exists; it is left unchanged."""
     text = f'{_HEADER}role = "{role}"\npublic = "{public.decode()}"\nsecret = "{secret.decode()}"\n'
     data = f'{text}server = "{server.decode()}"\n'.encode()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise ConfigError("key file", str(path), "it is there already; it is left alone") from None
+        raise ConfigError("key file", str(path), "the file exists; choose another name, or delete it first") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
     sync_path(path)
@@ -63,7 +63,7 @@ def write_key(path: Path, role: Role, public: bytes, secret: bytes, server: byte
 
 
 def read_key(path: Path) -> Key:
-    """The key in a file. ``ConfigError`` if it is none, or if somebody else could have read it."""
+    """Read a key file. Raise ``ConfigError`` if it is no key file or if other users may access it."""
     table = _table(path)
     try:
         role = Role(table.get("role", ""))
@@ -74,7 +74,7 @@ def read_key(path: Path) -> Key:
 
 
 def as_key(value: object, path: Path, name: str) -> bytes:
-    """The bytes of a key in Z85. ``ConfigError`` that never shows the value."""
+    """Return the bytes of a key in Z85. The ``ConfigError`` for a bad value never contains the value."""
     if not isinstance(value, str) or len(value) != KEY_CHARS or not value.isascii():
         raise ConfigError("key file", str(path), f"its {name} must be a key of {KEY_CHARS} characters")
     return value.encode()
@@ -93,17 +93,17 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def check_private(path: Path) -> None:
-    """``ConfigError`` if others than its owner may use it, or it is not this user's. ``OSError`` if it is not there."""
-    found = path.stat()
-    if found.st_uid not in (os.getuid(), 0):
+    """Raise ``ConfigError`` if other users may access the file or own it, ``OSError`` if it does not exist."""
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
         raise ConfigError("key file", str(path), "it belongs to another user")
-    if found.st_mode & _FOREIGN:
-        mode = stat.S_IMODE(found.st_mode)
+    if status.st_mode & _FOREIGN:
+        mode = stat.S_IMODE(status.st_mode)
         raise ConfigError("key file", str(path), f"others may use it (mode {mode:04o}); it must be private: chmod 600")
 
 
 def check_name(name: str) -> str:
-    """``name`` if it can name a key."""
+    """Return ``name`` if it is a valid key name."""
     if not _NAME.fullmatch(name):
         raise ConfigError("--name", name, "letters, digits, '_' and '-' only, at most 63")
     return name

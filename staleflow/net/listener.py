@@ -1,4 +1,4 @@
-"""The bound side of TCP: its connections are kept within bounds, and with keys each message has its sender's role."""
+"""The bound side of TCP: bounds its connections and, with keys, attaches the sender's role to each message."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from staleflow.net.allow_list import AllowList
 from staleflow.net.connection_limits import CURVE_BYTES, POLL_INTERVAL_S, Connections, wire_bytes
 from staleflow.net.keyring import Keyring, as_server
 from staleflow.net.limits import TransportLimits
-from staleflow.net.zap import Doorman
+from staleflow.net.zap import ZapHandler
 from staleflow.net.zmq_stream import DrainedSocket, own_context
 from staleflow.protocols.wire.codec import Data
 
@@ -21,23 +21,23 @@ log = logging.getLogger(__name__)
 
 BACKLOG: Final = 1_024
 """Connections that wait to be accepted."""
-REFRESH_LOOKS: Final = 10
-"""Looks at the connections between two at the allow-list."""
-_NOBODY: Final = (b"", b"")
+POLLS_PER_REFRESH: Final = 10
+"""Polls of the connections between two polls of the allow-list."""
+_UNKNOWN: Final = (b"", b"")
 _SRCFD: Final = int(zmq.SRCFD)
 _USER_ID: Final = "User-Id"
 
 
 def set_router(target: "zmq.Socket[bytes]") -> None:
-    """What every bound socket is."""
-    target.set(zmq.ROUTER_MANDATORY, 1)
-    target.set(zmq.ROUTER_HANDOVER, 1)
+    """Set the options that every bound socket needs."""
+    target.set(zmq.ROUTER_MANDATORY, 1)  # or messages to disconnected peers are dropped without an error
+    target.set(zmq.ROUTER_HANDOVER, 1)  # a reconnecting client takes over its route from its dead connection
     target.set(zmq.BACKLOG, BACKLOG)
 
 
 class Listener:
-    """A bound ROUTER over TCP. With keys, a message's head also has the role and the name of its sender's key, both
-    empty once the key is no longer allowed."""
+    """A bound ROUTER over TCP. With keys, the head of a message also has the role and the name of its sender's key;
+    both are empty once the key is no longer allowed."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class Listener:
         on_drained: Callable[[], None] | None,
         keys: Keyring | None,
         insecure: bool,
-        on_stranger: Callable[[str, str], None],
+        on_rejected: Callable[[str, str], None],
     ) -> None:
         self._allowed: AllowList | None = None
-        self._doorman: Doorman | None = None
+        self._zap: ZapHandler | None = None
         within = None
         if keys is not None:
             self._allowed, within = keys.allowed, own_context()
-            self._doorman = Doorman(within, keys.allowed, limits, on_stranger)
+            self._zap = ZapHandler(within, keys.allowed, limits, on_rejected)
         self._socket = DrainedSocket(
             zmq.ROUTER,
             num_heads=2,
@@ -67,7 +67,7 @@ class Listener:
         )
         self.connections = Connections(limits, may_stay=self._is_allowed)
         self._timer: asyncio.TimerHandle | None = None
-        self._looks = 0
+        self._polls = 0
         target = self._socket.zmq
         set_router(target)
         target.set(zmq.HANDSHAKE_IVL, int(limits.idle_s * 1_000))
@@ -81,10 +81,10 @@ class Listener:
         self.connections.port = urlsplit(self.address).port or 0
 
     def start(self) -> None:
-        if self._doorman is not None:
-            self._doorman.start()
+        if self._zap is not None:
+            self._zap.start()
         self._socket.start()
-        self._look()
+        self._poll()
 
     def send(self, parts: Sequence[Data]) -> bool:
         return self._socket.send(parts)
@@ -94,29 +94,29 @@ class Listener:
             self._timer.cancel()
         self.connections.close()
         self._socket.close(linger_ms)
-        if self._doorman is not None:
-            self._doorman.close()
+        if self._zap is not None:
+            self._zap.close()
 
-    def _look(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._look)
-        self._looks += 1
-        if self._allowed is not None and self._looks % REFRESH_LOOKS == 0:
+    def _poll(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(POLL_INTERVAL_S, self._poll)
+        self._polls += 1
+        if self._allowed is not None and self._polls % POLLS_PER_REFRESH == 0:
             self._allowed.refresh()
-        self.connections.look()
+        self.connections.poll()
 
     def _is_allowed(self, key: bytes) -> bool:
         return self._allowed is None or self._allowed.find(key) is not None
 
     def _sender(self, part: zmq.Frame, sizes: list[int]) -> Sequence[bytes]:
-        """Notes the connection and what came by it; who it is, if there are keys."""
+        """Record the bytes received by the connection; return role and name of its key if there are keys."""
         descriptor = part.get(_SRCFD)
         if self._allowed is None:
             self.connections.arrived(descriptor, b"", wire_bytes(sizes))
             return ()
         try:
             key = cast("str", part.get(_USER_ID)).encode()
-        except zmq.ZMQError:  # no such property: nobody has judged this connection
+        except zmq.ZMQError:  # without the property, the handshake was never checked
             key = b""
         self.connections.arrived(descriptor, key, wire_bytes(sizes, CURVE_BYTES))
         holder = self._allowed.find(key)
-        return _NOBODY if holder is None else (holder.role.encode(), holder.name.encode())
+        return _UNKNOWN if holder is None else (holder.role.encode(), holder.name.encode())

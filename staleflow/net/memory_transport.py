@@ -1,6 +1,6 @@
-"""The transport without sockets: requests go straight to one server, answers come back as callbacks.
+"""Transport without sockets: requests go straight to one server, replies return as callbacks.
 
-The owner says when an answer is delivered (``later``), so that neither side is ever called from inside the other.
+The owner schedules each reply (``later``), so neither side is ever called from inside the other.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ OnAnswer = Callable[[Reply, Sequence[Data]], None]
 
 
 class MemoryEndpoint:
-    """What an ``Endpoint`` is to its server, and what a ``Client`` is to everybody else."""
+    """An ``Endpoint`` to its server and a ``Client`` to everything else."""
 
     def __init__(self, on_call: Callable[[Call], None], later: Callable[[Callable[[], None]], None]) -> None:
         self._on_call = on_call
@@ -27,38 +27,38 @@ class MemoryEndpoint:
         self._peers: dict[str, Peer] = {}
         self._waiting: dict[int, OnAnswer] = {}
         self._last_id = 0
-        self.asked = False
-        """A request came since the owner last set this to False."""
+        self.requested = False
+        """True if a request arrived since the owner last set this to False."""
 
     @property
     def peers(self) -> list[str]:
-        """Who is there, by name."""
+        """Names of the connected peers."""
         return list(self._peers)
 
     def call(self, name: str, body: Request, on_reply: OnReply, frames: Sequence[memoryview] = ()) -> None:
-        """``name`` asks; its answer goes to ``on_reply``, unless ``name`` is gone by then."""
+        """Send a request as ``name``; pass the reply to ``on_reply`` unless ``name`` has left by then."""
         self.request(name, body, lambda reply, _: on_reply(reply), frames)
 
     def request(self, name: str, body: Request, on_answer: OnAnswer, frames: Sequence[Data] = ()) -> None:
-        """As ``call``, for a reply that has frames."""
+        """Like ``call``, for a reply with frames."""
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = Peer(name.encode(), 0.0, [])
         self._last_id += 1
         call = peer.pending[self._last_id] = Call(self, peer, self._last_id, body, [memoryview(f) for f in frames])
         self._waiting[call.id] = on_answer
-        self.asked = True
+        self.requested = True
         self._on_call(call)
 
     def answer(self, peer: Peer, id: int, body: Reply, frames: Sequence[Data]) -> None:
-        """For its calls: they are answered through ``Call.reply``."""
+        """Send the reply of a call. Called by ``Call.reply``."""
         peer.pending.pop(id, None)
         on_answer = self._waiting.pop(id, None)
         if on_answer is not None and not peer.gone:
             self._later(lambda: None if peer.gone else on_answer(body, frames))
 
     def leave(self, name: str) -> None:
-        """``name`` is heard no more: its calls are done, unanswered."""
+        """Disconnect ``name``: its calls end without a reply."""
         peer = self._peers.pop(name, None)
         if peer is not None:
             peer.gone = True
@@ -102,4 +102,4 @@ class MemoryClient(Client):
         return await answered
 
     def close(self) -> None:
-        """No connection is open."""
+        """Do nothing: no connection is open."""

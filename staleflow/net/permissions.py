@@ -1,6 +1,6 @@
-"""Who may ask for what: the one table of verbs and roles. A role belongs to the key of a connection, not to a claim.
+"""Permissions: the one table of verbs and roles. The role comes from the key of a connection, not from a claim.
 
-An endpoint asks ``objection`` before a request becomes a call. What is not in the table is denied.
+An endpoint calls ``denial_reason`` before a request becomes a call. A verb that is not in the table is denied.
 """
 
 from enum import StrEnum
@@ -10,15 +10,15 @@ from staleflow.protocols.wire import messages as m
 
 
 class Role(StrEnum):
-    """What the owner of a key may be. Each key has exactly one."""
+    """Role of a key. Each key has exactly one."""
 
     ROLLOUT = "rollout"
     STAGE = "stage"
     TRAINER = "trainer"
     MONITOR = "monitor"
-    """Looks, and changes nothing."""
+    """Reads, and changes nothing."""
     ADMIN = "admin"
-    """Looks, and drains."""
+    """Reads, and drains the run."""
     SERVER = "server"
     """Scheduler, trajectory servers, parameter server and its relays, among themselves."""
 
@@ -77,7 +77,7 @@ OPS: Final[dict[type[Any], frozenset[Role]]] = {
     m.RegisterReject: frozenset((_O,)),
     m.RegisterYield: frozenset((_R,)),
 }
-"""What may be inside of ``Operations``."""
+"""Operations inside an ``Operations`` request, and the roles that may send them."""
 
 ATTACHES_AS: Final[dict[Role, frozenset[str]]] = {
     Role.ROLLOUT: frozenset(("rollout", "monitor")),
@@ -87,38 +87,39 @@ ATTACHES_AS: Final[dict[Role, frozenset[str]]] = {
     Role.ADMIN: frozenset(("admin", "monitor")),
     Role.SERVER: frozenset(("trajectories", "parameters", "relay", "monitor")),
 }
-"""What a process may say that it is when it attaches. Every worker asks for the configuration as a monitor first."""
+"""Roles that a process may claim when it attaches. Every worker first attaches as a monitor to get the
+configuration."""
 
-_FOR_ITSELF: Final = (
+_NAMES_SENDER: Final = (
     *(m.Attach, m.Detach, m.Report, m.Pulled, m.Metrics),
     *(m.GetSlab, m.GetStageWork, m.PutStageResults, m.GetManifest, m.Unpin),
 )
-"""Requests that name the worker who sends them."""
+"""Requests that name the worker that sends them."""
 
 
-def objection(role: Role, peer: str, body: m.Request) -> str | None:
-    """Why the peer of that name, whose key has that role, may not ask this; None if it may."""
+def denial_reason(role: Role, peer: str, body: m.Request) -> str | None:
+    """Return why a peer named ``peer`` with a key of ``role`` may not send ``body``; None if it may."""
     kind = type(body)
     if role not in VERBS.get(kind, ()):
         return f"a key of role {role} may not send {kind.__name__}"
     match body:
         case m.Operations(ops=ops):
-            wrong = next((op for op in ops if role not in OPS.get(type(op), ())), None)
-            if wrong is not None:
-                return f"a key of role {role} may not send {type(wrong).__name__}"
+            forbidden = next((op for op in ops if role not in OPS.get(type(op), ())), None)
+            if forbidden is not None:
+                return f"a key of role {role} may not send {type(forbidden).__name__}"
         case m.Attach(role=claimed) if claimed not in ATTACHES_AS[role]:
             return f"a key of role {role} may not attach as {claimed}"
         case m.PushGroups(items=items):
             other = next((item.worker for item in items if item.worker != peer), peer)
-            return None if other == peer else _for_another(peer, other)
+            return None if other == peer else _impersonation(peer, other)
         case m.Join(trainer=trainer) if trainer != peer:
-            return _for_another(peer, trainer)
+            return _impersonation(peer, trainer)
         case _:
             pass
-    if isinstance(body, _FOR_ITSELF) and body.worker != peer:
-        return _for_another(peer, body.worker)
+    if isinstance(body, _NAMES_SENDER) and body.worker != peer:
+        return _impersonation(peer, body.worker)
     return None
 
 
-def _for_another(peer: str, worker: str) -> str:
-    return f"{peer} may not speak for {worker}"
+def _impersonation(peer: str, worker: str) -> str:
+    return f"{peer} may not act for {worker}"

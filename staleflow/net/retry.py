@@ -1,16 +1,22 @@
-"""When to try again: exponential, capped, jittered."""
+"""Delays between retries: exponential, capped, jittered."""
 
-from tenacity import RetryCallState, Retrying, wait_random_exponential
+import random
+
+_MAX_DOUBLINGS = 64
+"""More would overflow a float; the cap applies long before."""
 
 
 class Backoff:
-    """Delays drawn between ``base_s`` and twice it, then four times it, ... never above ``cap_s``."""
+    """Random delays from ``base_s`` to twice it, then to four times it, ... never above ``cap_s``.
+
+    The lower bound stays ``base_s``, so that no retry comes sooner than the server asked for.
+    """
 
     def __init__(self, base_s: float, cap_s: float) -> None:
-        self._state = RetryCallState(Retrying(), None, (), {})
-        self._wait = wait_random_exponential(multiplier=2 * base_s, min=base_s, max=max(cap_s, base_s))
+        self._base_s = base_s
+        self._cap_s = max(cap_s, base_s)
 
     def delay_s(self, attempt: int) -> float:
-        """Seconds to wait after attempt number ``attempt``, from 1."""
-        self._state.attempt_number = attempt
-        return self._wait(self._state)
+        """Return the seconds to wait after attempt number ``attempt``, from 1."""
+        high_s = min(self._base_s * 2.0 ** min(attempt, _MAX_DOUBLINGS), self._cap_s)
+        return random.uniform(self._base_s, high_s)

@@ -1,4 +1,4 @@
-"""From a configuration and a role to the sockets of a process: which key it has, and whom its endpoints let in."""
+"""Sockets of a process, from its configuration and role: which key it uses, and which keys its endpoints admit."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,13 @@ from staleflow.net.keys import ALLOWED, VARIABLE, Key, read_key
 from staleflow.net.permissions import Role
 from staleflow.net.transport import SOCKETS, Sockets
 
-LOOKING = (Role.MONITOR, Role.ADMIN)
-"""Who looks on; the first whose key is there."""
+OBSERVER_ROLES = (Role.MONITOR, Role.ADMIN)
+"""Roles of observers, in the order in which their keys are tried."""
 
 
 def server_sockets(config: Config) -> Sockets:
-    """Of a server: with keys, its own and the allow-list beside it. ``ConfigError`` when they cannot be used."""
+    """Return the sockets of a server: with keys, its own and the allow-list beside it. Raise ``ConfigError`` if they
+    are unusable."""
     security = config.security
     if security.insecure:
         return Sockets(insecure=True)
@@ -25,16 +26,17 @@ def server_sockets(config: Config) -> Sockets:
 
 
 def client_sockets(security: Security | None, *roles: Role) -> Sockets:
-    """Of a process that only connects, with a key of one of these roles. ``ConfigError`` when it cannot be used.
+    """Return the sockets of a process that only connects, with a key of one of ``roles``. Raise ``ConfigError`` if
+    unusable.
 
-    ``security`` None: nothing is known of the run yet, so only the environment can name a key.
+    ``security`` None: the run's configuration is not known yet, so only the environment can name a key.
     """
     path = _key_path(security, roles)
     return SOCKETS if path is None else Sockets(_own_key(path, roles))
 
 
 def check_keys(config: Config) -> None:
-    """``ConfigError`` unless every process that ``staleflow run`` starts will find its key."""
+    """Raise ``ConfigError`` unless every process that ``staleflow run`` starts will find its key."""
     if config.security.keys:
         folder = Path(config.security.keys)
         for role in (Role.SERVER, Role.ROLLOUT, Role.STAGE, Role.TRAINER):
@@ -42,8 +44,8 @@ def check_keys(config: Config) -> None:
         AllowList(folder / ALLOWED)
 
 
-def security_word(config: Config) -> str:
-    """How the run is guarded, for people: keys, local or insecure."""
+def security_mode(config: Config) -> str:
+    """Return the security mode for display: keys, local or insecure."""
     if config.security.insecure:
         return "insecure"
     return "keys" if config.security.keys else "local"

@@ -1,7 +1,7 @@
-"""Answers that their peers have not taken: how much memory they hold, peer by peer, and when that is too much.
+"""Memory budget of sent replies that their peers have not read yet.
 
-ZeroMQ bounds what it queues for a peer in messages only, and a message may be as large as a chunk of weights. Large
-frames are sent without a copy, so each is known to be gone when ZeroMQ lets go of its memory.
+ZeroMQ bounds the queue of a peer in messages only, and a message may be as large as a chunk of weights. Large frames
+are sent without a copy, so the end of a frame is known from ZeroMQ's release of its memory.
 """
 
 from collections import deque
@@ -9,45 +9,47 @@ from typing import Protocol
 
 
 class Tracker(Protocol):
-    """Of one frame, as ZeroMQ gives it."""
+    """ZeroMQ's message tracker of one frame."""
 
     @property
     def done(self) -> bool:
-        """ZeroMQ has sent the frame, or thrown it away."""
+        """True once ZeroMQ has sent or discarded the frame."""
         ...
 
 
-class Unread:
-    """By route, the large frames that are still on their way."""
+class SendBudget:
+    """Large frames in flight, by route."""
 
-    def __init__(self, most_of_one: int, most_of_all: int) -> None:
-        self._most_of_one = most_of_one
-        self._most_of_all = most_of_all
+    def __init__(self, max_of_one: int, max_of_all: int) -> None:
+        self._max_of_one = max_of_one
+        self._max_of_all = max_of_all
         self._frames: dict[bytes, deque[tuple[Tracker, int]]] = {}
         self._nbytes: dict[bytes, int] = {}
 
     @property
     def nbytes(self) -> int:
-        """Of all peers, as far as it was looked at."""
+        """Size of the frames in flight of all peers, as of their last check."""
         return sum(self._nbytes.values())
 
     def has_room(self, route: bytes, nbytes: int) -> bool:
-        """Whether so many bytes more may be sent to a peer. One that has taken everything always gets one answer."""
-        self._look(route)
-        if not (held := self._nbytes.get(route, 0)):
+        """Return whether ``nbytes`` more may be sent to a peer. A peer that has read everything always gets one
+        reply."""
+        self._release_sent(route)
+        if not (pending := self._nbytes.get(route, 0)):
             return True
-        return held + nbytes <= self._most_of_one and self.nbytes + nbytes <= self._most_of_all
+        return pending + nbytes <= self._max_of_one and self.nbytes + nbytes <= self._max_of_all
 
     def sent(self, route: bytes, tracker: Tracker, nbytes: int) -> None:
-        """A large frame is on its way."""
+        """Record a large frame in flight."""
         if route not in self._frames:
-            for other in list(self._frames):  # of connections that are gone: nobody asks for them again
-                self._look(other)
+            # routes of closed connections are never queried again, so release their finished frames here
+            for other in list(self._frames):
+                self._release_sent(other)
             self._frames[route], self._nbytes[route] = deque(), 0
         self._frames[route].append((tracker, nbytes))
         self._nbytes[route] += nbytes
 
-    def _look(self, route: bytes) -> None:
+    def _release_sent(self, route: bytes) -> None:
         frames = self._frames.get(route)
         if frames is None:
             return

@@ -1,6 +1,6 @@
 """The seam under every endpoint and client: sockets here, a simulated network in ``staleflow.sim.faults``.
 
-Whoever must also run in simulated time is given a ``Transport`` and opens no socket itself; time it asks of its loop.
+Code that must also run in simulated time takes a ``Transport`` and opens no socket itself; its clock is the loop's.
 """
 
 import logging
@@ -22,51 +22,53 @@ from staleflow.protocols.wire.codec import Data
 log = logging.getLogger(__name__)
 
 OnMessage = Callable[[list[bytes], list[memoryview], bool], None]
-"""Takes (head, frames, oversize), as ``DrainedSocket`` says. The head: the route, if this side is bound; the header; if
-this side is bound with keys, the role and the name of the sender's key, both empty when it is not allowed any more."""
+"""Takes (head, frames, oversize), as described at ``DrainedSocket``. The head: the route, if this side is bound; the
+header; if this side is bound with keys, the role and the name of the sender's key, both empty once it is no longer
+allowed."""
 
 
 class Link(Protocol):
-    """One side of a transport, as its owner sees it."""
+    """One side of a connection or a bound socket."""
 
     def start(self) -> None:
-        """Attach to the running loop: messages come from now on."""
+        """Attach to the running loop: messages arrive from now on."""
         ...
 
     def send(self, parts: Sequence[Data]) -> bool:
-        """Queue one message, never waiting. False when the peer is not there or its queue is full."""
+        """Queue one message without waiting. Return False when the peer is not connected or its queue is full."""
         ...
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Detach; what was sent still leaves within ``linger_ms``. Returns at once; may be called again."""
+        """Detach; sent messages still leave within ``linger_ms``. Return at once; idempotent."""
         ...
 
 
 class Transport(Protocol):
-    """Where links come from."""
+    """Factory of links."""
 
     def bind(
         self, address: str, *, limits: TransportLimits, on_message: OnMessage, on_drained: Callable[[], None] | None
     ) -> tuple[Link, str]:
-        """The side of a server, whose messages begin with a route, and its real address. ``ConfigError``."""
+        """Return the link of a server, whose messages begin with a route, and its real address. Raise
+        ``ConfigError``."""
         ...
 
     def connect(self, address: str, route: bytes, *, limits: TransportLimits, on_message: OnMessage) -> Link:
-        """The side of a client, which the server knows as ``route``. It connects, and connects again, by itself."""
+        """Return the link of a client, which the server knows as ``route``. It connects and reconnects by itself."""
         ...
 
 
 class Sockets:
-    """The sockets of this machine. With keys every TCP connection is encrypted and both sides are known; Unix sockets
-    are guarded by the modes of their files."""
+    """The sockets of this machine. With keys every TCP connection is encrypted and both sides are authenticated; Unix
+    sockets are protected by the modes of their files."""
 
     def __init__(self, key: Key | None = None, allowed: AllowList | None = None, *, insecure: bool = False) -> None:
-        """``allowed``: to bind. ``insecure``: may bind beyond loopback without keys."""
+        """``allowed`` is needed to bind with keys. ``insecure`` permits to bind beyond loopback without keys."""
         self.key = key
         self._allowed = allowed
         self._insecure = insecure
-        self.on_stranger: Callable[[str, str], None] = _told
-        """Gets address and public key (both may be empty) of who was turned away; the owner may set it."""
+        self.on_rejected: Callable[[str, str], None] = _log_rejected
+        """Receives address and public key (both may be empty) of each rejected client; the owner may replace it."""
 
     def bind(
         self, address: str, *, limits: TransportLimits, on_message: OnMessage, on_drained: Callable[[], None] | None
@@ -94,10 +96,10 @@ class Sockets:
             on_drained=on_drained,
             keys=keys,
             insecure=self._insecure,
-            on_stranger=lambda peer, public: self.on_stranger(peer, public),
+            on_rejected=lambda peer, public: self.on_rejected(peer, public),
         )
         if keys is None and not addresses.is_loopback(listener.address):
-            log.warning("INSECURE: %s has no keys; anybody who reaches it owns this run", listener.address)
+            log.warning("INSECURE: %s has no keys; anyone who can reach it controls this run", listener.address)
         return listener, listener.address
 
     def connect(self, address: str, route: bytes, *, limits: TransportLimits, on_message: OnMessage) -> Link:
@@ -112,14 +114,14 @@ class Sockets:
         return socket
 
 
-def _told(peer: str, public: str) -> None:
-    log.warning("%s is turned away: %s", peer or "a connection", stranger(public))
+def _log_rejected(peer: str, public: str) -> None:
+    log.warning("%s rejected: %s", peer or "a connection", describe_rejected(public))
 
 
-def stranger(public: str) -> str:
-    """Who that was, by the key it came with."""
+def describe_rejected(public: str) -> str:
+    """Describe a rejected client by its key."""
     return f"its key {public[:8]}... is not allowed" if public else "it has no key"
 
 
 SOCKETS: Final = Sockets()
-"""Without keys."""
+"""Sockets without keys."""

@@ -1,9 +1,9 @@
-"""Bytes of a version over a connection, into memory that is there already: whole, or as changes to an older version.
+"""Fetch the bytes of a version over a connection into existing memory: whole, or as changes to an older version.
 
-- A few pieces are under way at once (credit), so that a link is busy while each end works; memory beyond the target is
-  those pieces. They are as large as the link can carry in a moment.
-- Nothing here is believed: who lets a piece or a version go on compares it with the manifest (``is_right``).
-- A pace bounds how many bytes a second are asked for, on links that others use as well.
+- A few chunks are in flight at once (credit), so the link is busy while both ends work. Memory beyond the target is
+  bounded by those chunks, which are as large as the link carries in a moment.
+- Nothing is verified here: callers compare tensors with the manifest (``is_right``) before they use or forward them.
+- A pace limits the bytes requested per second, on links that others use as well.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.protocols.consistency.effects import Code
@@ -22,44 +22,44 @@ from staleflow.protocols.wire.manifest import digest
 from staleflow.protocols.wire.messages import Chunk, GetChunk, GetDelta, GetManifest, Ping, Pong, Request, TensorEntry
 
 CHUNK_BYTES = 4 << 20
-"""Of one message, at most. A server may send less at once than it is asked for."""
+"""Maximum size of one message. A server may send less than was requested."""
 SPAN_BYTES = 4 << 20
-"""Of a version, in one delta, at most."""
-PAYS_BELOW = 800e6
-"""Bytes a second of a link below which a delta is tried: making one takes a core more than a second a GB."""
+"""Maximum part of a version in one delta."""
+DELTA_MAX_BYTES_PER_S = 800e6
+"""Bytes per second of a link below which a delta is tried: computing a delta takes a core more than a second per GB."""
 CREDIT = 4
-"""Pieces under way at once."""
+"""Chunks in flight at once."""
 
-SILENT_S = 5.0
-"""Without an answer to a ping: a relay is gone."""
-STALLED_S = 300.0
-"""In which a source must have given ``MIN_BYTES``: one that answers pings and does no more than that is broken.
-Longer than a large tensor takes to a relay on a slow link, which gives nothing of it before all of it is right."""
+PING_TIMEOUT_S = 5.0
+"""A relay that does not answer a ping for this long is gone."""
+STALL_TIMEOUT_S = 300.0
+"""Time in which a source must deliver ``MIN_BYTES``; one that answers pings but delivers less is broken. Longer than a
+large tensor takes to reach a relay on a slow link, which delivers nothing of a tensor before all of it is verified."""
 MIN_BYTES = 1 << 20
-SHUNNED_S = 3600.0
-"""For which a relay that has stalled is not asked again by who waited for it."""
-AWAY_S = 60.0
-"""The same for one that did not answer."""
+STALLED_COOLDOWN_S = 3600.0
+"""Time for which a reader avoids a relay that has stalled."""
+UNREACHABLE_COOLDOWN_S = 60.0
+"""Time for which a reader avoids a relay that did not answer."""
 
 T = TypeVar("T")
 Arrived = Callable[[int, int], None]
-"""Called with offset and number of the bytes that are in their place."""
+"""Called with offset and size of bytes that are in place."""
 Applied = Callable[[GetDelta, memoryview], None]
-"""Called with a span that is in its place, and the delta that brought it there."""
+"""Called with a span that is in place, and its delta."""
 Load = Callable[[int, int], None]
-"""Called in a thread with offset and number of bytes of the base that are to be put in their place. ``Refused``."""
+"""Called in a thread with offset and size of base bytes to load into place. May raise ``Refused``."""
 
 
 class Stalled(Unavailable):
-    """A source is there, and gives next to nothing."""
+    """A source answers, but delivers almost nothing."""
 
     def __init__(self, address: str, waited_s: float, nbytes: int) -> None:
         super().__init__(address, waited_s)
-        self.args = (f"{address} answers, but gave {nbytes} bytes in {waited_s:.0f} s",)
+        self.args = (f"{address} answers, but delivered {nbytes} bytes in {waited_s:.0f} s",)
 
 
-class Moved:
-    """How many bytes of a version have come so far; called with each that is in its place."""
+class ByteCounter:
+    """Counter of the received bytes of a version; called with each part that is in place."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -68,32 +68,32 @@ class Moved:
         self.nbytes += nbytes
 
 
-class Shunned:
-    """Addresses that are left alone for a while. Belongs to one loop."""
+class SourceCooldowns:
+    """Addresses that are avoided for a while. Belongs to one loop."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
 
     def add(self, address: str, why: Unavailable) -> None:
-        """Nobody asks it for ``SHUNNED_S`` if it has stalled, else for ``AWAY_S``."""
-        for_s = SHUNNED_S if isinstance(why, Stalled) else AWAY_S
+        """Avoid ``address`` for ``STALLED_COOLDOWN_S`` if it stalled, else for ``UNREACHABLE_COOLDOWN_S``."""
+        for_s = STALLED_COOLDOWN_S if isinstance(why, Stalled) else UNREACHABLE_COOLDOWN_S
         self._until_s[address] = asyncio.get_running_loop().time() + for_s
 
     def __contains__(self, address: object) -> bool:
         now = asyncio.get_running_loop().time()
-        self._until_s = {known: until for known, until in self._until_s.items() if until > now}
+        self._until_s = {other: until for other, until in self._until_s.items() if until > now}
         return address in self._until_s
 
 
 class Pace:
-    """At most ``bytes_per_s``, on the mean of a second; 0: as fast as it goes."""
+    """Rate limit of ``bytes_per_s``, on the mean of a second; 0 is unlimited."""
 
     def __init__(self, bytes_per_s: float = 0.0) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
     async def take(self, nbytes: int) -> None:
-        """Wait until so many bytes may be asked for."""
+        """Wait until ``nbytes`` may be requested."""
         if not self._bytes_per_s:
             return
         now = asyncio.get_running_loop().time()
@@ -102,58 +102,58 @@ class Pace:
         await asyncio.sleep(start - now)
 
 
-class Ways:
-    """Whether the next version should come whole or as a delta: what was faster when it was last done."""
+class DeltaChoice:
+    """Choice between whole versions and deltas: whichever was faster when last used."""
 
     def __init__(self, *, deltas: bool) -> None:
         self._deltas = deltas
         self._whole_rate = 0.0
         self._delta_rate = 0.0
-        """Bytes of a version a second; 0 before the first."""
+        """Bytes of a version per second; 0 before the first."""
 
     @property
     def delta_pays(self) -> bool:
         if not self._deltas or not self._whole_rate:
             return False
-        return self._delta_rate > self._whole_rate if self._delta_rate else self._whole_rate < PAYS_BELOW
+        return self._delta_rate > self._whole_rate if self._delta_rate else self._whole_rate < DELTA_MAX_BYTES_PER_S
 
     def whole_took(self, nbytes: int, seconds: float) -> None:
-        """A version came whole."""
+        """Record a transfer of a whole version."""
         self._whole_rate = nbytes / max(seconds, 1e-6)
 
     def delta_took(self, nbytes: int, seconds: float) -> None:
-        """A version of so many bytes came as a delta."""
+        """Record a transfer of a version of ``nbytes`` as a delta."""
         self._delta_rate = nbytes / max(seconds, 1e-6)
 
 
-class Portions:
-    """How much of a version is asked for at once: learned from the versions before."""
+class ChunkSizes:
+    """Adaptive request sizes of one source, kept across versions."""
 
     def __init__(self) -> None:
-        self.whole = Portion(CHUNK_BYTES)
-        self.changes = Portion(SPAN_BYTES)
+        self.whole = AdaptiveChunk(CHUNK_BYTES)
+        self.changes = AdaptiveChunk(SPAN_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where bytes come from: a parameter server, or a relay."""
+    """A parameter server or a relay to fetch from."""
 
     client: Client
     pace: Pace
-    portions: Portions
+    chunk_sizes: ChunkSizes
 
 
 async def whole(
     source: Source, asked: GetManifest, parts: Iterable[tuple[int, int]], target: memoryview, arrived: Arrived
 ) -> None:
-    """Fill parts (offset, bytes) of ``target`` with bytes of the version. ``Refused``, ``Unavailable`` or
+    """Fill parts (offset, bytes) of ``target`` with bytes of the version. Raise ``Refused``, ``Unavailable`` or
     ``ProtocolError``."""
-    pieces = _pieces(parts, source.portions.whole)
+    pieces = _pieces(parts, source.chunk_sizes.whole)
     await credited(_fill(source, asked, start, target[start : start + size], arrived) for start, size in pieces)
 
 
-def _pieces(parts: Iterable[tuple[int, int]], portion: Portion) -> Iterator[tuple[int, int]]:
-    """The parts in pieces, each as large as is right when it is taken."""
+def _pieces(parts: Iterable[tuple[int, int]], portion: AdaptiveChunk) -> Iterator[tuple[int, int]]:
+    """Yield the parts in chunks, each of the size that is right when it is requested."""
     for offset, nbytes in parts:
         start, end = offset, offset + nbytes
         while start < end:
@@ -171,13 +171,13 @@ async def changes(
     applied: Applied,
     load: Load | None = None,
 ) -> None:
-    """Turn ``target``, which holds ``base``, or has it loaded span by span, into the version. As ``whole``; after an
-    error it is neither, unless nothing was applied."""
+    """Turn ``target``, which holds ``base`` or loads it span by span, into the version. Raises like ``whole``; after an
+    error ``target`` holds neither version, unless nothing was applied."""
     await credited(_change(source, asked, base, span, target, applied, load) for span in spans)
 
 
 async def credited(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all of it, ``CREDIT`` at once. The first error ends the rest."""
+    """Run all coroutines, ``CREDIT`` at once. The first error cancels the rest."""
     waiting = iter(work)
 
     async def one_after_another() -> None:
@@ -198,9 +198,9 @@ async def credited(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     raise error
 
 
-async def while_alive(client: Client, work: Coroutine[Any, Any, T], moved: Moved | None = None) -> T:
-    """The result of ``work``, which asks ``client`` for things that may take long. ``Unavailable`` once the server does
-    not even answer a ping, ``Stalled`` when it does no more than that and too little has ``moved``."""
+async def while_alive(client: Client, work: Coroutine[Any, Any, T], moved: ByteCounter | None = None) -> T:
+    """Return the result of ``work``, whose calls of ``client`` may take long. Raise ``Unavailable`` once the server
+    does not even answer a ping, ``Stalled`` when it only answers pings and too little has arrived."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_watch(client, moved))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -213,25 +213,25 @@ async def while_alive(client: Client, work: Coroutine[Any, Any, T], moved: Moved
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _watch(client: Client, moved: Moved | None) -> None:
+async def _watch(client: Client, moved: ByteCounter | None) -> None:
     clock = asyncio.get_running_loop().time
     since_s, before = clock(), 0
     while True:
-        await client.ask(Ping(), Pong, timeout_s=SILENT_S)
-        await asyncio.sleep(SILENT_S / 2)
+        await client.ask(Ping(), Pong, timeout_s=PING_TIMEOUT_S)
+        await asyncio.sleep(PING_TIMEOUT_S / 2)
         if moved is None or moved.nbytes - before >= MIN_BYTES:
             since_s, before = clock(), 0 if moved is None else moved.nbytes
-        elif (waited_s := clock() - since_s) > STALLED_S:
+        elif (waited_s := clock() - since_s) > STALL_TIMEOUT_S:
             raise Stalled(client.address, waited_s, moved.nbytes - before)
 
 
 def is_right(entry: TensorEntry, version: memoryview) -> bool:
-    """Whether a tensor's bytes are those that the manifest names."""
+    """Return whether a tensor's bytes match the manifest."""
     return digest(version[entry.offset : entry.offset + entry.nbytes]) == entry.digest
 
 
 async def _fill(source: Source, asked: GetManifest, offset: int, piece: memoryview, arrived: Arrived) -> None:
-    portion = source.portions.whole
+    portion = source.chunk_sizes.whole
     while piece.nbytes:
         wanted = min(piece.nbytes, portion.nbytes)
         await source.pace.take(wanted)
@@ -258,7 +258,7 @@ async def _change(
     load: Load | None,
 ) -> None:
     while span.nbytes:
-        portion = source.portions.changes.nbytes
+        portion = source.chunk_sizes.changes.nbytes
         part = span._replace(nbytes=min(span.nbytes, portion - portion % max(WIDTHS)))
         try:
             await _change_part(source, asked, base, part, target, applied, load)
@@ -285,8 +285,8 @@ async def _change_part(
         nbytes=span.nbytes,
         width=span.width,
     )
-    frame = await source.portions.changes.carry(source.client, _frame(source, ask), span.nbytes)
-    await source.pace.take(frame.nbytes)  # known only now: the next ones wait for it
+    frame = await source.chunk_sizes.changes.carry(source.client, _frame(source, ask), span.nbytes)
+    await source.pace.take(frame.nbytes)  # the size is known only now, so the following requests wait for it
 
     def put() -> None:
         if load is not None:
@@ -298,7 +298,7 @@ async def _change_part(
         await asyncio.shield(applying)
     except asyncio.CancelledError:
         with suppress(ProtocolError, Refused):
-            await applying  # what gave up waiting may use the target again
+            await applying  # the thread still writes: the canceller may reuse the target only after it
             applied(ask, frame)
         raise
     applied(ask, frame)
@@ -312,5 +312,5 @@ async def _frame(source: Source, ask: Request) -> memoryview:
 
 
 def _malformed(source: Source, ask: Request) -> ProtocolError:
-    detail = f"{source.client.address} answered {type(ask).__name__} with no piece of that size"
+    detail = f"{source.client.address} answered {type(ask).__name__} without a chunk of that size"
     return ProtocolError(Code.MALFORMED, detail)

@@ -1,10 +1,11 @@
 """A ZeroMQ socket on an asyncio loop, by its file descriptor: the one transport under every server and client.
 
-Why not ``zmq.asyncio``: it costs a future and a poll a message, three to five times what draining the descriptor costs.
+``zmq.asyncio`` is not used: it costs a future and a poll per message, three to five times the cost of draining the
+descriptor.
 
-The descriptor is edge-triggered: it says "something changed", once. So the socket is looked at again after every drain
-and after every send, or messages would stay in it unseen. A drain handles at most ``burst_messages``, then lets the
-loop's timers run and goes on.
+The descriptor is edge-triggered: it signals "something changed" once. So the socket is polled again after every drain
+and every send; otherwise messages would stay in it unread. A drain handles at most ``burst_messages``, then lets the
+loop's timers run and continues.
 """
 
 import asyncio
@@ -14,11 +15,11 @@ from typing import Final, cast
 import zmq
 
 from staleflow.net.limits import TransportLimits
-from staleflow.net.send_budget import Unread
+from staleflow.net.send_budget import SendBudget
 from staleflow.protocols.wire.codec import Data
 
 MAX_SOCKETS: Final = 16_384
-"""Of one process."""
+"""Maximum number of sockets of one process."""
 
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
@@ -28,24 +29,24 @@ _POLLIN: Final = int(zmq.POLLIN)
 # Plain integers: combining ZeroMQ's flag enums takes longer than sending a message.
 
 _open: Final[set[int]] = set()
-"""Sockets of this process that are not closed, by identity."""
+"""Open sockets of this process, by identity."""
 _own: Final["list[zmq.Context[zmq.Socket[bytes]]]"] = []
-"""Contexts beside the shared one."""
+"""Contexts besides the shared one."""
 
 
 Sender = Callable[[zmq.Frame, list[int]], Sequence[bytes]]
-"""Takes the first part after the route and the sizes of all parts but the route."""
+"""Maps the first part after the route, and the sizes of all parts but the route, to parts of the head."""
 
 
 def context() -> "zmq.Context[zmq.Socket[bytes]]":
-    """The ZeroMQ context of this process."""
+    """Return the ZeroMQ context of this process."""
     shared = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
     shared.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return shared
 
 
 def own_context() -> "zmq.Context[zmq.Socket[bytes]]":
-    """A new one: each has one place where keys are judged (ZAP), and that place belongs to one endpoint."""
+    """Return a new context. A context has one ZAP handler, and that handler belongs to one endpoint."""
     own: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     own.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     _own.append(own)
@@ -53,7 +54,7 @@ def own_context() -> "zmq.Context[zmq.Socket[bytes]]":
 
 
 def end_context() -> None:
-    """Wait until closed sockets have delivered or given up, at most their linger. No effect while one is open."""
+    """Wait until closed sockets have delivered or their linger time is over. No effect while a socket is open."""
     if not _open:
         zmq.Context.instance().term()
         while _own:
@@ -61,11 +62,11 @@ def end_context() -> None:
 
 
 class DrainedSocket:
-    """A socket whose messages are handed to ``on_message(head, frames, oversize)``, in order, from the loop's thread.
+    """A socket that passes each message to ``on_message(head, frames, oversize)``, in order, on the loop's thread.
 
     The head is the first ``num_heads`` parts, as bytes; the frames are the others, as views of ZeroMQ's own memory. A
     message beyond the limits comes with the frames that fit and ``oversize`` set. ``on_drained`` runs after each drain
-    that handled a message. ``sender``, of a ROUTER, adds to the head who sent it.
+    that handled a message. ``sender``, for a ROUTER, adds the sender's identity to the head.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class DrainedSocket:
         self._on_drained = on_drained
         self._sender = sender
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._looking = False
+        self._scheduled = False
         self._draining = False
-        self._unread = Unread(limits.max_unread_bytes, limits.max_all_unread_bytes) if kind == zmq.ROUTER else None
+        self._budget = SendBudget(limits.max_unread_bytes, limits.max_all_unread_bytes) if kind == zmq.ROUTER else None
         self.zmq = (within or context()).socket(kind)
         self.zmq.set(zmq.SNDHWM, limits.send_queue)
         self.zmq.set(zmq.RCVHWM, limits.receive_queue)
@@ -101,10 +102,10 @@ class DrainedSocket:
         """Attach to the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.zmq.fileno(), self._drain)
-        self.look_soon()
+        self.poll_soon()
 
     def close(self, linger_ms: int | None = None) -> None:
-        """Detach and close; what was sent still leaves within ``linger_ms``. Returns at once; may be called again."""
+        """Detach and close; sent messages still leave within ``linger_ms``. Return at once; idempotent."""
         if self.zmq.closed:
             return
         if self._loop is not None and not self._loop.is_closed():
@@ -113,43 +114,44 @@ class DrainedSocket:
         _open.discard(id(self))
 
     def send(self, parts: Sequence[Data]) -> bool:
-        """Queue one message, never waiting. False when the peer is not there, its queue is full, or a ROUTER's peer has
-        not taken what it was sent before."""
+        """Queue one message without waiting. Return False when the peer is not connected, its queue is full, or a
+        ROUTER's peer has not read earlier messages."""
         last = len(parts) - 1
         copy_below = self._limits.copy_below_bytes
         sizes = [part.nbytes if isinstance(part, memoryview) else len(part) for part in parts]
         large = 0
-        if self._unread is not None and max(sizes) >= copy_below:
+        if self._budget is not None and max(sizes) >= copy_below:
             large = sum(size for size in sizes if size >= copy_below)
         route = bytes(parts[0]) if large else b""
-        if large and self._unread is not None and not self._unread.has_room(route, large):
+        if large and self._budget is not None and not self._budget.has_room(route, large):
             return False
         try:
             for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
                 flags = _NOBLOCK_MORE if index < last else _NOBLOCK
                 tracker = self.zmq.send(part, flags, copy=size < copy_below, track=bool(large) and size >= copy_below)
-                if tracker is not None and self._unread is not None:
-                    self._unread.sent(route, tracker, size)
+                if tracker is not None and self._budget is not None:
+                    self._budget.sent(route, tracker, size)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
             raise
         finally:
+            # Sending processes ZeroMQ's events and so may consume the edge of a message that has just arrived.
             if not self._draining:
-                self.look_soon()
+                self.poll_soon()
         return True
 
-    def look_soon(self) -> None:
-        """Look at the socket in the next turn of the loop."""
-        if not self._looking and self._loop is not None:
-            self._looking = True
+    def poll_soon(self) -> None:
+        """Poll the socket in the next turn of the loop."""
+        if not self._scheduled and self._loop is not None:
+            self._scheduled = True
             self._loop.call_soon(self._drain)
 
     def _events(self) -> int:
         return cast("int", self._get(_EVENTS))
 
     def _drain(self) -> None:
-        self._looking = False
+        self._scheduled = False
         if self.zmq.closed:
             return
         if not self._events() & _POLLIN:
@@ -162,13 +164,13 @@ class DrainedSocket:
         finally:
             self._draining = False
             if not self.zmq.closed and self._events() & _POLLIN:
-                self.look_soon()
+                self.poll_soon()
 
     def _handle_burst(self) -> None:
-        """Handle what is there, at most a burst.
+        """Handle the waiting messages, at most one burst.
 
-        After the first message the socket is asked whether there are more: mostly there are none, and a recv that finds
-        nothing raises, which takes longer than to ask. Where there are more it reads on until it does.
+        After the first message, poll the socket before the next recv: mostly it is empty, and a recv that finds nothing
+        raises, which takes longer than the poll. If there are more messages, read on until recv raises.
         """
         for handled in range(self._limits.burst_messages):
             try:
@@ -180,9 +182,9 @@ class DrainedSocket:
                 return
 
     def _rest(self, first: bytes) -> tuple[list[bytes], list[memoryview], bool]:
-        """The whole message. Its parts have all arrived; those beyond the limits are taken out and forgotten."""
+        """Return the whole message. All its parts have arrived; those beyond the limits are read and discarded."""
         if self._sender is not None:
-            return self._from_somebody(first, self._sender)
+            return self._rest_with_sender(first, self._sender)
         head = [first]
         room = self._limits.max_message_bytes
         for _ in range(1, self._num_heads):  # a ROUTER puts the route before at least one part
@@ -196,8 +198,8 @@ class DrainedSocket:
                 frames.append(frame)
         return head, frames, room < 0 or len(frames) > self._limits.max_frames
 
-    def _from_somebody(self, route: bytes, sender: Sender) -> tuple[list[bytes], list[memoryview], bool]:
-        """The same for a ROUTER, with every size noted."""
+    def _rest_with_sender(self, route: bytes, sender: Sender) -> tuple[list[bytes], list[memoryview], bool]:
+        """Like ``_rest``, for a ROUTER with a ``sender``, which needs every size."""
         part = self._recv(_NOBLOCK, copy=False)
         sizes = [part.buffer.nbytes]
         room = self._limits.max_message_bytes - sizes[0]

@@ -1,7 +1,7 @@
-"""A process of the service: a loop, signals, a log, an exit code. The one place where any exception is caught.
+"""A process of the service: loop, signals, log, exit code. The one place that catches any exception.
 
-Exit codes: 0 done, or stopped by a signal and drained · 1 failed, with the reason in the log · 2 the operator's error ·
-128 + signal at a second signal, at once.
+Exit codes: 0 done, or stopped by a signal and drained · 1 failed, with the reason in the log · 2 error of the operator
+· 128 + signal at a second signal, immediately.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """Set once the process is asked to end; whoever runs drains and returns."""
+    """Set once the process is requested to stop; its main function then drains and returns."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self.why = ""
 
     def set(self, why: str) -> None:
-        """Ask; the first reason is kept."""
+        """Request the stop; the first reason is kept."""
         self.why = self.why or why
         self._event.set()
 
@@ -43,13 +43,13 @@ class Stop:
         return self._event.is_set()
 
     async def wait(self) -> str:
-        """Return the reason, once there is one."""
+        """Wait for the stop request; return its reason."""
         await self._event.wait()
         return self.why
 
 
 def run(main: Callable[[Stop], Awaitable[None]], name: str, run_dir: Path) -> int:
-    """Run ``main`` until it returns; return the exit code. A signal that comes early waits for its handler."""
+    """Run ``main`` until it returns; return the exit code. Signals are blocked until their handlers are installed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     reuse_memory()
     try:
@@ -60,14 +60,14 @@ def run(main: Callable[[Stop], Awaitable[None]], name: str, run_dir: Path) -> in
             except ConfigError:
                 raise
             except RunOver as over:
-                log.info("%s leaves: %s", name, over)
+                log.info("%s exits: %s", name, over)
                 return 0
             except Exception as error:
                 if (damage := _damage(error)) is not None:
                     raise ConfigError("run directory", str(run_dir), str(damage)) from error
-                log.exception("%s ends with an error", name)
+                log.exception("%s failed", name)
                 return 1
-            log.info("%s ends", name)
+            log.info("%s finished", name)
             return 0
     except ConfigError as error:
         print(f"staleflow {name}: {error}", file=sys.stderr)
@@ -78,7 +78,7 @@ def run(main: Callable[[Stop], Awaitable[None]], name: str, run_dir: Path) -> in
 
 
 def _damage(error: BaseException) -> StoreCorrupt | None:
-    """A damaged store among what went wrong: to start again would not mend it, a person has to look."""
+    """Return a damaged store among the causes of an error: a restart would not fix it, a person must."""
     if isinstance(error, StoreCorrupt):
         return error
     inside: tuple[BaseException, ...] = getattr(error, "exceptions", ())
@@ -86,7 +86,7 @@ def _damage(error: BaseException) -> StoreCorrupt | None:
 
 
 async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
-    """Run ``main`` under the signals; an exception in a callback of the loop ends it as one of its own would."""
+    """Run ``main`` with signal handlers. An exception in a callback of the loop ends it like one of its own."""
     loop = asyncio.get_running_loop()
     stop = Stop()
     for number in SIGNALS:
@@ -95,7 +95,7 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
     task = asyncio.ensure_future(main(stop))
     failures: list[Exception] = []
 
-    def on_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, Exception):
             failures.append(error)
@@ -103,7 +103,7 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
         else:
             log.error("loop: %s", context.get("message"))
 
-    loop.set_exception_handler(on_failure)
+    loop.set_exception_handler(on_exception)
     try:
         await task
     except asyncio.CancelledError:
@@ -118,8 +118,9 @@ async def _supervised(main: Callable[[Stop], Awaitable[None]]) -> None:
 
 def _on_signal(stop: Stop, number: signal.Signals) -> None:
     if stop.is_set():
-        log.warning("second signal, %s: leaving at once", number.name)
+        log.warning("second signal, %s: exiting immediately", number.name)
         logging.shutdown()
+        # Without unwinding: a hung drain must not be able to keep the process alive.
         os._exit(128 + number)
     log.info("%s: draining", number.name)
     stop.set(number.name)

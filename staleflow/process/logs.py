@@ -18,7 +18,8 @@ class _Formatter(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, and nothing that a terminal obeys: messages hold what peers said. Tracebacks keep their lines."""
+        """Format one line without control characters, because messages contain text of peers. Tracebacks keep their
+        lines."""
         record.message = printable(record.message)
         return super().formatMessage(record)
 
@@ -27,7 +28,7 @@ class _Formatter(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """What a full disk does not take is on standard error alone, and no reason to fail."""
+    """A log file that tolerates a full disk: lost lines are still on standard error."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -40,7 +41,7 @@ class _File(logging.FileHandler):
 
 @contextmanager
 def logging_to(run_dir: Path, name: str, level: int = logging.INFO) -> Generator[None]:
-    """While inside, everything logged goes to ``<run_dir>/logs/<name>.log`` (appended) and standard error."""
+    """Log to ``<run_dir>/logs/<name>.log`` (appended) and standard error inside the block."""
     path = run_dir / "logs" / f"{name}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""An HTTP endpoint that one thing can be read from: ``GET /metrics``, for Prometheus.
+"""HTTP endpoint for Prometheus: ``GET /metrics``.
 
-Whoever connects costs little, whatever he sends: few connections at a time, one request each, short heads, no body,
-seconds of patience. Plain HTTP without keys, so it is bound to loopback, or asks for a token.
+A client costs little, whatever it sends: few connections at a time, one request each, short heads, no body, a timeout
+of seconds. Plain HTTP without keys, so it binds to loopback or requires a token.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ PATH: Final = "/metrics"
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS: Final = 8
 MAX_HEAD_BYTES: Final = 8_192
-PATIENCE_S: Final = 5.0
-"""For a whole exchange."""
+EXCHANGE_TIMEOUT_S: Final = 5.0
+"""Timeout of a whole exchange."""
 
 Answer = Callable[[], Awaitable[bytes]]
 
@@ -33,9 +33,10 @@ class ScrapeServer:
     """Serves from ``start`` to ``close``, on one event loop."""
 
     def __init__(self, bind: str, answer: Answer, *, token: str = "", wide: bool = False) -> None:
-        """``bind``: http://host:port. ``token``: what a reader must bear, empty: nothing. ``wide``: not only loopback.
+        """``bind`` is http://host:port. ``token`` is the bearer token of readers, empty for none. ``wide`` permits more
+        than loopback.
 
-        ``ConfigError`` for what cannot be bound.
+        Raises ``ConfigError`` for an address that cannot be bound.
         """
         parts = urlsplit(bind)
         checked = urlsplit(check_bind(f"tcp://{parts.netloc}", wide=wide))
@@ -46,10 +47,10 @@ class ScrapeServer:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.url = ""
-        """Where it can be read, once started."""
+        """URL of the metrics, once started."""
 
     async def start(self) -> None:
-        """Listen. ``ConfigError`` if the address is in use or not of this machine."""
+        """Listen. Raise ``ConfigError`` if the address is in use or not of this machine."""
         try:
             self._server = await asyncio.start_server(
                 self._connected, self._host, self._port, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
@@ -74,17 +75,18 @@ class ScrapeServer:
             writer.close()
             return
         self._tasks.add(task)
-        writer.transport.set_write_buffer_limits(high=0)  # to drain is to have handed everything to the system
+        # then drain() returns only once the system has taken everything
+        writer.transport.set_write_buffer_limits(high=0)
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 await self._exchange(reader, writer)
         except (h11.ProtocolError, OSError, TimeoutError) as error:
-            log.debug("a reader of metrics is let go: %s", error)
-        except Exception:  # boundary: what cannot be told is not the end of who tells it
-            log.exception("a reader of metrics got nothing")
+            log.debug("metrics connection closed: %s", error)
+        except Exception:  # boundary: a failure to report metrics must not end the server
+            log.exception("metrics request failed")
         finally:
             self._tasks.discard(task)
-            writer.transport.abort()  # to close would wait for who reads nothing, and for ever
+            writer.transport.abort()  # close() would wait without limit for a client that reads nothing
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)

@@ -1,24 +1,25 @@
-"""What happens again and again is logged once a second at most, with how often it happened in between."""
+"""Limit repeated log messages to one a second, each with the number of suppressed ones before it."""
 
 import time
 from collections.abc import Callable
 
-INTERVAL_S = 1.0
+LOG_INTERVAL_S = 1.0
 
 
-class Seldom:
-    """One kind of message of one process."""
+class RateLimitedLog:
+    """Rate limit of one kind of message of one process."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._next_s = float("-inf")
-        self._left_out = 0
+        self._suppressed = 0
 
     def due(self) -> str | None:
-        """None: this one is left out. Else what to write behind it: nothing, or how many were left out before it."""
+        """Return None to suppress this message, else a suffix for it: empty, or the number of suppressed ones before
+        it."""
         now_s = self._now_s()
         if now_s < self._next_s:
-            self._left_out += 1
+            self._suppressed += 1
             return None
-        left_out, self._left_out, self._next_s = self._left_out, 0, now_s + INTERVAL_S
-        return f" (and {left_out:,} like it before)" if left_out else ""
+        suppressed, self._suppressed, self._next_s = self._suppressed, 0, now_s + LOG_INTERVAL_S
+        return f" (and {suppressed:,} like it before)" if suppressed else ""

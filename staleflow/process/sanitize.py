@@ -1,18 +1,18 @@
-"""What others said, made fit for a terminal: nothing of it is obeyed, all of it can be read.
+"""Make text of peers safe for a terminal: all of it is legible, none of it is interpreted.
 
-Names, reasons and traces come from peers and files. Whoever shows them passes them through here once, where they come
-in: ``Snapshot``, a story, an error. rich drops a bell, not an escape sequence.
+Names, reasons and traces come from peers and files. Display code passes them through here once, where they enter:
+``Snapshot``, a story, an error. rich drops a bell, but not an escape sequence.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-MOST = 1e100
-"""Nothing that was measured is larger; sums and differences of such numbers are numbers still."""
-DEEPEST = 20
-"""Levels of plain data that are shown; no status has half as many."""
+MAX_MAGNITUDE = 1e100
+"""Larger than any measured number; sums and differences of numbers within it stay finite."""
+MAX_DEPTH = 20
+"""Maximum nesting of plain data that is shown; no status has half as many levels."""
 _FORMAT = (0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
-"""Line ends, and what turns the direction of text."""
+"""Line ends, and characters that change the direction of text."""
 _PLAIN = {
     **{code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))},
     **{code: f"\\u{code:04x}" for code in _FORMAT},
@@ -21,30 +21,31 @@ _JSON = {code: f"\\u{code:04x}" for code in (*range(127, 160), *_FORMAT)}
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, control characters written out as ``\\x1b``."""
+    """Return ``text`` in one line, with control characters written as ``\\x1b``."""
     return text if text.isprintable() else text.translate(_PLAIN)
 
 
 def printable_lines(text: str) -> str:
-    """The same of several lines, which stay lines."""
+    """Like ``printable``, but keep line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
-def all_printable(value: Any, deep: int = DEEPEST) -> Any:
-    """A copy of plain data, every text in it, keys too, as ``printable`` writes it; None for what no scale can show, a
-    NaN, an infinity, or a number that nobody measured."""
+def all_printable(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return a copy of plain data with every text in it, keys included, made ``printable``. Numbers that no scale can
+    show become None: NaN, infinities and numbers beyond any measurement."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
-        return {all_printable(key): all_printable(inner, deep - 1) for key, inner in value.items()} if deep else {}  # pyright: ignore[reportUnknownVariableType]
+        return {all_printable(key): all_printable(inner, depth - 1) for key, inner in value.items()} if depth else {}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, list | tuple):
-        inner = [all_printable(inner, deep - 1) for inner in value] if deep else []  # pyright: ignore[reportUnknownVariableType]
+        inner = [all_printable(inner, depth - 1) for inner in value] if depth else []  # pyright: ignore[reportUnknownVariableType]
         return tuple(inner) if isinstance(value, tuple) else inner
-    return None if isinstance(value, float) and not -MOST <= value <= MOST else value
+    return None if isinstance(value, float) and not -MAX_MAGNITUDE <= value <= MAX_MAGNITUDE else value
 
 
 def json_line(value: object) -> str:
-    """One line of JSON that a terminal may show: beyond what JSON itself escapes, C1 controls and the like too."""
-    import msgspec  # what only wants an error printed does without
+    """Encode one line of JSON that is safe for a terminal: escape C1 and format characters too, beyond JSON's own
+    escapes."""
+    import msgspec  # imported late: printing an error must not need msgspec
 
     return msgspec.json.encode(value).decode().translate(_JSON)

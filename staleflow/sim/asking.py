@@ -1,4 +1,4 @@
-"""How everybody of a simulated run speaks to the scheduler, and what stands for weights."""
+"""Requests of a simulated run's processes to the scheduler, and the stand-in for weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -8,15 +8,15 @@ from staleflow.protocols.wire.messages import Reply, Request
 
 
 class Stalled(Exception):
-    """Nothing can go on in a simulated run; the message says what it waits for."""
+    """A simulated run cannot make progress; the message states what it waits for."""
 
 
 def nothing(_: Reply) -> None:
-    """For an answer that changes nothing."""
+    """Ignore a reply."""
 
 
 class Ask(Protocol):
-    """Sends a request; the answer comes to ``on_reply``, at this instant or later, or never."""
+    """Sends a request; ``on_reply`` receives the reply, at this instant, later, or never."""
 
     def __call__(
         self, body: Request, on_reply: Callable[[Reply], None] = nothing, frames: Sequence[memoryview] = (), /
@@ -24,5 +24,5 @@ class Ask(Protocol):
 
 
 def sha_of(lineage: Lineage, version: Version) -> str:
-    """What stands for the hash of a version's weights."""
+    """Return the stand-in for the hash of a version's weights."""
     return f"{lineage:032x}{version:032x}"

@@ -1,4 +1,5 @@
-"""The simulated engine as the shipped rollout worker calls it: requests in, trajectories of numbered tokens out."""
+"""The simulated engine behind the interface of the shipped rollout worker: requests in, trajectories of numbered tokens
+out."""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,16 +14,16 @@ from staleflow.sim.book import Book
 from staleflow.sim.engine import EngineFull, SimEngine
 from staleflow.sim.sample import Sample
 
-GIVE_UP_S = 1.0
-"""From a request that the engine refuses to its error. Without it an engine that refuses every request would take and
-release groups without end at one instant of virtual time."""
+REFUSAL_DELAY_S = 1.0
+"""Delay from a refused request to its error. Without it an engine that refuses every request would reserve and release
+groups endlessly at one instant of virtual time."""
 
 
 class SimAsyncEngine:
-    """An ``AsyncEngine`` over a ``SimEngine``. Made inside a running event loop."""
+    """An ``AsyncEngine`` over a ``SimEngine``. Create it inside a running event loop."""
 
     def __init__(self, engine: SimEngine, book: Book, *, load_s: float, longest: int) -> None:
-        """``longest``: ``max_new_tokens`` of the run."""
+        """``longest`` is ``max_new_tokens`` of the run."""
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[None] = self._loop.create_future()
         self._engine = engine
@@ -31,7 +32,7 @@ class SimAsyncEngine:
         self._longest = longest
         self._logprobs = np.zeros(longest, np.float32)
         self._samples: dict[int, Sample] = {}
-        """By request."""
+        """Samples by request."""
         self._ended: dict[Sample, asyncio.Future[None]] = {}
         engine.on_end = self._on_end
 
@@ -40,7 +41,7 @@ class SimAsyncEngine:
         try:
             self._engine.submit(sample)
         except EngineFull as error:
-            await asyncio.sleep(GIVE_UP_S)
+            await asyncio.sleep(REFUSAL_DELAY_S)
             raise RequestError(str(error)) from error
         self._samples[request.id] = sample
         ended = self._ended[sample] = self._loop.create_future()
@@ -48,7 +49,7 @@ class SimAsyncEngine:
             await ended
         finally:
             del self._samples[request.id]
-            if self._ended.pop(sample, None) is not None:  # cancelled: the engine still has it
+            if self._ended.pop(sample, None) is not None:  # cancelled: the engine still has the sample
                 self._engine.abort(sample)
         return self._trajectory(request, sample)
 
@@ -89,29 +90,29 @@ class SimAsyncEngine:
         await loaded
 
     def stats(self) -> EngineStats:
-        engine, seen = self._engine, self._engine.seen()
+        engine, state = self._engine, self._engine.state()
         return EngineStats(
-            running=seen.running,
-            waiting=seen.waiting,
-            kv_used=seen.kv_tokens / engine.kv_capacity if engine.kv_capacity else 0.0,
-            kv_tokens=seen.kv_tokens,
+            running=state.running,
+            waiting=state.waiting,
+            kv_used=state.kv_tokens / engine.kv_capacity if engine.kv_capacity else 0.0,
+            kv_tokens=state.kv_tokens,
             kv_capacity=engine.kv_capacity,
             slots=engine.slots,
-            generated_tokens=seen.generated,
-            steps=seen.steps,
-            preemptions=seen.preempted,
+            generated_tokens=state.generated,
+            steps=state.steps,
+            preemptions=state.preempted,
         )
 
     def busy_s(self) -> float:
-        return self._engine.seen().busy_s
+        return self._engine.state().busy_s
 
     def tokens_per_s(self) -> float:
-        """At this instant: a simulated engine knows its rate."""
-        seen = self._engine.seen()
-        return self._engine.cost.tokens_per_s(seen.running, seen.kv_tokens) if seen.running else 0.0
+        """Return the exact current rate of the simulated engine."""
+        state = self._engine.state()
+        return self._engine.cost.tokens_per_s(state.running, state.kv_tokens) if state.running else 0.0
 
     def stuck_s(self) -> float:
         return self._engine.hung_s()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""

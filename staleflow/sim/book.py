@@ -1,7 +1,7 @@
-"""Every trajectory of a simulated run by number, and the group that each belongs to.
+"""All trajectories of a simulated run by number, and the group of each.
 
 The shipped worker moves tokens, not trajectories. So the seed of a request, and every token of a sample, is the number
-of its sample: the engine finds what to write by the seed, and a shard finds what was written by the tokens.
+of its sample: the engine finds the sample to write by the seed, and a shard finds the written sample by the tokens.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from staleflow.sim.workload import Workload
 
 
 @dataclass(slots=True, eq=False)
-class Begun:
+class StartedGroup:
     """A group from its first request on, however often it moves to another engine."""
 
     version: Version
@@ -29,7 +29,7 @@ class Begun:
     """The last engine that had any of them."""
 
     def written(self, sample: Sample) -> int:
-        """Tokens that one of its samples has at this instant."""
+        """Return the number of tokens of one of its samples at this instant."""
         return sample.written if self.engine is None else self.engine.written(sample)
 
 
@@ -38,18 +38,18 @@ class Book:
 
     def __init__(self, workload: Workload) -> None:
         self.samples: list[Sample] = []
-        """By number."""
+        """Samples by number."""
         self._workload = workload
-        self._begun: dict[tuple[GroupId, LeaseId], Begun] = {}
-        """By group and the lease that it began under."""
-        self._groups: list[Begun] = []
-        """By number of the sample."""
+        self._started: dict[tuple[GroupId, LeaseId], StartedGroup] = {}
+        """Groups by id and the lease that they started under."""
+        self._groups: list[StartedGroup] = []
+        """Groups by number of the sample."""
 
     def number(self, assign: Assign, origin: LeaseId, place: int) -> int:
-        """Return the number of a sample that the lease of ``assign`` requests; its group began under ``origin``."""
-        group = self._begun.get((assign.group, origin))
+        """Return the number of a sample that the lease of ``assign`` requests; its group started under ``origin``."""
+        group = self._started.get((assign.group, origin))
         if group is None:
-            group = self._begun[assign.group, origin] = Begun(assign.version, assign.lease)
+            group = self._started[assign.group, origin] = StartedGroup(assign.version, assign.lease)
             for sample in self._workload.samples(assign.group, origin):
                 sample.id = len(self.samples)
                 self.samples.append(sample)
@@ -59,22 +59,22 @@ class Book:
         return group.samples[place].id
 
     def submitted(self, number: int, engine: SimEngine) -> Sample:
-        """Return the sample of that number, which is at ``engine`` from now on."""
+        """Return the sample of that number, and record that it is at ``engine`` from now on."""
         self._groups[number].engine = engine
         return self.samples[number]
 
-    def begun(self) -> list[Begun]:
-        """Every group that began, in the order of the leases that they began under."""
-        return [group for (_, _), group in sorted(self._begun.items(), key=lambda item: item[0][1])]
+    def started(self) -> list[StartedGroup]:
+        """Return every started group, in the order of the leases that they started under."""
+        return [group for (_, _), group in sorted(self._started.items(), key=lambda item: item[0][1])]
 
-    def thrown_away(self, taken: Mapping[LeaseId, list[Sample]], released: set[LeaseId]) -> int:
-        """Tokens that no shard took and that no lease can push any more.
+    def discarded_tokens(self, pushed: Mapping[LeaseId, list[Sample]], released: set[LeaseId]) -> int:
+        """Return the number of tokens that no shard received and that no lease can push any more.
 
-        ``taken``: the samples that shards took by lease; ``released``: leases that ended without a push.
+        ``pushed`` has the samples that shards received, by lease; ``released`` the leases that ended without a push.
         """
         tokens = 0
-        for group in self._begun.values():
-            kept = taken.get(group.lease, [])
+        for group in self._started.values():
+            kept = pushed.get(group.lease, [])
             if kept or group.lease in released:
                 tokens += sum(group.written(sample) for sample in group.samples if sample not in kept)
         return tokens

@@ -1,4 +1,4 @@
-"""What a configuration must fulfil before it can be simulated. ``ConfigError`` for the first thing that it does not."""
+"""Checks that a configuration can be simulated. Raises ``ConfigError`` for the first violation."""
 
 import math
 
@@ -9,11 +9,11 @@ from staleflow.sim.cost import StepCost
 from staleflow.sim.workload import Workload
 
 LONGEST_STEP_S = 3_600.0
-"""A decode step that would take longer is a mistake in the coefficients."""
+"""A decode step that takes longer is a mistake in the coefficients."""
 
 
 def fleet(config: Config) -> list[Fleet]:
-    """One entry an engine, in order of their numbers, with slots and KV capacity filled in."""
+    """Return one entry per engine, in order of their numbers, with slots and KV capacity filled in."""
     kinds = config.simulation.fleet or [Fleet(count=config.rollout.workers)]
     return [
         Fleet(
@@ -28,7 +28,7 @@ def fleet(config: Config) -> list[Fleet]:
 
 
 def check(config: Config, workload: Workload) -> None:
-    """The engines can hold a group, their steps take a time that makes sense, and events are about engines that are."""
+    """Check that engines can hold a group, that step times are plausible, and that events name existing engines."""
     engines = fleet(config)
     _steps_take_time(config, engines)
     _engines_hold_a_group(config, engines, workload)
@@ -70,9 +70,9 @@ def _engines_hold_a_group(config: Config, engines: list[Fleet], workload: Worklo
 
 
 def _events_are_possible(config: Config, engines: list[Fleet]) -> None:
-    joining = {event.engine for event in config.simulation.events if event.what == "join"}
-    known = {*range(len(engines)), *joining}
+    late = {event.engine for event in config.simulation.events if event.what == "join"}
+    engines_named = {*range(len(engines)), *late}
     for event in config.simulation.events:
-        if event.engine not in known:
+        if event.engine not in engines_named:
             allowed = f'engines are 0 to {len(engines) - 1}; one beyond them has to "join" first'
             raise ConfigError("simulation.events.engine", event.engine, allowed)

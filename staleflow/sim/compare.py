@@ -1,4 +1,4 @@
-"""One configuration under every choice of the bound and under the rules of other systems: one row each.
+"""Compare one configuration under every choice of the bound and under the rules of other systems: one row each.
 
 All rows have the same engines, prompts, lengths, trainer and seed.
 """
@@ -23,8 +23,8 @@ _STRICT = ("staleness.bound=trajectory", "coordination.composition=iid")
 
 
 def _share(speed: float, limit: float) -> str:
-    """Of the limit, which is 0 for a trainer that takes no time, and for engines that had gone before the steps that
-    count were trained."""
+    """Return the share of a limit. The limit is 0 for a trainer that takes no time, and for engines that left before
+    the counted steps were trained."""
     return f"{speed / limit:.3f}" if limit else "-"
 
 
@@ -41,7 +41,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "retry": (*_STRICT, "staleness.on_overdue=retry"),
     "drop": (*_STRICT, "staleness.on_overdue=drop"),
 }
-"""What a run of this service may choose, as overrides of the configuration."""
+"""The choices of a run of this service, as overrides of the configuration."""
 
 COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("steps/min", lambda result: f"{result.steps_per_min:.3f}"),
@@ -55,11 +55,12 @@ COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("engine idle", lambda result: f"{result.engine_idle:.1%}"),
     ("trainer idle", lambda result: f"{result.trainer_idle:.1%}"),
 )
-"""What a row says."""
+"""Columns of a row."""
 
 
 def compare(config: Config, peers: Sequence[str], *, steps: int | None = None) -> Iterator[Result]:
-    """One result after the other: the choices of ``OWN``, then ``peers``. ``ConfigError`` before the first one."""
+    """Yield one result after the other: the choices of ``OWN``, then ``peers``. Raises ``ConfigError`` before the first
+    one."""
     for name in peers:
         if name not in PEERS:
             raise ConfigError("peer", name, f"one of {', '.join(PEERS)}")
@@ -76,7 +77,7 @@ def _results(config: Config, own: dict[str, Config], peers: Sequence[str], steps
 
 
 def changed(config: Config, overrides: Sequence[str]) -> Config:
-    """The configuration with ``key=value`` overrides; its keys agree with each other."""
+    """Return the configuration with ``key=value`` overrides, after checking that its keys agree with each other."""
     table = dotted.apply(msgspec.to_builtins(config), [dotted.parse(override) for override in overrides])
     other = decode(table)
     consistent(other)

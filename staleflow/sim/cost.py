@@ -1,4 +1,4 @@
-"""How long an engine's steps last: ``k1 * kv + max(k2, k3 * n) + k4`` seconds."""
+"""Duration of an engine's steps: ``k1 * kv + max(k2, k3 * n) + k4`` seconds."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ _EARLY_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Coefficients, in seconds: a token held in KV cache, least of a step, a running sample, overhead, a token read."""
+    """Coefficients in seconds: per token in the KV cache, minimum of a step, per running sample, overhead, per token of
+    prefill."""
 
     k1: float
     k2: float
@@ -21,7 +22,7 @@ class StepCost:
 
     @classmethod
     def of(cls, simulated: Simulated, *, prefill_s: float = 0.0, speed: float = 1.0) -> "StepCost":
-        """Those of the configuration, ``speed`` times as fast."""
+        """Return the coefficients of the configuration, ``speed`` times as fast."""
         return cls(
             k1=simulated.k1 / speed,
             k2=simulated.k2 / speed,
@@ -31,12 +32,13 @@ class StepCost:
         )
 
     def steps_s(self, steps: int, running: int, kv: int) -> float:
-        """Seconds of ``steps`` steps of ``running`` samples that hold ``kv`` tokens at first, one more each a step."""
+        """Return the seconds of ``steps`` steps of ``running`` samples that start with ``kv`` tokens and add one each
+        per step."""
         each = max(self.k2, self.k3 * running) + self.k4
         return steps * each + self.k1 * (steps * kv + running * (steps * (steps - 1) // 2))
 
     def steps_until(self, seconds: float, running: int, kv: int) -> int:
-        """The least number of such steps that last at least ``seconds``."""
+        """Return the smallest number of such steps that last at least ``seconds``."""
         seconds -= _EARLY_S
         if seconds <= 0:
             return 0
@@ -52,5 +54,5 @@ class StepCost:
         return steps
 
     def tokens_per_s(self, running: int, kv: int) -> float:
-        """``T(n, kv)``."""
+        """Return the decode rate ``T(n, kv)``."""
         return running / self.steps_s(1, running, kv)

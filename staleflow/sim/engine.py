@@ -1,9 +1,10 @@
-"""Continuous batching in virtual time, exact and event by event: nothing happens at the steps between two events.
+"""Exact, event-driven continuous batching in virtual time: no work is done for the steps between two events.
 
-All running samples step together, so a sample is known by the step at which it joined and the one at which it leaves,
-and the time of the steps in between is closed form. What the outside asks for happens at the next boundary between two
-steps, as it does in a real engine; then, in this order: samples that end leave, weights are loaded, samples that wait
-join (each read in first), and when the KV cache has no room for the next step the newest gives up its place.
+All running samples step together, so a sample is described by the step at which it joined and the one at which it
+leaves, and the time of the steps in between has a closed form. Requests from outside take effect at the next boundary
+between two steps, as in a real engine. A boundary then proceeds in this order: finished samples leave, weights are
+loaded, waiting samples join (each after its prefill), and while the KV cache has no room for the next step the newest
+sample is preempted.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ OnUpdate = Literal["keep", "recompute", "drain"]
 
 
 class EngineFull(Exception):
-    """A sample that would not fit into the KV cache even alone."""
+    """A sample does not fit into the KV cache even alone."""
 
 
 class Load(NamedTuple):
@@ -41,25 +42,25 @@ class End(NamedTuple):
     sample: Sample
 
 
-class Seen(NamedTuple):
-    """An engine at one instant."""
+class EngineState(NamedTuple):
+    """State of an engine at one instant."""
 
     running: int
     waiting: int
     kv_tokens: int
     generated: int
-    """Tokens written since it was made."""
+    """Tokens written since it was created."""
     steps: int
-    """Decode steps since it was made."""
+    """Decode steps since it was created."""
     busy_s: float
-    """Seconds with something running, those included that it hung."""
+    """Seconds with running samples, including the time it hung."""
     preempted: int
 
 
 class SimEngine:
-    """One engine. ``on_end(sample)`` is called for each sample that leaves for another reason than that it was aborted.
+    """One engine. ``on_end(sample)`` is called for each sample that leaves, except aborted ones.
 
-    ``kv_capacity``: tokens that the KV cache holds; 0 has no end.
+    ``kv_capacity`` is the number of tokens that the KV cache holds; 0 is unlimited.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SimEngine:
         self.kv_capacity = kv_capacity
         self.lineage, self.version = Lineage(0), Version(-1)
         self.changes: list[tuple[float, int]] = []
-        """(second, samples that run from then on), in order: the engine's own timeline."""
+        """(second, samples running from then on), in order: the engine's own timeline."""
         self.loads: list[tuple[float, float, Version]] = []
         """(begin, end, version) of each load of weights."""
         self._timeline = timeline
@@ -86,14 +87,14 @@ class SimEngine:
         self._waiting: deque[tuple[int, Sample]] = deque()
         self._num_waiting = 0
         self._running: dict[Sample, None] = {}
-        """In order of joining."""
+        """Samples in order of joining."""
         self._ends: list[End] = []
         self._load: Load | None = None
         self._marks = [(0, self.lineage, self.version)]
         """(step, lineage, version): the weights from that step on."""
         self._step = 0
         self._time_s = timeline.now_s
-        """The boundary that everything here is true at; in the future while weights or prompts are read in."""
+        """The boundary at which this state is valid; in the future while weights or prompts are read in."""
         self._kv = 0
         self._order = 0
         self._generated = 0
@@ -103,98 +104,100 @@ class SimEngine:
         self._plan = 0
         """Steps to the next event; 0 while nothing runs."""
         self._wakes = 0
-        self._stands_from_s: float | None = None
+        self._hung_since_s: float | None = None
 
-    # --- what is asked from outside --------------------------------------------------------------------------
+    # --- requests from outside --------------------------------------------------------------------------------
 
     def submit(self, sample: Sample) -> None:
-        """Queue a sample. ``EngineFull`` when it can never fit."""
+        """Queue a sample. Raise ``EngineFull`` if it can never fit."""
         need = sample.prompt + sample.length
         if self.kv_capacity and need > self.kv_capacity:
             raise EngineFull(f"a sample of {need} tokens does not fit into a KV cache of {self.kv_capacity}")
         sample.fate = Fate.DONE
         self._wait(sample)
         if self._num_waiting == 1 and self._fits(sample):
-            self._look_soon()
+            self._wake_at_boundary()
 
     def interrupt(self, sample: Sample) -> None:
-        """End it with the tokens that it has at the next boundary, at least one."""
+        """End a sample at the next boundary with the tokens that it has then, at least one."""
         if sample.fate is not Fate.DONE or sample.place is Place.OUT:
             return
         sample.fate = Fate.INTERRUPTED
         if sample.place is Place.RUNNING:
             self._end_by(sample, max(self._step + self._ahead(), sample.start + (sample.written == 0)))
         elif sample.written:
-            self._take_out(sample)
-            self._tell_soon(sample)
-        else:  # first in the queue, and over after its first token
+            self._end_waiting(sample)
+            self._report_end_soon(sample)
+        else:  # first in the queue, and finished after its first token
             sample.ticket += 1
             self._waiting.appendleft((sample.ticket, sample))
-            self._look_soon()
+            self._wake_at_boundary()
 
     def withdraw(self, sample: Sample) -> None:
-        """Let it out with the tokens that it has at the next boundary; it may be submitted again, here or elsewhere."""
+        """Release a sample at the next boundary with the tokens that it has then; it may be submitted again, here or
+        elsewhere."""
         if sample.fate is not Fate.DONE or sample.place is Place.OUT:
             return
         sample.fate = Fate.WITHDRAWN
         if sample.place is Place.RUNNING:
             self._end_by(sample, self._step + self._ahead())
         else:
-            self._take_out(sample)
-            self._tell_soon(sample)
+            self._end_waiting(sample)
+            self._report_end_soon(sample)
 
     def abort(self, sample: Sample) -> None:
-        """Forget it, and its tokens."""
+        """Discard a sample and its tokens."""
         sample.fate = Fate.ABORTED
         if sample.place is Place.RUNNING:
             self._end_by(sample, self._step + self._ahead())
         else:
-            self._take_out(sample)
+            self._end_waiting(sample)
 
     def load(
         self, lineage: Lineage, version: Version, pause_s: float, on_loaded: Callable[[], None] = lambda: None
     ) -> None:
-        """Take weights at the next boundary (``drain``: at the one at which nothing runs), standing still so long."""
+        """Load weights at the next boundary (``drain``: at the first one without running samples), pausing for
+        ``pause_s``."""
         self._load = Load(lineage, version, pause_s, on_loaded)
-        self._look_soon()
+        self._wake_at_boundary()
 
     def hang(self) -> None:
-        """Stand still from now on, in the middle of a step."""
-        if self._stands_from_s is None:
-            self._stands_from_s = self._timeline.now_s
+        """Stop from now on, in the middle of a step."""
+        if self._hung_since_s is None:
+            self._hung_since_s = self._timeline.now_s
             self._wakes += 1
 
     def resume(self) -> None:
-        """Go on where it stood."""
-        if self._stands_from_s is None:
+        """Continue at the point of the hang."""
+        if self._hung_since_s is None:
             return
-        self._time_s += self._timeline.now_s - self._stands_from_s
-        self._stands_from_s = None
+        self._time_s += self._timeline.now_s - self._hung_since_s
+        self._hung_since_s = None
         self._wake_in(self._plan)
 
     def stop(self) -> None:
-        """It is dead: everything that it had is gone."""
+        """Stop permanently: the engine is dead, and all its samples are lost."""
         self.hang()
-        self._note(0, self._timeline.now_s)
+        self._record_running(0, self._timeline.now_s)
 
     def hung_s(self) -> float:
-        """Seconds since it was made to hang; 0 while it works."""
-        return 0.0 if self._stands_from_s is None else self._timeline.now_s - self._stands_from_s
+        """Return the seconds since it was made to hang; 0 while it works."""
+        return 0.0 if self._hung_since_s is None else self._timeline.now_s - self._hung_since_s
 
     def _now_s(self) -> float:
-        return self._timeline.now_s if self._stands_from_s is None else self._stands_from_s
+        return self._timeline.now_s if self._hung_since_s is None else self._hung_since_s
 
     @property
     def working(self) -> bool:
-        """Whether it has something to do, and does it."""
-        return bool(self._running or self._num_waiting) and self._stands_from_s is None
+        """True if it has work and is not hung."""
+        return bool(self._running or self._num_waiting) and self._hung_since_s is None
 
-    def seen(self) -> Seen:
-        """What there is to see at this instant, at the last boundary before it."""
+    def state(self) -> EngineState:
+        """Return the state at the last boundary before this instant."""
         running = len(self._running)
         steps = self._whole_steps() if running else 0
         more = running * steps
-        return Seen(
+        return EngineState(
             running=running,
             waiting=self._num_waiting,
             kv_tokens=self._kv + more,
@@ -205,13 +208,13 @@ class SimEngine:
         )
 
     def written(self, sample: Sample) -> int:
-        """Tokens that a sample has at this instant."""
+        """Return the number of tokens of a sample at this instant."""
         if sample.place is not Place.RUNNING:
             return sample.written
         return sample.written + min(self._step + self._whole_steps(), sample.end) - sample.start
 
     def _whole_steps(self) -> int:
-        """Steps that are over by now."""
+        """Return the number of steps finished by now."""
         seconds = self._now_s() - self._time_s
         running = len(self._running)
         steps = self.cost.steps_until(seconds, running, self._kv)
@@ -222,24 +225,24 @@ class SimEngine:
     # --- boundaries ------------------------------------------------------------------------------------------
 
     def _ahead(self) -> int:
-        """Steps up to the first boundary that is not over."""
+        """Return the number of steps to the next boundary."""
         if not self._running:
             return 0
         seconds = self._now_s() - self._time_s
         return min(self.cost.steps_until(seconds, len(self._running), self._kv), self._plan)
 
-    def _look_soon(self) -> None:
-        """Something may be done at the next boundary."""
+    def _wake_at_boundary(self) -> None:
+        """Wake up at the next boundary, which may have something to do."""
         if not self._running:
             self._time_s = max(self._time_s, self._now_s())
         self._wake_in(self._ahead())
 
     def _wake_in(self, steps: int) -> None:
-        """Come back after that many steps, instead of whenever it was to be."""
+        """Schedule the next wake-up after ``steps`` steps, replacing the previous one."""
         self._wakes += 1
         wake = self._wakes
         self._plan = steps
-        if self._stands_from_s is not None:
+        if self._hung_since_s is not None:
             return
         due_s = self._time_s + self.cost.steps_s(steps, len(self._running), self._kv)
         self._timeline.at(due_s, lambda: self._at_boundary(due_s, steps) if wake == self._wakes else None)
@@ -251,12 +254,12 @@ class SimEngine:
             self._generated += running * steps
             self._step += steps
         self._time_s = due_s
-        over = self._leaving()
+        over = self._collect_leaving()
         self._take_weights()
         if not (self._load is not None and self._on_update == "drain"):
             self._join()
         self._make_room()
-        self._note(len(self._running), due_s)
+        self._record_running(len(self._running), due_s)
         if self._running:
             self._wake_in(self._steps_to_event())
         else:
@@ -270,7 +273,7 @@ class SimEngine:
             steps = min(steps, (self.kv_capacity - self._kv) // len(self._running))
         return steps
 
-    def _note(self, running: int, time_s: float) -> None:
+    def _record_running(self, running: int, time_s: float) -> None:
         before = self.changes[-1][1] if self.changes else 0
         if running == before:
             return
@@ -282,8 +285,8 @@ class SimEngine:
 
     # --- leaving ---------------------------------------------------------------------------------------------
 
-    def _leaving(self) -> list[Sample]:
-        """Those whose step has come leave; the ones that are over for somebody."""
+    def _collect_leaving(self) -> list[Sample]:
+        """Let samples leave whose step has come; return those whose end must be reported."""
         over: list[Sample] = []
         ends = self._ends
         while ends and (ends[0].step <= self._step or not _valid(ends[0])):
@@ -296,13 +299,13 @@ class SimEngine:
             if sample.fate is Fate.ABORTED:
                 continue
             if sample.fate is Fate.DONE and sample.written < sample.length:
-                self._send_away(sample)
+                self._send_to_tool(sample)
             else:
                 over.append(sample)
         return over
 
     def _vacate(self, sample: Sample) -> None:
-        """It runs no more; its tokens get their versions."""
+        """Stop running a sample; attribute its tokens to their versions."""
         del self._running[sample]
         steps = self._step - sample.start
         self._kv -= sample.prompt + sample.written + steps
@@ -317,23 +320,23 @@ class SimEngine:
             sample.add(lineage, version, min(until, self._step) - max(step, first))
         sample.ticket += 1
 
-    def _send_away(self, sample: Sample) -> None:
+    def _send_to_tool(self, sample: Sample) -> None:
         sample.place = Place.AWAY
         ticket = sample.ticket
         back_s = self._time_s + sample.next_turn()
         self._timeline.at(back_s, lambda: self.submit(sample) if sample.ticket == ticket else None)
 
-    def _take_out(self, sample: Sample) -> None:
-        """One that waits, or is at a tool, is over."""
+    def _end_waiting(self, sample: Sample) -> None:
+        """End a sample that waits or is at a tool."""
         waited = sample.place is Place.WAITING
         sample.place = Place.OUT
         sample.ticket += 1
         if waited:
             self._num_waiting -= 1
             if self._num_waiting and len(self._running) < self.slots:
-                self._look_soon()  # it may have been the one that the others waited behind
+                self._wake_at_boundary()  # it may have been the one that blocked the queue
 
-    def _tell_soon(self, sample: Sample) -> None:
+    def _report_end_soon(self, sample: Sample) -> None:
         ticket = sample.ticket
         self._timeline.soon(lambda: self.on_end(sample) if sample.ticket == ticket else None)
 
@@ -360,7 +363,7 @@ class SimEngine:
             self._waiting.append((sample.ticket, sample))
 
     def _fits(self, sample: Sample) -> bool:
-        """Whether it could join, and every running sample write at least one more token."""
+        """Return whether a sample could join and every running sample write at least one more token."""
         running = len(self._running) + 1
         if running > self.slots:
             return False
@@ -377,9 +380,9 @@ class SimEngine:
                 return
             waiting.popleft()
             self._num_waiting -= 1
-            held = sample.prompt + sample.written
-            self._time_s += self.cost.prefill_s * held
-            self._kv += held
+            tokens = sample.prompt + sample.written
+            self._time_s += self.cost.prefill_s * tokens
+            self._kv += tokens
             sample.place = Place.RUNNING
             sample.start = self._step
             left = sample.turn_end - sample.written
@@ -389,7 +392,7 @@ class SimEngine:
             self._push_end(sample)
 
     def _make_room(self) -> None:
-        """While the next step does not fit, the newest goes back to the front of the queue."""
+        """While the next step does not fit, move the newest sample back to the front of the queue."""
         while self.kv_capacity and self._kv + len(self._running) > self.kv_capacity:
             newest = next(reversed(self._running))
             self._vacate(newest)

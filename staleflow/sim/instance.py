@@ -21,7 +21,7 @@ from staleflow.sim.engine import SimEngine
 from staleflow.sim.virtual import Conductor
 
 PROMPT = np.ones(1, np.int32)
-"""Token ids of every prompt: what a prompt costs is known to the samples of its groups."""
+"""Token ids of every prompt. The cost of a prompt is known to the samples of its groups instead."""
 
 
 class SimPuller(Puller):
@@ -35,7 +35,7 @@ class SimPuller(Puller):
         return SimVersion(lineage, version)
 
     def close(self) -> None:
-        """No connection is open."""
+        """Do nothing: no connection is open."""
 
 
 class SimVersion(PulledVersion):
@@ -49,12 +49,12 @@ class SimVersion(PulledVersion):
         return {}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The servers of every worker of a run, and the times that its weights take."""
+    """The servers of all workers of a run, and the durations of weight transfers."""
 
     scheduler: MemoryEndpoint
     shards: Sequence[MemoryEndpoint]
@@ -67,7 +67,7 @@ class Peers:
 
 
 class SimInstance:
-    """One life of one worker, which begins at once."""
+    """One life of one worker, which starts at once."""
 
     def __init__(self, worker: WorkerId, name: str, engine: SimEngine, conductor: Conductor, peers: Peers) -> None:
         self.worker = worker
@@ -78,7 +78,7 @@ class SimInstance:
         self._conductor = conductor
         self._peers = peers
         self._why = ""
-        """Why it leaves; empty while it works."""
+        """Reason of leaving; empty while it works."""
         self._process = conductor.spawn(worker, self._main)
         self._process.on_end.append(self._on_end)
 
@@ -87,8 +87,8 @@ class SimInstance:
         scheduler = MemoryClient(peers.scheduler, worker=self.worker)
         shards: list[Client] = [MemoryClient(shard, worker=self.worker) for shard in peers.shards]
         capacity = recipe.capacity(self.engine.slots)
-        hello = Attach(worker=self.worker, name=self.name, role="rollout", capacity=capacity)
-        await scheduler.ask(hello, AttachReply)
+        request = Attach(worker=self.worker, name=self.name, role="rollout", capacity=capacity)
+        await scheduler.ask(request, AttachReply)
         longest = recipe.sampling.max_new_tokens
         engine = SimAsyncEngine(self.engine, recipe.book, load_s=peers.load_s, longest=longest)
         puller = SimPuller(peers.pull_s)
@@ -105,14 +105,14 @@ class SimInstance:
             self._peers.failed(self._process.error)
 
     def leave(self) -> None:
-        """Say goodbye; what it works on is given up."""
+        """Detach; the worker's work in progress is released."""
         self._why = "leaves"
         self._stop()
         if self._process.main is not None:
             self._process.main.cancel()
 
     def crash(self) -> None:
-        """Gone without a word."""
+        """End without any message."""
         self._stop()
         self._conductor.kill(self._process)
 
@@ -121,11 +121,11 @@ class SimInstance:
         self.engine.stop()
 
     def hang(self) -> None:
-        """The engine stands still; its worker notices by itself."""
+        """Hang the engine; its worker has to notice by itself."""
         self.engine.hang()
 
     def resume(self) -> None:
-        """The engine continues where it stood."""
+        """Let a hung engine continue."""
         self.engine.resume()
 
 

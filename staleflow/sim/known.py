@@ -1,4 +1,4 @@
-"""A ranker that knows what can be known: for the most that ranking can give."""
+"""A ranker with perfect knowledge of what can be known, as the upper limit of ranking."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from staleflow.servers.scheduler.lengths.expected import Lengths
 
 
 class KnownLengths(Lengths):
-    """Expects what ``expected`` says of a group, whatever is observed."""
+    """Expects the lengths that ``expected`` returns, whatever is observed."""
 
     def __init__(self, expected: Callable[[int], float]) -> None:
         super().__init__("none")

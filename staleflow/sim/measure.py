@@ -1,4 +1,4 @@
-"""The numbers of a run that are reckoned alike for the service and for its peers."""
+"""Numbers of a run that are computed in the same way for the service and for its peers."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -9,7 +9,7 @@ from staleflow.sim.result import EngineRow, StepRow
 
 
 def steps_per_min(rows: list[StepRow], skip: int) -> float:
-    """Steps a minute over those that are counted; 0 when there are none."""
+    """Return the steps per minute over the counted steps; 0 if there are none."""
     counted, began_s, ended_s = _counted(rows, skip)
     if not counted:
         return 0.0
@@ -17,10 +17,10 @@ def steps_per_min(rows: list[StepRow], skip: int) -> float:
 
 
 def _counted(rows: list[StepRow], skip: int) -> tuple[int, float, float]:
-    """How many steps are counted, and from when to when: all without the first and the last ``skip``, or thirds of
-    them.
+    """Return the number of counted steps and their begin and end: all without the first and the last ``skip``, or
+    thirds of them.
 
-    The first ones begin with idle engines; at the last ones nothing new is begun for steps that will not be.
+    The first steps start with idle engines; during the last ones no work starts for steps that will not be.
     """
     if not rows:
         return 0, 0.0, 0.0
@@ -32,8 +32,8 @@ def _counted(rows: list[StepRow], skip: int) -> tuple[int, float, float]:
 def rollout_limit(
     config: Config, lives: Iterable[tuple[SimEngine, EngineRow]], drawn: list[int], rows: list[StepRow], skip: int
 ) -> float:
-    """Steps a minute if every engine had all of its slots running as long as it lived, at the mean length of its
-    contexts, over the time of the steps that ``steps_per_min`` counts; 0 when no engine lived then."""
+    """Return the steps per minute if every engine had all slots running during its life, at the mean length of its
+    contexts, over the time of the steps that ``steps_per_min`` counts; 0 if no engine lived then."""
     if not drawn:
         return float("inf")
     mean = sum(drawn) / len(drawn)
@@ -50,8 +50,8 @@ def rollout_limit(
 
 
 def engine_row(name: str, engine: SimEngine, *, began_s: float, ended_s: float) -> EngineRow:
-    """What there is to tell of one life of an engine."""
-    seen = engine.seen()
+    """Summarize one life of an engine."""
+    state = engine.state()
     return EngineRow(
         name=name,
         began_s=began_s,
@@ -59,13 +59,13 @@ def engine_row(name: str, engine: SimEngine, *, began_s: float, ended_s: float) 
         busy_s=busy_s(engine.changes, ended_s),
         running=engine.changes,
         loads=[(begin, end, int(version)) for begin, end, version in engine.loads],
-        generated=seen.generated,
-        preempted=seen.preempted,
+        generated=state.generated,
+        preempted=state.preempted,
     )
 
 
 def busy_s(changes: list[tuple[float, int]], until_s: float) -> float:
-    """Seconds up to ``until_s`` with something running."""
+    """Return the seconds up to ``until_s`` with running samples."""
     busy = 0.0
     for (begin_s, running), (end_s, _) in pairwise([*changes, (until_s, 0)]):
         if running and begin_s < until_s:

@@ -1,8 +1,9 @@
-"""What a real run says about itself, as overrides of its configuration: so it can be simulated, and planned again.
+"""Measure a real run and return overrides of its configuration, so that the run can be simulated and planned.
 
-Everything is read from the trace: how long groups are and took, how long the trainer, the stages and the loading of
-weights took. A trace has the tokens of a group, not of each of its trajectories: what differs inside a group is lost.
-When a trainer that streams was computing and when it waited is not in the trace, but in the metrics beside it.
+All values come from the trace: lengths and durations of groups, and the times of the trainer, the stages and the
+loading of weights. A trace has the tokens of a group, not of each of its trajectories, so differences inside a group
+are lost. The split of a streaming trainer's time into computing and waiting is not in the trace but in the metrics
+beside it.
 """
 
 from pathlib import Path
@@ -22,24 +23,24 @@ NS = 1e9
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians are in seconds; 0.0 where the trace has nothing of the kind."""
+    """Measured values. Medians are in seconds; 0.0 if the trace has no such event."""
 
     lengths: list[int]
     """Mean tokens of a trajectory, group by group, in the order of their pushes."""
     engines: int
-    """Rollout workers that were attached at once, at most."""
+    """Maximum number of rollout workers attached at once."""
     token_s: float
-    """Of one token of a running trajectory."""
+    """Time of one token of a running trajectory."""
     train_s: float
-    """From a batch (or the end of the step before, if that is later) to the next version; less the time for which a
-    trainer that streams waited in between."""
+    """Time from a batch (or the end of the previous step, if that is later) to the next version; without the time that
+    a streaming trainer waited in between."""
     stages_s: float
-    """From a pushed group to an occupied one."""
+    """Time from a pushed group to an occupied one."""
     pull_s: float
-    """From a version to an instance that has it."""
+    """Time from a version's publish to an instance that has pulled it."""
 
     def overrides(self, lengths: Path) -> tuple[str, ...]:
-        """``key=value``; writes ``lengths``, which one of them names."""
+        """Return ``key=value`` overrides; write ``lengths``, which one of them names."""
         lengths.write_text("".join(f'{{"tokens": {length}}}\n' for length in self.lengths))
         return (
             "rollout.engine=simulated",
@@ -60,35 +61,35 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(trace: Path) -> Measured:
-    """Read a trace. ``ConfigError`` when it is none, or no step of it was trained."""
-    books = _Books()
+    """Read a trace. Raise ``ConfigError`` if it is none, or if no step of it was trained."""
+    totals = _Totals()
     for event in read_events(trace):
-        books.take(event)
-    if not books.train_s or not books.lengths:
+        totals.add(event)
+    if not totals.train_s or not totals.lengths:
         raise ConfigError("trace", str(trace), "a run that trained a step: this one has none to learn from")
-    train_s = _computed_s(trace.parent / METRICS) if books.streamed else books.train_s
+    train_s = _computed_s(trace.parent / METRICS) if totals.streamed else totals.train_s
     return Measured(
-        lengths=books.lengths,
-        engines=books.most,
-        token_s=median(books.token_s),
+        lengths=totals.lengths,
+        engines=totals.max_engines,
+        token_s=median(totals.token_s),
         train_s=median(train_s),
-        stages_s=median(books.stages_s) if books.stages_s else 0.0,
-        pull_s=median(books.pull_s) if books.pull_s else 0.0,
+        stages_s=median(totals.stages_s) if totals.stages_s else 0.0,
+        pull_s=median(totals.pull_s) if totals.pull_s else 0.0,
     )
 
 
 def _computed_s(metrics: Path) -> list[float]:
-    """Seconds that the trainer computed for each step. ``ConfigError`` when nobody wrote them down."""
+    """Return the seconds that the trainer computed for each step. Raise ``ConfigError`` if they were not recorded."""
     lines = metric_lines(metrics)
-    found = [sum((line.get(name) or 0.0 for name in COMPUTED), 0.0) for line in lines if COMPUTED[0] in line]
-    if not found:
+    computed_s = [sum((line.get(name) or 0.0 for name in COMPUTED), 0.0) for line in lines if COMPUTED[0] in line]
+    if not computed_s:
         allowed = f"a run that streamed needs its {METRICS} beside its trace, with {COMPUTED[0]} of a step at least"
         raise ConfigError("trace", str(metrics.parent), allowed)
-    return found
+    return computed_s
 
 
-class _Books:
-    """Adds up one event after the other."""
+class _Totals:
+    """Totals over one event after the other."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -96,7 +97,7 @@ class _Books:
         self.train_s: list[float] = []
         self.stages_s: list[float] = []
         self.pull_s: list[float] = []
-        self.most = 0
+        self.max_engines = 0
         self.streamed = False
         self._group_size = 1
         self._engines: dict[str, None] = {}
@@ -106,8 +107,8 @@ class _Books:
         self._delivered: dict[int, float] = {}
         self._free_s = 0.0
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Time is the monotonic one: a new incarnation begins a new one, so nothing is measured across it."""
+    def add(self, event: dict[str, Any]) -> None:
+        """Add one event. Times are monotonic and restart with each incarnation, so nothing is measured across two."""
         now_s = event["m"] / NS
         match event["ev"]:
             case "open":
@@ -118,24 +119,24 @@ class _Books:
             case "reserve":
                 self._reserved[event["lease"]] = now_s
                 self._engines[event["worker"]] = None
-                self.most = max(self.most, len(self._engines))
+                self.max_engines = max(self.max_engines, len(self._engines))
             case "detach":
                 self._engines.pop(event["worker"], None)
             case "push":
                 self._push(event, now_s)
             case "occupy":
-                self._note(self.stages_s, self._pushed.pop(event["group"], None), now_s)
+                self._add(self.stages_s, self._pushed.pop(event["group"], None), now_s)
             case "publish":
                 self._published[event["lineage"], event["version"]] = now_s
             case "pull":
-                self._note(self.pull_s, self._published.get((event["lineage"], event["version"])), now_s)
+                self._add(self.pull_s, self._published.get((event["lineage"], event["version"])), now_s)
             case "claim":
                 self.streamed = True
             case "deliver":
                 self._delivered.setdefault(event["batch"], now_s)
             case "consume":
                 began_s = self._delivered.pop(event["batch"], None)
-                self._note(self.train_s, None if began_s is None else max(began_s, self._free_s), now_s)
+                self._add(self.train_s, None if began_s is None else max(began_s, self._free_s), now_s)
                 self._free_s = now_s
             case _:
                 pass
@@ -150,6 +151,6 @@ class _Books:
                 self.token_s.append((now_s - began_s) / tokens)
 
     @staticmethod
-    def _note(where: list[float], began_s: float | None, now_s: float) -> None:
+    def _add(where: list[float], began_s: float | None, now_s: float) -> None:
         if began_s is not None:
             where.append(now_s - began_s)

@@ -1,8 +1,8 @@
-"""Which bound, policy and size of fleet suit a workload: the simulator, searched.
+"""Search the simulator for the bound, policy and fleet size that suit a workload.
 
-Two rounds. First every ``max_staleness`` beside every way to keep the bound, briefly. Then what is on the front of that
-(nothing else is faster, fresher and less wasteful at once) with other admissions, redundancies and splits of the
-devices, at length. What is printed is the front of everything that was simulated at length.
+Two rounds. The first simulates every ``max_staleness`` with every way to keep the bound, briefly. The second simulates
+the Pareto front of the first (speed, freshness, waste) with other admissions, redundancies and splits of the devices,
+at length. The result is the front of everything that was simulated at length.
 """
 
 import subprocess
@@ -22,36 +22,36 @@ from staleflow.configs.loading.toml import dumps
 from staleflow.configs.schema import Config
 from staleflow.sim.compare import OWN
 
-SHORT, LONG = 24, 80
+SHORT_STEPS, LONG_STEPS = 24, 80
 """Steps of a simulation in the two rounds."""
 ADMISSIONS = ("fill", "just_in_time")
 REDUNDANCIES = (1.0, 1.25)
 
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A point of the search: overrides of the configuration, and what they came to."""
+    """A point of the search: overrides of the configuration, and the results of their simulation."""
 
     overrides: tuple[str, ...]
     steps_per_min: float
     of_limit: float
-    """Share of what the trainer could do, of the split at hand; 0 where its steps take no time."""
+    """Share of the trainer's limit under this split; 0 if its steps take no time."""
     staleness_mean: float
     staleness_max: int
     waste: float
-    """Share of the generated tokens that no step learned from: thrown away, or masked."""
+    """Share of the generated tokens that no step learned from: discarded or masked."""
     length_bias: float
 
     def beats(self, other: "Choice") -> bool:
-        """As fast, as fresh and as thrifty, and better in one of them."""
+        """Return whether this choice is as fast, fresh and thrifty as the other, and better in one of them."""
         mine, theirs = _measures(self), _measures(other)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
 def choice(overrides: Sequence[str], result: Mapping[str, Any]) -> Choice:
-    """What the summary of a simulation says about its overrides."""
+    """Return the choice that a simulation's summary describes."""
     return Choice(
         overrides=tuple(overrides),
         steps_per_min=result["steps_per_min"],
@@ -64,7 +64,7 @@ def choice(overrides: Sequence[str], result: Mapping[str, Any]) -> Choice:
 
 
 def front(choices: Sequence[Choice]) -> list[Choice]:
-    """Those that no other one beats, fastest first; of equals the first."""
+    """Return the choices that no other one beats, fastest first; of equal ones the first."""
     kept: dict[tuple[float, float, float], Choice] = {}
     for one in choices:
         if not any(other.beats(one) for other in choices):
@@ -72,35 +72,35 @@ def front(choices: Sequence[Choice]) -> list[Choice]:
     return sorted(kept.values(), key=lambda one: (-one.steps_per_min, one.staleness_mean, one.waste))
 
 
-def picks(found: Sequence[Choice]) -> dict[str, Choice]:
-    """Three of a front to choose from: the freshest, the fastest, and between them the knee, which is nearest to being
-    the fastest, the freshest and the thriftiest at once, each in shares of what the front spans."""
+def picks(choices: Sequence[Choice]) -> dict[str, Choice]:
+    """Return three choices of a front: the freshest, the fastest, and the knee between them, which is nearest to being
+    the fastest, freshest and thriftiest at once, each relative to the span of the front."""
     spans: list[tuple[float, float]] = [
-        (min(values), max(values)) for values in zip(*map(_measures, found), strict=True)
+        (min(values), max(values)) for values in zip(*map(_measures, choices), strict=True)
     ]
 
-    def away(one: Choice) -> float:
+    def distance(one: Choice) -> float:
         shares = [
             (value - low) / (high - low) for value, (low, high) in zip(_measures(one), spans, strict=True) if high > low
         ]
         return sum(share * share for share in shares)
 
-    freshest = min(found, key=lambda one: (one.staleness_mean, -one.steps_per_min))
+    freshest = min(choices, key=lambda one: (one.staleness_mean, -one.steps_per_min))
     return {
         "freshest": freshest,
-        "knee": min(found, key=away),
-        "fastest": max(found, key=lambda one: one.steps_per_min),
+        "knee": min(choices, key=distance),
+        "fastest": max(choices, key=lambda one: one.steps_per_min),
     }
 
 
 def _measures(one: Choice) -> tuple[float, float, float]:
-    """Each the better the smaller."""
+    """Return the measures of a choice; smaller is better."""
     return -one.steps_per_min, one.staleness_mean, one.waste
 
 
 def splits(config: Config, devices: int | None) -> list[tuple[str, ...]]:
-    """Ways to share ``devices`` out over engines and trainer ranks, one each, the configuration's own first; a step
-    takes as much shorter as it has more ranks. None: no other than its own."""
+    """Return the ways to split ``devices`` into engines and trainer ranks, one each, the configuration's own first. A
+    step's time is inversely proportional to its ranks. None: only the configuration's own split."""
     own = config.trainer.nproc
     if devices is None:
         return [()]
@@ -115,9 +115,9 @@ def splits(config: Config, devices: int | None) -> list[tuple[str, ...]]:
 
 
 def first_round(etas: Sequence[int], split: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Every bound and policy at every ``max_staleness``; at 0 all of them are synchronous."""
-    found = [(*split, "staleness.max_staleness=0", *OWN["wait"])] if 0 in etas else []
-    return found + [
+    """Return every bound and policy at every ``max_staleness``; at 0 all of them are synchronous."""
+    overrides = [(*split, "staleness.max_staleness=0", *OWN["wait"])] if 0 in etas else []
+    return overrides + [
         (*split, f"staleness.max_staleness={eta}", *policy) for eta in etas if eta for policy in OWN.values()
     ]
 
@@ -125,17 +125,17 @@ def first_round(etas: Sequence[int], split: tuple[str, ...]) -> list[tuple[str, 
 def second_round(
     chosen: Sequence[Choice], own: tuple[str, ...], others: Sequence[tuple[str, ...]]
 ) -> list[tuple[str, ...]]:
-    """What came out of the first round, with other admissions and redundancies, and with other splits than ``own``."""
-    found: list[tuple[str, ...]] = []
+    """Return the chosen ones with other admissions and redundancies, and with other splits than ``own``."""
+    overrides: list[tuple[str, ...]] = []
     for one in chosen:
         rest = one.overrides[len(own) :]
-        found += [
+        overrides += [
             (*own, *rest, f"coordination.admission={admission}", f"rollout.redundancy.groups={groups}")
             for admission in ADMISSIONS
             for groups in REDUNDANCIES
         ]
-        found += [(*split, *rest) for split in others]
-    return found
+        overrides += [(*split, *rest) for split in others]
+    return overrides
 
 
 def plan(
@@ -144,35 +144,42 @@ def plan(
     *,
     devices: int | None = None,
     jobs: int = 1,
-    told: Told = lambda done, of: None,
+    on_progress: OnProgress = lambda finished, total: None,
 ) -> Iterator[Choice]:
-    """Every choice that is simulated at length, as it comes, ``jobs`` at once; ``front`` of them all is the plan.
+    """Yield every choice that is simulated at length, as it finishes, ``jobs`` at once; the plan is the ``front`` of
+    them all.
 
-    One that stalls for good, or that the configuration's other keys forbid, is left out. ``told`` hears how many steps
-    were simulated, of how many; the second round is not known before the first is over, and guessed to be as long.
+    A choice that stalls, or that the configuration's other keys forbid, is skipped. ``on_progress`` receives the number
+    of simulated steps and the total; the second round is unknown until the first finishes, and estimated to be as long.
     """
     own, *others = splits(config, devices)
     with tempfile.TemporaryDirectory(prefix="staleflow-plan-") as place, ThreadPoolExecutor(jobs) as pool:
         file = Path(place) / "plan.toml"
         file.write_text(dumps(msgspec.to_builtins(config)))
         begin = first_round(etas, own)
-        first = SHORT * len(begin)
-        short = list(_all(pool, file, begin, SHORT, lambda done: told(done, 2 * first)))
+        first = SHORT_STEPS * len(begin)
+        short = list(_all(pool, file, begin, SHORT_STEPS, lambda finished: on_progress(finished, 2 * first)))
         then = second_round(front(short), own, others)
-        yield from _all(pool, file, then, LONG, lambda done: told(first + done, first + LONG * len(then)))
+        yield from _all(
+            pool, file, then, LONG_STEPS, lambda finished: on_progress(first + finished, first + LONG_STEPS * len(then))
+        )
 
 
 def _all(
-    pool: ThreadPoolExecutor, file: Path, todo: Sequence[tuple[str, ...]], steps: int, told: Callable[[int], None]
+    pool: ThreadPoolExecutor,
+    file: Path,
+    todo: Sequence[tuple[str, ...]],
+    steps: int,
+    on_progress: Callable[[int], None],
 ) -> Iterator[Choice]:
-    for done, one in enumerate(pool.map(_one, repeat(file), todo, repeat(steps)), start=1):
-        told(done * steps)
+    for finished, one in enumerate(pool.map(_one, repeat(file), todo, repeat(steps)), start=1):
+        on_progress(finished * steps)
         if one is not None:
             yield one
 
 
 def _one(file: Path, overrides: tuple[str, ...], steps: int) -> Choice | None:
-    """A process of its own for each: what it prints is all that comes back."""
+    """Simulate one choice in its own process; only its printed result comes back."""
     verb = [sys.executable, "-m", "staleflow.cli", "simulate", str(file), *overrides, "--steps", str(steps), "--json"]
-    done = subprocess.run(verb, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    return choice(overrides, msgspec.json.decode(done.stdout)) if done.returncode == 0 else None
+    process = subprocess.run(verb, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return choice(overrides, msgspec.json.decode(process.stdout)) if process.returncode == 0 else None

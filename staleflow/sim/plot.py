@@ -13,22 +13,22 @@ from staleflow.configs.loading.extras import install
 from staleflow.sim.page import page
 from staleflow.sim.result import EngineRow, Result
 
-LANES = 16
-"""Engines shown of a run."""
+MAX_LANES = 16
+"""Maximum number of engines shown of a run."""
 MOMENTS = 600
-"""Across a lane."""
+"""Resolution of a lane."""
 STEPS = 40
 """Steps of the fastest run that the lanes show."""
-OLDEST = 15
-"""Staleness from which on all is one column."""
+MAX_AGE = 15
+"""Staleness from which on all groups share one column."""
 OPTIONS: Any = {"svg.fonttype": "none", "svg.hashsalt": "staleflow", "font.size": 8, "axes.titlesize": 9}
 IDLE, BUSY, LOADING, TRAINING = (1.0, 1.0, 1.0), (0.12, 0.35, 0.65), (0.95, 0.55, 0.1), (0.2, 0.6, 0.3)
 
 
 def plot(results: Sequence[Result], bound: int, stem: Path) -> list[Path]:
-    """Write ``stem``.png, and ``stem``.html with the table too; it loads nothing from elsewhere.
+    """Write ``stem``.png, and ``stem``.html with the table too, which loads no external resources.
 
-    ``bound``: versions, marked in the picture. ``ConfigError`` without matplotlib.
+    ``bound`` is in versions and marked in the picture. Raises ``ConfigError`` without matplotlib.
     """
     try:
         import matplotlib
@@ -36,18 +36,18 @@ def plot(results: Sequence[Result], bound: int, stem: Path) -> list[Path]:
         raise ConfigError("plot", str(stem), f"it needs matplotlib: {install('plot')}") from error
     matplotlib.use("Agg")
     stem.parent.mkdir(parents=True, exist_ok=True)
-    image, made, vector = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.html"), io.StringIO()
+    image, html, vector = stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.html"), io.StringIO()
     with matplotlib.rc_context(OPTIONS):
         from matplotlib import pyplot
 
         figure = _figure(results, bound)
         figure.savefig(image, dpi=120)
-        figure.set_layout_engine("none")  # it has found its places; once more would be as slow again
+        figure.set_layout_engine("none")  # the layout is final; computing it again would be as slow as the first time
         figure.savefig(vector, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         pyplot.close(figure)
     text = vector.getvalue()
-    made.write_text(page(results, text[text.index("<svg") :]), encoding="utf-8")
-    return [image, made]
+    html.write_text(page(results, text[text.index("<svg") :]), encoding="utf-8")
+    return [image, html]
 
 
 def _figure(results: Sequence[Result], bound: int) -> Any:
@@ -72,7 +72,7 @@ def _figure(results: Sequence[Result], bound: int) -> Any:
 
 
 def _lengths(axis: Any, results: Sequence[Result]) -> None:
-    """What was drawn, and what each run trained of it that prefers some lengths."""
+    """Plot the drawn lengths, and the trained lengths of runs that prefer some lengths."""
     drawn = results[0].drawn
     if not drawn:
         return
@@ -88,8 +88,8 @@ def _lengths(axis: Any, results: Sequence[Result]) -> None:
 
 
 def _ages(axis: Any, results: Sequence[Result], bound: int) -> None:
-    """A row each run: share of trained groups at each staleness; a line at the bound."""
-    oldest = min(max([*(result.staleness_max for result in results), bound + 1]), OLDEST)
+    """Plot one row per run: share of trained groups at each staleness; a line at the bound."""
+    oldest = min(max([*(result.staleness_max for result in results), bound + 1]), MAX_AGE)
     shares = np.zeros((len(results), oldest + 1))
     for row, result in enumerate(results):
         for age, count in result.ages.items():
@@ -100,7 +100,7 @@ def _ages(axis: Any, results: Sequence[Result], bound: int) -> None:
             colour = "white" if share > 0.6 else "black"
             axis.text(age, row, _percent(share), ha="center", va="center", fontsize=6, color=colour)
     axis.axvline(bound + 0.5, color="tab:red", linewidth=1.5)
-    names = [str(age) for age in range(oldest)] + [f"{oldest}" if oldest < OLDEST else f"{oldest}+"]
+    names = [str(age) for age in range(oldest)] + [f"{oldest}" if oldest < MAX_AGE else f"{oldest}+"]
     axis.set(xticks=range(oldest + 1), xticklabels=names, yticks=range(len(results)))
     axis.set_yticklabels([result.name for result in results])
     axis.set(xlabel="versions", title=f"Staleness of trained groups in %; the bound is {bound}")
@@ -111,23 +111,23 @@ def _percent(share: float) -> str:
 
 
 def _window_s(results: Sequence[Result]) -> float:
-    """From the beginning: what every run has seen, but not too many steps."""
+    """Return the time from the start that every run covers, limited to ``STEPS`` steps."""
     steps_s = [result.seconds / len(result.steps) for result in results if result.steps]
     return min(*(result.seconds for result in results), STEPS * min(steps_s, default=1.0), float("inf")) or 1.0
 
 
 def _lanes(axis: Any, result: Result, window_s: float) -> None:
-    """One lane an engine, darker where more samples run; the trainer below."""
+    """Plot one lane per engine, darker where more samples run, and the trainer below."""
     edges = np.linspace(0, window_s, MOMENTS + 1)
-    shown = result.engines[:LANES]
+    shown = result.engines[:MAX_LANES]
     picture = np.ones((len(shown) + 1, MOMENTS, 3))
     most = max((count for engine in shown for _, count in engine.running), default=1) or 1
     for row, engine in enumerate(shown):
         share = _mean(engine.running, edges, min(engine.ended_s, window_s)) / most
         _paint(picture[row], BUSY, np.where(share > 0, 0.3 + 0.7 * share, 0))
         _paint(picture[row], LOADING, _loading(engine, edges))
-    begun = [(moment, count) for step in result.steps for moment, count in ((step.began_s, 1), (step.ended_s, 0))]
-    _paint(picture[-1], TRAINING, _mean(begun, edges, window_s))
+    busy = [(moment, count) for step in result.steps for moment, count in ((step.began_s, 1), (step.ended_s, 0))]
+    _paint(picture[-1], TRAINING, _mean(busy, edges, window_s))
     axis.imshow(picture, aspect="auto", interpolation="nearest", extent=(0, window_s, len(shown) + 1, 0))
     axis.axhline(len(shown), color="0.5", linewidth=0.5)
     every = max(1, len(shown) // 8)
@@ -140,7 +140,7 @@ def _lanes(axis: Any, result: Result, window_s: float) -> None:
 
 
 def _mean(changes: Sequence[tuple[float, int]], edges: Any, until_s: float) -> Any:
-    """Mean count between two edges, of what changes to a count at each moment and is over at ``until_s``."""
+    """Return the mean count between each two edges, of a count that changes at each moment and ends at ``until_s``."""
     counted = [(moment, count) for moment, count in changes if moment < until_s]
     moments = np.array([0.0, *(moment for moment, _ in counted), until_s])
     counts = np.array([0.0, *(count for _, count in counted)])
@@ -149,7 +149,7 @@ def _mean(changes: Sequence[tuple[float, int]], edges: Any, until_s: float) -> A
 
 
 def _loading(engine: EngineRow, edges: Any) -> Any:
-    """1 where it takes weights, at least one moment each time."""
+    """Return 1 where the engine loads weights, for at least one moment per load."""
     shown = np.zeros(len(edges) - 1)
     for begin_s, end_s, _ in engine.loads:
         if begin_s < edges[-1]:

@@ -1,4 +1,4 @@
-"""One trajectory on a simulated engine: how long it will be, how much is written, by which versions."""
+"""One trajectory on a simulated engine: its final length, the tokens written so far, and their versions."""
 
 from enum import Enum
 
@@ -6,10 +6,10 @@ from staleflow.protocols.consistency.ids import Lineage, Segment, Version
 
 
 class Place(Enum):
-    """Where a sample is."""
+    """Location of a sample."""
 
     OUT = "out"
-    """At no engine: not begun, over, or on its way to another one."""
+    """At no engine: not started, finished, or on its way to another one."""
     WAITING = "waiting"
     RUNNING = "running"
     AWAY = "away"
@@ -17,19 +17,20 @@ class Place(Enum):
 
 
 class Fate(Enum):
-    """Why a sample leaves its engine."""
+    """Reason for which a sample leaves its engine."""
 
     DONE = "done"
     INTERRUPTED = "interrupted"
-    """It is over with the tokens that it has."""
+    """It ends with the tokens that it has."""
     WITHDRAWN = "withdrawn"
-    """It goes on at another engine."""
+    """It continues at another engine."""
     ABORTED = "aborted"
-    """Nobody wants it."""
+    """It is discarded."""
 
 
 class Sample:
-    """``turns``: tokens that the model writes in each turn; ``tools``: seconds at a tool after each but the last."""
+    """One sample. ``turns``: tokens that the model writes in each turn; ``tools``: seconds at a tool after each but the
+    last."""
 
     __slots__ = (
         "end",
@@ -54,37 +55,37 @@ class Sample:
         self.turns = turns
         self.tools = tools
         self.length = sum(turns)
-        """Tokens that it will have."""
+        """Final number of tokens."""
         self.place = Place.OUT
         self.fate = Fate.DONE
-        """What it will leave for, as things stand."""
+        """Reason for which it will leave its engine, as currently planned."""
         self.turn = 0
         self.turn_end = turns[0]
-        """Tokens at which this turn ends."""
+        """Number of tokens at which this turn ends."""
         self.written = 0
-        """Tokens up to ``start``."""
+        """Tokens written up to ``start``."""
         self.segments: list[Segment] = []
         self.start = 0
-        """The engine's step at which it joined."""
+        """Step of the engine at which it joined."""
         self.end = 0
-        """The engine's step at which it leaves."""
+        """Step of the engine at which it leaves."""
         self.ticket = 0
-        """Rises with each change of place; what was planned for an older one is void."""
+        """Increases with each change of place; plans made for an older ticket are void."""
 
     @property
     def truncated(self) -> bool:
-        """Whether an interrupt cut it short."""
+        """True if an interrupt cut it short."""
         return self.fate is Fate.INTERRUPTED and self.written < self.length
 
     def next_turn(self) -> float:
-        """Begin another turn; seconds that the tool takes before it."""
+        """Start another turn; return the seconds that the tool takes before it."""
         seconds = self.tools[self.turn] if self.turn < len(self.tools) else 0.0
         self.turn += 1
         self.turn_end += self.turns[self.turn]
         return seconds
 
     def add(self, lineage: Lineage, version: Version, tokens: int) -> None:
-        """So many more tokens, of one version."""
+        """Append ``tokens`` tokens of one version."""
         if tokens <= 0:
             return
         self.written += tokens
@@ -94,7 +95,7 @@ class Sample:
 
 
 def segments_of(samples: list[Sample]) -> list[Segment]:
-    """Tokens of all samples by version, ascending."""
+    """Return the tokens of all samples by version, ascending."""
     tokens: dict[tuple[Lineage, Version], int] = {}
     for sample in samples:
         for lineage, version, count in sample.segments:

@@ -1,4 +1,5 @@
-"""A simulated trajectory server and its reward workers: registers what is pushed, and lets it train a little later."""
+"""A simulated trajectory server and its reward workers: registers pushed groups, and occupies them after the reward
+time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,13 +38,13 @@ from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
 from staleflow.sim.workload import Workload
 
-RETRY_S = 1.0
+RETRY_INTERVAL_S = 1.0
 DESCRIBE_S = 0.02
 """Time to describe a chunk of prompts."""
 
 
 class SimShard:
-    """One shard; ``taken`` gets the samples of each group that it took."""
+    """One shard; ``pushed`` receives the samples of each group that it accepted."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class SimShard:
         reward_s: float,
         describes: bool,
         samples: Sequence[Sample],
-        taken: dict[LeaseId, list[Sample]],
+        pushed: dict[LeaseId, list[Sample]],
     ) -> None:
         self.worker = WorkerId(f"trajectories-{shard}")
         self._shard = shard
@@ -64,13 +65,13 @@ class SimShard:
         self._ask = ask
         self._reward_s = reward_s
         self._describes = describes
-        self._taken = taken
+        self._pushed_samples = pushed
         self._samples = samples
         self._partials: dict[LeaseId, tuple[PartialFrames, list[memoryview]]] = {}
-        """Samples that were begun under a lease and go on under another one."""
+        """Samples that started under a lease and continue under another one."""
 
     def attach(self) -> None:
-        """Join the run with the prompts."""
+        """Attach to the run with the prompts."""
         self._ask(
             Attach(
                 worker=self.worker,
@@ -85,18 +86,18 @@ class SimShard:
         )
 
     def _describe(self, rows: list[int]) -> None:
-        """What is known of the lengths of these prompts is their first feature; the others are 0."""
+        """Send features of prompts: the first is the known part of their lengths; the others are 0."""
         features = np.zeros((len(rows), FEATURES), np.float16)
         features[:, 0] = [self._workload.deviate(row) for row in rows]
         specs, frames = specs_and_frames({"features": features} if rows else {})
-        self._ask(PromptFeatures(shard=self._shard, rows=rows, frames=specs), self._asked, frames)
+        self._ask(PromptFeatures(shard=self._shard, rows=rows, frames=specs), self._on_features_reply, frames)
 
-    def _asked(self, reply: Reply) -> None:
+    def _on_features_reply(self, reply: Reply) -> None:
         if isinstance(reply, PromptFeaturesReply):
             self._timeline.after(DESCRIBE_S, lambda: self._describe(reply.rows))
 
     def on_call(self, call: Call) -> None:
-        """Serve a worker."""
+        """Serve a request of a worker."""
         match call.body:
             case GetRows():
                 self._rows(call, call.body)
@@ -110,9 +111,9 @@ class SimShard:
             case _:
                 call.refuse(Code.DENIED, f"no simulated shard serves {type(call.body).__name__}")
 
-    def _rows(self, call: Call, asked: GetRows) -> None:
-        rows: list[dict[str, Any]] = [{"prompt": ""}] * len(asked.groups)
-        left = [self._partials.pop(lease, None) for lease in asked.partials]
+    def _rows(self, call: Call, request: GetRows) -> None:
+        rows: list[dict[str, Any]] = [{"prompt": ""}] * len(request.groups)
+        left = [self._partials.pop(lease, None) for lease in request.partials]
         frames = [frame for one in left if one is not None for frame in one[1]]
         call.reply(Rows(rows=rows, partials=[None if one is None else one[0] for one in left]), frames)
 
@@ -149,7 +150,7 @@ class SimShard:
     ) -> None:
         for item, result in zip(pushed.items, results, strict=True):
             if result.code is None:
-                self._taken[item.lease] = samples[item.lease]
+                self._pushed_samples[item.lease] = samples[item.lease]
                 self._timeline.after(self._reward_s, self._rewarded, item.group, item.lease)
         call.reply(Results(results=results))
 
@@ -164,6 +165,6 @@ class SimShard:
             if isinstance(reply, Results) and all(result.code is not Code.BUSY for result in reply.results):
                 settled(reply.results)
             else:
-                self._timeline.after(RETRY_S, self._operate, ops, settled)
+                self._timeline.after(RETRY_INTERVAL_S, self._operate, ops, settled)
 
         self._ask(Operations(ops=ops), answered)

@@ -1,4 +1,4 @@
-"""``simulate``: a configuration in, a ``Result`` out, and always an audited trace in between."""
+"""``simulate``: run a configuration and return a ``Result``, with an audited trace in between."""
 
 import tempfile
 from collections import Counter
@@ -22,7 +22,7 @@ def simulate(
 ) -> Result:
     """Run ``config`` in virtual time: all of its train steps, or ``steps``, and at most ``seconds``.
 
-    The trace is written to ``run_dir``, which must have none yet, or is thrown away after its audit.
+    The trace is written to ``run_dir``, which must not have one yet, or is deleted after its audit.
     """
     if steps is not None:
         config = msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, steps=steps))
@@ -57,7 +57,7 @@ def _result(world: World, report: AuditReport) -> Result:
     generated = sum(engine.generated for engine in engines)
     drawn, of_drawn, lengths = _lengths(world)
     alive_s = sum(engine.ended_s - engine.began_s for engine in engines)
-    discarded = world.discarded + world.book.thrown_away(world.taken, world.released)
+    discarded = world.discarded + world.book.discarded_tokens(world.pushed, world.released)
     groups = sum(len(row.batch.members) for row in trained)
     ages = sum(row.staleness_mean * len(of.batch.members) for row, of in zip(rows, trained, strict=True))
     tokens = sum(row.tokens for row in rows)
@@ -92,7 +92,7 @@ def _step(row: Trained, world: World, of_age: Counter[int]) -> StepRow:
     ages: list[int] = []
     tokens = masked = 0
     for member in batch.members:
-        segments = [segment for sample in world.taken[member.lease] for segment in sample.segments]
+        segments = [segment for sample in world.pushed[member.lease] for segment in sample.segments]
         fresh = [segment for segment in segments if segment.version >= batch.mask_below]
         ages += [batch.step - min(segment.version for segment in fresh)] if fresh else []
         written = sum(segment.tokens for segment in segments)
@@ -112,20 +112,20 @@ def _step(row: Trained, world: World, of_age: Counter[int]) -> StepRow:
 
 
 def _lengths(world: World) -> tuple[list[int], list[int], list[int]]:
-    """Lengths drawn, lengths trained of these, and all lengths trained.
+    """Return the lengths drawn, the lengths trained of these, and all lengths trained.
 
-    Drawn are those of the groups that were begun so early that the bound has decided about them by the end of the run:
-    what is still under way then would be too long on average.
+    The drawn lengths are those of groups that started early enough for the bound to decide about them by the end of the
+    run: groups still in progress at the end are too long on average.
     """
     trained = [
-        sample for row in world.trainer.trained for member in row.batch.members for sample in world.taken[member.lease]
+        sample for row in world.trainer.trained for member in row.batch.members for sample in world.pushed[member.lease]
     ]
-    known = set(trained)
+    trained_set = set(trained)
     decided = len(world.trainer.trained) - world.config.staleness.max_staleness
     drawn: list[int] = []
     of_drawn: list[int] = []
-    for group in world.book.begun():
+    for group in world.book.started():
         if group.version < decided:
             drawn += [sample.length for sample in group.samples]
-            of_drawn += [sample.written for sample in group.samples if sample in known]
+            of_drawn += [sample.written for sample in group.samples if sample in trained_set]
     return drawn, of_drawn, [sample.written for sample in trained]

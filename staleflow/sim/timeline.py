@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, in order of time, and in order of asking where times are equal."""
+"""Virtual time: run events in order of time, and in order of scheduling where times are equal."""
 
 from collections import deque
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from heapq import heappop, heappush
 from typing import Any
 
 _BEGIN_NS = 1_000_000_000_000
-"""Monotonic time at second 0: servers take 0 for "never"."""
+"""Monotonic time at second 0; not 0, because servers use 0 for "never"."""
 
 
 class Timeline:
-    """A ``Clock`` that stands still until everything of an instant has happened."""
+    """A ``Clock`` that advances only after all events of an instant have run."""
 
     def __init__(self, begin_s: float = 0.0) -> None:
         self.now_s = begin_s
@@ -27,40 +27,40 @@ class Timeline:
     def unix_ns(self) -> int:
         return self.now_ns()
 
-    def soon(self, happening: Callable[..., object], *args: Any) -> None:
-        """At this instant, after what is already to happen at it."""
-        self._soon.append((happening, args))
+    def soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Schedule at this instant, after the events already scheduled for it."""
+        self._soon.append((callback, args))
 
-    def at(self, time_s: float, happening: Callable[..., object], *args: Any) -> None:
-        """At ``time_s``, or at this instant when that is over."""
-        self._order += 1
-        heappush(self._later, (max(time_s, self.now_s), self._order, happening, args))
+    def at(self, time_s: float, callback: Callable[..., object], *args: Any) -> None:
+        """Schedule at ``time_s``, or at this instant if that has passed."""
+        self._order += 1  # breaks ties, so that equal times run in order of scheduling in every run
+        heappush(self._later, (max(time_s, self.now_s), self._order, callback, args))
 
-    def after(self, delay_s: float, happening: Callable[..., object], *args: Any) -> None:
-        """``delay_s`` seconds from now."""
-        self.at(self.now_s + delay_s, happening, *args)
+    def after(self, delay_s: float, callback: Callable[..., object], *args: Any) -> None:
+        """Schedule ``delay_s`` seconds from now."""
+        self.at(self.now_s + delay_s, callback, *args)
 
     def run(self, until: Callable[[], bool], settle: Callable[[], bool] = lambda: False) -> bool:
-        """Let things happen until ``until()``; False when nothing is left to happen before that.
+        """Run events until ``until()``; return False if no event is left before that.
 
-        ``until`` is called when nothing is left to happen soon. Before time advances ``settle()`` is called, again and
-        again while it returns True because it did something.
+        ``until`` is called when no event of ``soon`` is left. Before time advances ``settle()`` is called repeatedly
+        while it returns True, which means that it did something.
         """
         soon, later = self._soon, self._later
         while True:
             if soon:
-                happening, args = soon.popleft()
-                happening(*args)
+                callback, args = soon.popleft()
+                callback(*args)
             elif until():
                 return True
             elif later and later[0][0] <= self.now_s:
-                _, _, happening, args = heappop(later)
-                happening(*args)
+                _, _, callback, args = heappop(later)
+                callback(*args)
             elif settle():
                 continue
             elif later:
-                self.now_s, _, happening, args = heappop(later)
-                happening(*args)
+                self.now_s, _, callback, args = heappop(later)
+                callback(*args)
             else:
                 return False
         return True

@@ -1,6 +1,6 @@
-"""A simulated trainer: takes each batch, works for a while, publishes; asks for the next batch meanwhile.
+"""A simulated trainer: gets each batch, works for a while, publishes; requests the next batch meanwhile.
 
-One that streams takes groups of the batch as they come, and works on each for its share of the step.
+A streaming trainer gets groups of the batch as they come, and works on each for its share of the step.
 """
 
 from collections import deque
@@ -29,8 +29,8 @@ from staleflow.protocols.wire.messages import (
 from staleflow.sim.asking import Ask, Stalled, sha_of
 from staleflow.sim.timeline import Timeline
 
-WAIT_MS = 60_000
-BYTES = 1
+WAIT_TIMEOUT_MS = 60_000
+VERSION_BYTES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,10 @@ class Trained:
 
     step: Step
     delivered_s: float
-    """Its batch arrived."""
+    """Time at which its batch arrived."""
     began_s: float
     ended_s: float
-    """Its version was published."""
+    """Time at which its version was published."""
     batch: Batch
 
 
@@ -51,14 +51,15 @@ class _Work(NamedTuple):
 
     groups: int
     batch: Batch | None
-    """With the last ones."""
+    """Set with the last groups of the batch."""
     came_s: float
 
 
 class SimTrainer:
-    """Trains ``steps`` steps of ``train_s`` seconds each, then tells the run that it is over.
+    """Trains ``steps`` steps of ``train_s`` seconds each, then reports to the scheduler that training is finished.
 
-    ``ahead``: a version is published when its step begins. ``stream_groups``: groups taken at once; 0: whole batches.
+    ``ahead`` publishes a version when its step begins. ``stream_groups`` is the number of groups taken at once; 0:
+    whole batches.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SimTrainer:
         self.worker = WorkerId("trainer")
         self.trained: list[Trained] = []
         self.began_s = 0.0
-        """When version 0 was out."""
+        """Time at which version 0 was published."""
         self._timeline = timeline
         self._ask = ask
         self._steps = steps
@@ -88,29 +89,29 @@ class SimTrainer:
         self._term = TrainerTerm(0)
         self._lineage = Lineage(0)
         self._step = Step(0)
-        """Whose groups come next."""
-        self._held: list[LeaseId] = []
-        """Of that step."""
+        """The step whose groups are requested next."""
+        self._received: list[LeaseId] = []
+        """Leases already received of that step."""
         self._asking = False
         self._waiting: deque[_Work] = deque()
         self._working = False
         self._began_s: float | None = None
-        """When the step under way began."""
+        """Time at which the current step began."""
         self._stopped = False
 
     @property
     def done(self) -> bool:
-        """Whether the last step is trained, or will never be."""
+        """True if the last step is trained, or will never be."""
         return self._stopped or len(self.trained) >= self._steps
 
     def stop(self) -> None:
-        """Train no more: the run is over."""
+        """Stop training: the run is over."""
         if not self.done:
             self._stopped = True
             self._ask(Finished(trainer_term=self._term))
 
     def attach(self) -> None:
-        """Join the run and publish version 0."""
+        """Attach to the run and publish version 0."""
         self._ask(Attach(worker=self.worker, name="trainer", role="trainer"))
         self._ask(Join(trainer=self.worker, lineage=Lineage(0), version=Version(0)), self._joined)
 
@@ -124,32 +125,36 @@ class SimTrainer:
         self._feed()
 
     def _feed(self) -> None:
-        """Ask for what comes after what is there: whole batches one ahead, pieces of them two."""
+        """Request the next groups: whole batches one ahead, pieces of them two."""
         if self._asking or self._step >= self._steps or len(self._waiting) >= (2 if self._stream_groups else 1):
             return
         self._asking = True
         if self._stream_groups:
             ask: GetBatch | GetClaims = GetClaims(
-                trainer_term=self._term, step=self._step, held=self._held, count=self._stream_groups, wait_ms=WAIT_MS
+                trainer_term=self._term,
+                step=self._step,
+                held=self._received,
+                count=self._stream_groups,
+                wait_ms=WAIT_TIMEOUT_MS,
             )
         else:
-            ask = GetBatch(trainer_term=self._term, step=self._step, wait_ms=WAIT_MS)
-        self._ask(ask, self._came)
+            ask = GetBatch(trainer_term=self._term, step=self._step, wait_ms=WAIT_TIMEOUT_MS)
+        self._ask(ask, self._on_groups)
 
-    def _came(self, reply: Reply) -> None:
+    def _on_groups(self, reply: Reply) -> None:
         self._asking = False
         match reply:
             case Claims():
-                self._held = [*self._held, *(member.lease for member in reply.members)]
+                self._received = [*self._received, *(member.lease for member in reply.members)]
                 self._waiting.append(_Work(len(reply.members), None, self._timeline.now_s))
             case Batch():
-                self._waiting.append(_Work(len(reply.members) - len(self._held), reply, self._timeline.now_s))
-                self._step, self._held = Step(self._step + 1), []
+                self._waiting.append(_Work(len(reply.members) - len(self._received), reply, self._timeline.now_s))
+                self._step, self._received = Step(self._step + 1), []
             case _ if self._stopped:
                 return
             case _:
                 assert isinstance(reply, Refusal), reply
-                if reply.code is Code.DENIED:  # the scheduler has given the run up
+                if reply.code is Code.DENIED:  # the scheduler has given up the run
                     raise Stalled(reply.detail)
                 assert reply.code is Code.BUSY, reply
                 return self._feed()
@@ -158,7 +163,7 @@ class SimTrainer:
         return self._work()
 
     def _work(self) -> None:
-        """Begin with the groups that are there, unless others are being trained; ask for those after them."""
+        """Train the waiting groups unless others are being trained; request the next ones."""
         if self._working or not self._waiting:
             return
         work = self._waiting.popleft()
@@ -169,11 +174,15 @@ class SimTrainer:
         if batch is None:
             self._timeline.after(train_s, self._trained_some)
         elif self._ahead:
-            over_s = began_s + train_s
-            self._over(batch, lambda: self._timeline.at(over_s, lambda: self._trained(batch, work.came_s, began_s)))
+            end_s = began_s + train_s
+            self._finish_step(
+                batch, lambda: self._timeline.at(end_s, lambda: self._trained(batch, work.came_s, began_s))
+            )
             return
         else:
-            self._timeline.after(train_s, lambda: self._over(batch, lambda: self._trained(batch, work.came_s, began_s)))
+            self._timeline.after(
+                train_s, lambda: self._finish_step(batch, lambda: self._trained(batch, work.came_s, began_s))
+            )
         self._feed()
 
     def _trained_some(self) -> None:
@@ -181,8 +190,8 @@ class SimTrainer:
             self._working = False
             self._work()
 
-    def _over(self, batch: Batch, published: Callable[[], None]) -> None:
-        """Publish what a batch made of the weights."""
+    def _finish_step(self, batch: Batch, published: Callable[[], None]) -> None:
+        """Publish the weights after a batch."""
         if not self._stopped:
             self._publish(Version(batch.step + 1), batch.batch, published)
 
@@ -209,7 +218,7 @@ class SimTrainer:
             self._work()
 
     def _before_s(self) -> float:
-        """When the trainer was last free before the step trained last."""
+        """Return the time at which the trainer became free before the last trained step."""
         return self.trained[-2].ended_s if len(self.trained) > 1 else self.began_s
 
     def _publish(self, version: Version, batch: BatchId | None, published: Callable[[], None]) -> None:
@@ -219,7 +228,7 @@ class SimTrainer:
             version=version,
             batch=batch,
             sha=sha_of(self._lineage, version),
-            nbytes=BYTES,
+            nbytes=VERSION_BYTES,
         )
 
         def answered(reply: Reply) -> None:

@@ -1,9 +1,9 @@
-"""Processes in virtual time: each has an asyncio loop of its own, and one conductor turns them in a fixed order.
+"""Processes in virtual time: each has its own asyncio loop, and one conductor runs them in a fixed order.
 
 - ``loop.time()`` is the virtual clock; it stands still while anything can run. Threads run at once, in order.
-- ``kill`` is ``kill -9``: no line of the process runs again, no ``finally`` of it either. What it was about to do is
-  kept until ``Conductor.close``, so that no garbage collector does it.
-- A stopped process keeps its place: what falls due meanwhile happens, late, when it goes on.
+- ``kill`` is ``kill -9``: no line of the process runs again, not even a ``finally``. Its pending work is kept until
+  ``Conductor.close``, so that no garbage collector runs it.
+- A stopped process keeps its place: events that fall due meanwhile run late, when it continues.
 """
 
 import asyncio
@@ -17,29 +17,29 @@ from typing import Any, Final
 from staleflow.sim.timeline import Timeline
 
 BEGIN_S: Final = 1_000.0
-"""Monotonic time at the start: servers take 0 for "never"."""
+"""Monotonic time at the start; not 0, because servers use 0 for "never"."""
 
 
 class Killed(KeyboardInterrupt):
-    """Unwinds a process that was killed in the middle of a call; asyncio lets this kind of exception through."""
+    """Unwinds a process that was killed in the middle of a call; asyncio does not swallow this kind of exception."""
 
 
 class Process:
-    """What runs under one name until it ends or is killed."""
+    """Code that runs under one name until it ends or is killed."""
 
     def __init__(self, conductor: "Conductor", name: str) -> None:
         self.name = name
         self.alive = True
         self.stopped = False
         self.busy_until_s = 0.0
-        """What it says before then leaves then: it waits for its disk."""
-        self.heard_until_s = 0.0
-        """When the last message that it sent arrives."""
+        """Messages sent before this time leave at this time: the process waits for its disk."""
+        self.last_arrival_s = 0.0
+        """Time at which the last message that it sent arrives."""
         self.error: BaseException | None = None
-        """What ended it, if that was an error of its own."""
+        """The error that ended it, if it was one of its own."""
         self.on_end: list[Callable[[], None]] = []
-        self.on_burial: list[Callable[[], None]] = []
-        """What lets go of its threads, when nobody looks any more."""
+        self.on_close: list[Callable[[], None]] = []
+        """Callbacks that release its threads when the simulation is closed."""
         self.loop = SimLoop(conductor, self)
         self.main: asyncio.Task[Any] | None = None
 
@@ -49,14 +49,14 @@ class Process:
 
 
 def current() -> Process:
-    """Whose code runs."""
+    """Return the process whose code is running."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SimLoop)
     return loop.process
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task whose place in a set is the same in every run."""
+    """A task with the same hash in every run, so that sets of tasks iterate in the same order."""
 
     def __init__(self, number: int, coroutine: Coroutine[Any, Any, Any], **options: Any) -> None:
         self._number = number
@@ -76,7 +76,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.ready: deque[asyncio.Handle] = deque()
         self.tasks: dict[SimTask, None] = {}
         self._number = 0
-        factory: Any = self._task  # coroutines are all there is here
+        factory: Any = self._task  # only coroutines become tasks here
         self.set_task_factory(factory)
 
     def _task(self, _: Any, coroutine: Coroutine[Any, Any, Any], **options: Any) -> SimTask:
@@ -89,7 +89,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.conductor.now_s
 
-    # The signatures of the base class say more than a loop whose every callback is taken as it is needs to know.
+    # The signatures of the base class have parameters that this loop does not need.
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -116,7 +116,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays in the conductor's queue, where it does nothing."""
+        """Leave the handle in the conductor's queue, where it does nothing."""
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
@@ -129,7 +129,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return done
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error in a callback ends the process, as ``process.daemon`` has it."""
+        """End the process at an error in a callback, as ``process.daemon`` does."""
         error = context.get("exception")
         if isinstance(error, Exception) and self.process.alive:
             self.conductor.fail(self.process, error)
@@ -143,7 +143,7 @@ class SimLoop(asyncio.BaseEventLoop):
 
 
 class Conductor(Timeline):
-    """Time, and whose turn it is."""
+    """Virtual time, and the order of the processes."""
 
     def __init__(self, begin_s: float = BEGIN_S) -> None:
         super().__init__(begin_s)
@@ -169,17 +169,17 @@ class Conductor(Timeline):
         self.kill(process)
 
     def fail(self, process: Process, error: BaseException) -> None:
-        """The process ends with an error of its own."""
+        """End the process with an error of its own."""
         process.error = process.error or error
         self.kill(process)
 
     def kill(self, process: Process) -> None:
-        """``kill -9``; no effect on what has ended."""
+        """``kill -9``; no effect on a process that has ended."""
         if process.alive:
             process.alive = False
             process.loop.ready.clear()
-            for told in process.on_end:
-                told()
+            for callback in process.on_end:
+                callback()
 
     def alive(self) -> list[Process]:
         """Return the processes that have not ended, oldest first."""
@@ -189,20 +189,20 @@ class Conductor(Timeline):
         """``SIGSTOP``."""
         process.stopped = True
 
-    def go_on(self, process: Process) -> None:
+    def resume(self, process: Process) -> None:
         """``SIGCONT``."""
         process.stopped = False
         if process.loop.ready:
             self.wake(process.loop)
 
     def wake(self, loop: SimLoop) -> None:
-        """The loop has something to do."""
+        """Schedule a turn of a loop that has something to do."""
         if id(loop) not in self._waiting:
             self._waiting.add(id(loop))
             self.soon(self._turn, loop)
 
     def _turn(self, loop: SimLoop) -> None:
-        """Run what is ready in one process; what becomes ready meanwhile waits for its next turn."""
+        """Run the ready handles of one process; handles that become ready meanwhile wait for its next turn."""
         self._waiting.discard(id(loop))
         process, ready = loop.process, loop.ready
         if not process.runs:
@@ -224,17 +224,17 @@ class Conductor(Timeline):
             self.wake(loop)
 
     def close(self) -> None:
-        """Bury everybody: whatever is pending in any process is thrown away."""
+        """Discard everything that is pending in any process."""
         for process in self._all:
             process.alive = False
             loop = process.loop
             loop.ready.clear()
             events._set_running_loop(loop)
             try:
-                for bury in process.on_burial:
-                    bury()
+                for callback in process.on_close:
+                    callback()
                 for task in list(loop.tasks):
-                    _bury(task)
+                    _discard(task)
             finally:
                 events._set_running_loop(None)
             loop.tasks.clear()
@@ -243,7 +243,7 @@ class Conductor(Timeline):
         self._soon.clear()
 
 
-def _bury(task: SimTask) -> None:
+def _discard(task: SimTask) -> None:
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     coroutine: Any = task.get_coro()
     for _ in range(10):  # a ``finally`` that awaits refuses to end the first time

@@ -8,13 +8,13 @@ from staleflow.sim.sample import Sample
 
 
 class Workload:
-    """Makes samples; knows what a group costs before it is written."""
+    """Creates samples, and knows the cost of a group before it is written."""
 
     def __init__(self, config: Config) -> None:
         rollout, simulation = config.rollout, config.simulation
         self.group_size = rollout.group_size
         self.started = math.ceil(rollout.group_size * rollout.redundancy.samples)
-        """Samples begun a group; those beyond ``group_size`` are thrown away."""
+        """Samples started per group; those beyond ``group_size`` are discarded."""
         self.rows = simulation.rows
         self._seed = config.seed
         self._simulation = simulation
@@ -22,7 +22,8 @@ class Workload:
         self._longest = rollout.max_new_tokens
 
     def samples(self, group: int, draw: int) -> list[Sample]:
-        """Those of a group; another ``draw`` (its lease, say) writes other trajectories to the same prompt."""
+        """Return the samples of a group; another ``draw`` (such as its lease) gives other trajectories of the same
+        prompt."""
         prompt = group % self.rows
         return [self._sample(prompt, mixed(self._seed, group, draw, place), place) for place in range(self.started)]
 
@@ -36,14 +37,14 @@ class Workload:
         return Sample(place, simulation.prompt_tokens, written, tools)
 
     def filtered(self, group: int, draw: int) -> bool:
-        """Whether the filter releases the group after its reward."""
+        """Return whether the filter releases the group after its reward."""
         part = self._simulation.filter_share
         return bool(part) and share(self._seed + 2, group, draw) < part
 
     def expected(self, group: int) -> float:
-        """Tokens of a sample of the group, as far as they can be known beforehand."""
+        """Return the expected tokens of a sample of the group, as far as they can be known beforehand."""
         return self._lengths.expected(group % self.rows, self._longest)
 
     def deviate(self, group: int) -> float:
-        """What can be known of a group's lengths beforehand, as a standard normal deviate."""
+        """Return the predictable part of a group's lengths, as a standard normal deviate."""
         return self._lengths.deviate(group % self.rows)

@@ -1,7 +1,7 @@
 """A whole run in virtual time: the shipped scheduler and rollout workers, simulated engines, shards and trainer.
 
-Everybody sends the real messages to the real ``Service``; only sockets, tokens and clock are not real. Messages that
-come at one instant are one drain of the service, as they are one drain of its socket.
+All processes send the real messages to the real ``Service``; only sockets, tokens and clock are simulated. Messages
+that arrive at one instant are one drain of the service, as they are one drain of its socket.
 """
 
 from functools import partial
@@ -30,12 +30,12 @@ from staleflow.sim.virtual import Conductor
 from staleflow.sim.workload import Workload
 from staleflow.store.memory import MemoryStore
 
-TICK_S = 1.0
-GONE_S = TransportLimits().silence_s
+TICK_INTERVAL_S = 1.0
+SILENCE_S = TransportLimits().silence_s
 
 
 class World:
-    """Everybody of one run."""
+    """All processes of one run."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config = config
@@ -46,18 +46,18 @@ class World:
         """Every worker that ever lived, in order."""
         self.book = Book(self.workload)
         recipe = SimRecipe.with_book(config, self.book)
-        self.taken: dict[LeaseId, list[Sample]] = {}
-        """The samples of every group that a shard took."""
+        self.pushed: dict[LeaseId, list[Sample]] = {}
+        """The samples of every group that a shard accepted."""
         self.released: set[LeaseId] = set()
         """Leases that ended without a push."""
         self.discarded = 0
-        """Tokens that were pushed and then given up, but for those filtered."""
+        """Tokens that were pushed and then discarded, except filtered ones."""
         self.filtered = 0
-        """Tokens that the filter gave up."""
-        self._now: dict[int, SimInstance] = {}
-        """Who works as engine number so and so."""
+        """Tokens that the filter discarded."""
+        self._current: dict[int, SimInstance] = {}
+        """The current worker of each engine number."""
         self._progress, self._progress_s = (0, 0), 0.0
-        self._patience_s = patience_s(config)
+        self._stall_timeout_s = stall_timeout_s(config)
         self._service, self._interpreter = open_service(
             config,
             run_dir,
@@ -81,7 +81,7 @@ class World:
                 reward_s=simulation.reward_s,
                 describes=config.coordination.ranker == "learned",
                 samples=self.book.samples,
-                taken=self.taken,
+                pushed=self.pushed,
             )
             for shard in range(config.trajectories.shards)
         ]
@@ -109,7 +109,7 @@ class World:
         self.fleet = fleet(config)
 
     def run(self, seconds: float | None = None) -> None:
-        """From the first to the last line of the trace; the trainer stops after ``seconds``."""
+        """Run from the first to the last line of the trace; the trainer stops after ``seconds``."""
         late = {event.engine for event in self.config.simulation.events if event.what == "join"}
         for shard in self._shards:
             shard.attach()
@@ -121,7 +121,7 @@ class World:
                 self._join(number)
         self.timeline.at(0.0, self.trainer.attach)  # the engines attach first, at the same instant
         for event in self.config.simulation.events:
-            self.timeline.at(event.at_s, partial(self._happens, event))
+            self.timeline.at(event.at_s, partial(self._apply_event, event))
         if seconds is not None:
             self.timeline.at(seconds, self.trainer.stop)
         self._tick()
@@ -130,34 +130,34 @@ class World:
             raise self._failures[0]
 
     def close(self) -> None:
-        """End what is left of the workers and close the trace."""
+        """End the remaining workers and close the trace."""
         self.timeline.close()
         self._interpreter.trace.close()
 
     def _settle(self) -> bool:
-        if not self._endpoint.asked:
+        if not self._endpoint.requested:
             return False
-        self._endpoint.asked = False
+        self._endpoint.requested = False
         self._service.flush()
         return True
 
     def _tick(self) -> None:
         self._service.tick()
-        self.timeline.after(TICK_S, self._tick)
-        self._look_for_progress()
+        self.timeline.after(TICK_INTERVAL_S, self._tick)
+        self._check_progress()
 
-    def _look_for_progress(self) -> None:
-        """``Stalled`` when no engine has had anything to do, and no event been in sight, for a long time."""
-        now_s, progress = self.timeline.now_s, (len(self.taken), len(self.trainer.trained))
-        busy = progress != self._progress or any(instance.engine.working for instance in self._now.values())
+    def _check_progress(self) -> None:
+        """Raise ``Stalled`` if no engine has had work, and no event is scheduled, for a long time."""
+        now_s, progress = self.timeline.now_s, (len(self.pushed), len(self.trainer.trained))
+        busy = progress != self._progress or any(instance.engine.working for instance in self._current.values())
         if busy or any(event.at_s > now_s for event in self.config.simulation.events):
             self._progress, self._progress_s = progress, now_s
-        elif now_s - self._progress_s > self._patience_s:
+        elif now_s - self._progress_s > self._stall_timeout_s:
             self._ask("monitor")(GetStatus(), self._stalled)
 
     def _stalled(self, reply: Reply) -> None:
         assert isinstance(reply, Status)
-        raise Stalled(f"nothing has happened for {self._patience_s:.0f} s of virtual time: {reply.values['why']}")
+        raise Stalled(f"nothing has happened for {self._stall_timeout_s:.0f} s of virtual time: {reply.values['why']}")
 
     def _ask(self, name: str) -> Ask:
         return lambda body, on_reply=nothing, frames=(): self._endpoint.call(name, body, on_reply, frames)
@@ -177,11 +177,11 @@ class World:
         )
         instance = SimInstance(worker, f"rollout-{number}", engine, self.timeline, self._peers)
         self.lives.append(instance)
-        self._now[number] = instance
+        self._current[number] = instance
 
-    def _happens(self, event: Occurrence) -> None:
-        """What befalls an engine; nothing, when it is not in a state for it."""
-        instance = self._now.get(event.engine)
+    def _apply_event(self, event: Occurrence) -> None:
+        """Apply an event to an engine; ignore one that its state does not allow."""
+        instance = self._current.get(event.engine)
         match event.what:
             case "join":
                 if instance is None:
@@ -189,12 +189,12 @@ class World:
             case "leave":
                 if instance is not None:
                     instance.leave()
-                    del self._now[event.engine]
+                    del self._current[event.engine]
             case "crash":
                 if instance is not None:
                     instance.crash()
-                    del self._now[event.engine]
-                    self.timeline.after(GONE_S, lambda: self._gone(instance.worker))
+                    del self._current[event.engine]
+                    self.timeline.after(SILENCE_S, lambda: self._gone(instance.worker))
             case "hang":
                 if instance is not None:
                     instance.hang()
@@ -208,7 +208,7 @@ class World:
         self._endpoint.leave(worker)
         self._service.on_gone(worker)
 
-    # --- what is thrown away ---------------------------------------------------------------------------------
+    # --- discarded tokens ------------------------------------------------------------------------------------
 
     def _on_released(self, effect: effects.Released) -> None:
         if not effect.pushed:
@@ -222,8 +222,8 @@ class World:
         self.discarded += effect.tokens
 
 
-def patience_s(config: Config) -> float:
-    """Seconds after which a run in which nothing happens is given up: far more than anything in it takes."""
+def stall_timeout_s(config: Config) -> float:
+    """Return the seconds without progress after which a run is stalled: far more than any activity of it takes."""
     simulation = config.simulation
     delays_s = simulation.pull_s + simulation.load_s + simulation.reward_s + simulation.report_s + simulation.tool_s
     return 60.0 + 20.0 * delays_s + 2.0 * (config.scheduler.lease_s + config.trainer.simulated_step_s)

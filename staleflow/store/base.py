@@ -1,7 +1,8 @@
-"""What a store is: ordered tables, changed by whole transactions. On disk in ``lmdb_store``, else ``memory_store``.
+"""The interface of a store: ordered tables, changed by whole transactions. Implemented by ``lmdb`` (on disk) and
+``memory``.
 
 Everything written inside one ``write()`` block becomes visible together when the block ends, or not at all when it
-raises. A ``read()`` block sees what was committed before it began.
+raises. A ``read()`` block sees the data committed before it started.
 """
 
 import struct
@@ -15,13 +16,13 @@ Buffer = bytes | bytearray | memoryview
 Durability = Literal["process", "power"]
 
 FULL_SHARE = 0.9
-"""Share of the map beyond which a server refuses new work; the rest is for what ends work."""
+"""Share of the map beyond which a server refuses new work; the rest is reserved for requests that finish work."""
 
 _NUMBER = struct.Struct(">Q")
 
 
 class StoreError(Exception):
-    """Base: what this store could not do. Nothing of the failed block was kept."""
+    """Base of the store's errors. Nothing of the failed block was kept."""
 
 
 class StoreFull(StoreError):
@@ -31,7 +32,7 @@ class StoreFull(StoreError):
 
 
 class DiskFull(StoreFull):
-    """It is the disk, which takes no writes at present. It may take some again without anything being deleted here."""
+    """The disk takes no writes at present. It may take some again without anything being deleted here."""
 
     def __init__(self, message: str, state: State = "disk") -> None:
         super().__init__(message)
@@ -43,16 +44,16 @@ class StoreInUse(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """Bytes of the file are not what was written; the message names it. Nothing is served of it any more."""
+    """Bytes of the file differ from those written; the message names the file. Nothing of it is served any more."""
 
 
 def number_key(number: int) -> bytes:
-    """A key of 8 bytes whose order is that of the numbers; 0 <= number < 2**64."""
+    """Return a key of 8 bytes that sorts like its number; 0 <= number < 2**64."""
     return _NUMBER.pack(number)
 
 
 def key_number(key: bytes) -> int:
-    """The number of ``number_key``."""
+    """Return the number of a key made by ``number_key``."""
     return int(_NUMBER.unpack(key)[0])
 
 
@@ -60,53 +61,54 @@ class Read(Protocol):
     """A consistent view of all tables, until its block ends."""
 
     def get(self, table: str, key: bytes) -> bytes | None:
-        """The value; None when there is none."""
+        """Return the value, or None if there is none."""
         ...
 
     def size(self, table: str, key: bytes) -> int | None:
-        """Bytes of the value, which are not looked at; None when there is none."""
+        """Return the size of the value in bytes without reading it, or None if there is none."""
         ...
 
     def items(self, table: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        """(key, value) in order of key, from ``start`` on."""
+        """Yield (key, value) in order of key, from ``start`` on."""
         ...
 
     def keys(self, table: str, start: bytes = b"") -> Iterator[bytes]:
-        """Keys in order, from ``start`` on."""
+        """Yield the keys in order, from ``start`` on."""
         ...
 
     def count(self, table: str) -> int:
-        """How many records the table has."""
+        """Return the number of records of the table."""
         ...
 
 
 class Write(Read, Protocol):
-    """One transaction: kept as a whole when its block ends, forgotten when the block raises."""
+    """One transaction: kept as a whole when its block ends, discarded when the block raises."""
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """Set ``key``, whatever it was."""
+        """Set ``key``, overwriting any old value."""
         ...
 
     def delete(self, table: str, key: bytes) -> bool:
-        """Forget ``key``; says whether it was there."""
+        """Delete ``key``; return whether it existed."""
         ...
 
 
 class Store(Protocol):
-    """The tables themselves."""
+    """A set of tables."""
 
     def read(self) -> AbstractContextManager[Read]:
-        """A view of what was committed last."""
+        """Open a view of the last commit."""
         ...
 
     def write(self) -> AbstractContextManager[Write]:
-        """One transaction, committed when the block ends. ``StoreError`` when it cannot be; then nothing was kept."""
+        """Open a transaction, committed when the block ends. Raises ``StoreError`` if the commit fails; then nothing
+        was kept."""
         ...
 
     def used_share(self) -> float:
-        """Share of the room that live records take, 0 to 1."""
+        """Return the share of the room that live records take, 0 to 1."""
         ...
 
     def close(self) -> None:
-        """Let go of it; what was committed stays. May be called again."""
+        """Close the store; committed data stays. Idempotent."""
         ...

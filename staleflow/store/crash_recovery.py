@@ -1,13 +1,13 @@
-"""A store whose last owner was ended by a fault in memory is looked at before anything is served of it.
+"""Check a store in a separate process first if its last owner was killed by a memory fault.
 
-LMDB believes what stands in its pages: a changed byte there may end whoever reads it by SIGSEGV, SIGBUS or an
-assertion, without a word about the file.
+LMDB trusts the content of its pages: a changed byte there may kill the reader by SIGSEGV, SIGBUS or an assertion,
+without naming the file.
 
-- ``note_crashes``: such an end of this process leaves what its threads were doing in the store's ``crash``. Nothing
-  else does: not ``kill -9``, not an exception, not a power failure.
-- ``open_store``: where something is noted, a process of its own reads all of the store first. If that one ends
-  likewise, or finds damage, the store is ``StoreCorrupt``, which names the file, at this start and at every other,
-  until another file is there.
+- ``note_crashes``: a fatal fault of this process writes the stacks of its threads to the store's file ``crash``. No
+  other end does: not ``kill -9``, not an exception, not a power failure.
+- ``open_store``: if that file has content, a separate process reads the whole store first. If that process is killed as
+  well, or finds damage, opening raises ``StoreCorrupt`` with the file's name, at this start and every later one, until
+  the file is replaced.
 """
 
 import faulthandler
@@ -28,48 +28,48 @@ from staleflow.store.lmdb import FILE, Store
 log = logging.getLogger(__name__)
 
 CRASH = "crash"
-KEPT = "crash.old"
-"""The last note, after a look that found nothing."""
+KEPT_NOTE = "crash.old"
+"""The last crash note, after a check that found no damage."""
 _DAMAGED = 4
-"""Exit code of a look: its output says what is damaged."""
+"""Exit code of the checking process if it found damage, which it prints."""
 
 
 def note_crashes(folder: Path) -> None:
-    """From now on, until the process ends, its fatal faults are noted in the folder of its store."""
+    """Write fatal faults of this process to the folder of its store, until the process ends."""
     make_folder(folder)
     faulthandler.enable(os.open(folder / CRASH, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
 
 
 def open_store(path: Path, *, tables: Sequence[str], map_bytes: int, durability: Durability) -> Store:
-    """The store in ``path``, as ``Store`` opens it; ``StoreCorrupt`` also for damage that would end this process."""
+    """Open the store in ``path``. Raises ``StoreCorrupt`` also for damage that would kill this process."""
     crash = path / CRASH
     if crash.exists() and crash.stat().st_size:
-        log.warning("%s: its last process was ended by a fault; the store is looked at first", path)
-        _look_apart(path, [str(map_bytes), durability, *tables])
-        shutil.copyfile(crash, path / KEPT)
+        log.warning("%s: its last process was killed by a fault; checking the store first", path)
+        _check_in_subprocess(path, [str(map_bytes), durability, *tables])
+        shutil.copyfile(crash, path / KEPT_NOTE)
         os.truncate(crash, 0)
-        log.warning("%s: nothing is damaged; what ended that process stands in %s", path, KEPT)
+        log.warning("%s: no damage found; the stacks of the killed process are in %s", path, KEPT_NOTE)
     return Store(path, tables=tables, map_bytes=map_bytes, durability=durability)
 
 
-def _look_apart(path: Path, how: Sequence[str]) -> None:
-    looking = (sys.executable, "-m", "staleflow.store.crash_recovery", str(path), *how)
-    ended = subprocess.run(looking, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    code, file = ended.returncode, path / FILE
+def _check_in_subprocess(path: Path, arguments: Sequence[str]) -> None:
+    command = (sys.executable, "-m", "staleflow.store.crash_recovery", str(path), *arguments)
+    finished = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    code, file = finished.returncode, path / FILE
     if code < 0:
-        raise StoreCorrupt(f"{file} is damaged: who reads all of it is ended by {signal.Signals(-code).name}")
+        raise StoreCorrupt(f"{file} is damaged: reading all of it raises {signal.Signals(-code).name}")
     if code == _DAMAGED:
-        raise StoreCorrupt(ended.stdout.strip())
+        raise StoreCorrupt(finished.stdout.strip())
     if code:
-        raise StoreError(f"{file} could not be looked at, exit code {code}: {ended.stderr.strip()[-300:]}")
+        raise StoreError(f"{file} could not be checked, exit code {code}: {finished.stderr.strip()[-300:]}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Look at one store; any other trouble than damage is met again by who opens it."""
+    """Check one store. Errors other than damage are left to the process that opens the store afterwards."""
     path, map_bytes, durability, *tables = arguments
     try:
         store = Store(Path(path), tables=tables, map_bytes=int(map_bytes), durability=cast("Durability", durability))
-        store.look()
+        store.verify()
         store.close()
     except StoreCorrupt as error:
         sys.stdout.write(f"{error}\n")

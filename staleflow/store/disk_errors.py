@@ -1,6 +1,6 @@
-"""When a disk takes no writes: full, read-only, or failing. The one place that names these errors.
+"""Errors of a disk that takes no writes: full, read-only, or failing. The one place that names these errors.
 
-A server refuses writes ``busy`` then, serves what it has, and continues when the disk takes writes again.
+A server then refuses writes with ``busy``, serves its data, and continues once the disk takes writes again.
 """
 
 import errno
@@ -13,9 +13,9 @@ from typing import Final, Literal
 log = logging.getLogger(__name__)
 
 State = Literal["disk", "read-only", "failing"]
-"""Why a disk takes no writes: no room, a read-only file system, or an input/output error."""
+"""Reason why a disk takes no writes: no room, a read-only file system, or an input/output error."""
 Resource = Literal["", "map", "disk", "read-only", "failing"]
-"""What keeps a server from storing anything; empty: nothing. ``map`` is the bound of the configuration."""
+"""The exhausted resource that blocks a server's writes; "" for none. ``map`` is the limit of the configuration."""
 
 _STATES: Final[dict[int, State]] = {
     errno.ENOSPC: "disk",
@@ -24,7 +24,7 @@ _STATES: Final[dict[int, State]] = {
     errno.EROFS: "read-only",
     errno.EIO: "failing",
 }
-_SAID: Final[dict[str, str]] = {
+_DESCRIPTIONS: Final[dict[str, str]] = {
     "map": "map is full",
     "disk": "disk is full",
     "read-only": "file system is read-only",
@@ -33,7 +33,7 @@ _SAID: Final[dict[str, str]] = {
 
 
 def state_of(error: BaseException) -> State | None:
-    """Why the disk took no write; None when the error is of another kind. LMDB has the reason in its text only."""
+    """Return why the disk took no write, or None for an error of another kind. LMDB has the reason in its text only."""
     if isinstance(error, OSError):
         return _STATES.get(error.errno or 0)
     text = str(error)
@@ -41,13 +41,13 @@ def state_of(error: BaseException) -> State | None:
 
 
 def trouble(resource: str) -> str:
-    """What is wrong with a resource, as the predicate of a sentence about its server."""
-    return _SAID.get(resource, f"{resource} is full")
+    """Describe the problem of a resource, as the predicate of a sentence about its server."""
+    return _DESCRIPTIONS.get(resource, f"{resource} is full")
 
 
 @contextmanager
 def spared(what: str) -> Generator[None]:
-    """Leave something undone that a disk does not allow at present, such as a delete, and log it."""
+    """Skip work that the disk does not allow at present, such as a delete, and log it."""
     try:
         yield
     except OSError as error:

@@ -1,13 +1,13 @@
-"""A few ordered tables in one LMDB file, written by one process, one transaction a group commit.
+"""A few ordered tables in one LMDB file, written by one process, one transaction per group commit.
 
 - Everything written inside one ``write()`` block becomes visible and durable together, or not at all.
 - ``durability = "process"``: a committed block has reached the page cache and survives ``kill -9`` of this process.
   ``"power"``: it is synced to disk before the block ends.
-- The file never grows beyond ``map_bytes``. A write that finds no room raises ``StoreFull`` and changes nothing; reads
-  and deletes go on. No ``writemap``: a full disk is an error code here and not a SIGBUS.
+- The file never exceeds ``map_bytes``. A write without room raises ``StoreFull`` and changes nothing; reads and deletes
+  continue. ``writemap`` is off, so that a full disk is an error code here and not a SIGBUS.
 - One process at a time: a second opener gets ``StoreInUse``. A killed owner leaves nothing to clean up.
-- A page that LMDB refuses, and a table that does not list what it counts, is ``StoreCorrupt``, which names the file.
-  Bytes inside a value are the owner's to check: LMDB has no checksums.
+- A page that LMDB rejects, and a table whose records differ from its count, raise ``StoreCorrupt`` with the file's
+  name. Bytes inside a value are for the owner to check: LMDB has no checksums.
 """
 
 import fcntl
@@ -25,15 +25,15 @@ from staleflow.store.base import Buffer, DiskFull, Durability, StoreCorrupt, Sto
 from staleflow.store.disk_errors import State
 
 FILE = "data.mdb"
-"""Of a store, in its folder."""
+"""Name of the data file, in the folder of the store."""
 PID_BYTES = 32
-"""Of the file that says who has a store; it is written in place."""
+"""Size of the file that names the owner's process; it is written in place."""
 _FULL_BYTES = 1 << 20
-"""A disk with less room than this is full."""
+"""A disk with less free space than this counts as full."""
 _INLINE_BYTES = 2_048
-"""Smaller values lie in pages that LMDB looks at as a whole."""
+"""Smaller values are stored in pages that LMDB checks as a whole."""
 _SLACK_BYTES = 1 << 18
-"""Behind the last page: LMDB's offsets and key lengths inside a page have 16 bits each."""
+"""Padding after the last page: LMDB's offsets and key lengths inside a page have 16 bits each."""
 _DAMAGED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadDbiError, lmdb.InvalidError)
 
 
@@ -46,52 +46,54 @@ class Read:
         self._file = file
 
     def get(self, table: str, key: bytes) -> bytes | None:
-        """A copy of the value; None when there is none."""
+        """Return a copy of the value, or None if there is none."""
         value = self._txn.get(key, None, self._tables[table])
         return None if value is None else self._copied(value)
 
     def view(self, table: str, key: bytes) -> memoryview | None:
-        """The value without a copy. Valid until the block ends, and until the first write of a ``write()`` block."""
+        """Return the value without a copy. Valid until the block ends, and until the first write of a ``write()``
+        block."""
         return self._txn.get(key, None, self._tables[table])
 
     def size(self, table: str, key: bytes) -> int | None:
-        """Bytes of the value, which are not looked at; None when there is none."""
+        """Return the size of the value in bytes without reading it, or None if there is none."""
         value = self._txn.get(key, None, self._tables[table])
         return None if value is None else value.nbytes
 
     def items(self, table: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        """Copies of (key, value) in order of key, from ``start`` on."""
+        """Yield copies of (key, value) in order of key, from ``start`` on."""
         with self._txn.cursor(self._tables[table]) as cursor:
-            for key in self._whole(table, cursor, start):
+            for key in self._checked_keys(table, cursor, start):
                 yield key, self._copied(cursor.value())
 
     def keys(self, table: str, start: bytes = b"") -> Iterator[bytes]:
-        """Keys in order, from ``start`` on."""
+        """Yield the keys in order, from ``start`` on."""
         with self._txn.cursor(self._tables[table]) as cursor:
-            yield from self._whole(table, cursor, start)
+            yield from self._checked_keys(table, cursor, start)
 
     def count(self, table: str) -> int:
-        """How many records the table has."""
+        """Return the number of records of the table."""
         return self._txn.stat(self._tables[table])["entries"]
 
-    def _whole(self, table: str, cursor: "lmdb.Cursor[memoryview]", start: bytes) -> Iterator[bytes]:
-        """Copies of the keys. A walk over a whole table that misses any of its records, or finds them in another
-        order, has gone through a damaged page."""
-        wanted, found, previous = self.count(table), 0, b""
-        there = cursor.set_range(start) if start else cursor.first()
-        for view in cursor.iternext(keys=True, values=False) if there else ():
+    def _checked_keys(self, table: str, cursor: "lmdb.Cursor[memoryview]", start: bytes) -> Iterator[bytes]:
+        """Yield copies of the keys. A walk over a whole table that misses any of its records, or finds them out of
+        order, has passed a damaged page."""
+        expected, count, previous = self.count(table), 0, b""
+        positioned = cursor.set_range(start) if start else cursor.first()
+        for view in cursor.iternext(keys=True, values=False) if positioned else ():
             key = bytes(view)
-            if found and key <= previous:
+            if count and key <= previous:
                 raise self._corrupt(f"table {table} is out of order")
-            found, previous = found + 1, key
+            count, previous = count + 1, key
             yield key
-        if not start and found != wanted == self.count(table):
-            raise self._corrupt(f"table {table} lists {found} of its {wanted} records")
+        if not start and count != expected == self.count(table):
+            raise self._corrupt(f"table {table} lists {count} of its {expected} records")
 
     def _copied(self, value: memoryview) -> bytes:
         size = value.nbytes
-        if size > _INLINE_BYTES and size > self._file.stat().st_size:  # copying would read behind the end of the file
-            raise self._corrupt(f"a value says that it has {size} bytes")
+        # a copy would read past the end of the file, which is SIGBUS
+        if size > _INLINE_BYTES and size > self._file.stat().st_size:
+            raise self._corrupt(f"a value claims a size of {size} bytes")
         return bytes(value)
 
     def _corrupt(self, what: str) -> StoreCorrupt:
@@ -99,21 +101,21 @@ class Read:
 
 
 class Write(Read):
-    """One transaction: kept as a whole when its block ends, forgotten when the block raises."""
+    """One transaction: kept as a whole when its block ends, discarded when the block raises."""
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """Set ``key``, whatever it was."""
+        """Set ``key``, overwriting any old value."""
         self._txn.put(key, value, db=self._tables[table])
 
     def delete(self, table: str, key: bytes) -> bool:
-        """Forget ``key``; says whether it was there."""
+        """Delete ``key``; return whether it existed."""
         return self._txn.delete(key, db=self._tables[table])
 
 
 class Store:
-    """The tables ``tables`` in the directory ``path``, which is made if it is missing.
+    """The tables ``tables`` in the directory ``path``, which is created if it is missing.
 
-    ``StoreInUse`` when another process has it open, ``StoreCorrupt`` when the file is not one of LMDB's.
+    Raises ``StoreInUse`` if another process has it open, ``StoreCorrupt`` if the file is not one of LMDB's.
     """
 
     def __init__(self, path: Path, *, tables: Sequence[str], map_bytes: int, durability: Durability) -> None:
@@ -123,20 +125,20 @@ class Store:
         self._names = tuple(tables)
         self._sync = durability == "power"
         self._writable = True
-        """Whether LMDB has the file open for writing. Not while its file system is read-only."""
+        """True if LMDB has the file open for writing; False while its file system is read-only."""
         make_folder(path)
-        self._owner = self._own()
+        self._owner = self._lock_owner()
         try:
             self._env = self._open()
-            self._mend_tail()
+            self._pad_tail()
             self._tables = self._open_tables()
-            if self._sync:  # LMDB syncs its file, but not the name of the file
+            if self._sync:  # LMDB syncs its file, but not the folder entry of the file
                 sync_path(path)
         except BaseException:
             os.close(self._owner)
             raise
 
-    def _own(self) -> int:
+    def _lock_owner(self) -> int:
         try:
             owner = os.open(self.path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -144,12 +146,13 @@ class Store:
                 raise
             raise DiskFull(f"{self.path}: {error.strerror}", state) from error
         try:
+            # The kernel releases the lock when the owner dies, however it dies.
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             pid = os.read(owner, PID_BYTES).decode(errors="replace").strip()
             os.close(owner)
             raise StoreInUse(f"{self.path} is in use by process {pid or 'unknown'}") from None
-        with suppress(OSError):  # on a full disk nobody is told who has it
+        with suppress(OSError):  # on a full disk the file names no owner, but the lock still holds
             os.pwrite(owner, f"{os.getpid():<{PID_BYTES - 1}}\n".encode(), 0)
         return owner
 
@@ -175,12 +178,12 @@ class Store:
     def _open_tables(self) -> dict[str, Any]:
         try:
             self._env.reader_check()
-            if not self._writable:  # a handle that is opened in a transaction for reading ends with it
+            if not self._writable:  # a table handle opened in a read transaction would end with that transaction
                 return {name: self._env.open_db(name.encode(), create=False) for name in self._names}
-            with self._env.begin(write=True) as txn:  # all of them, or none: one that is missing has been lost
-                found = {bytes(name).decode(errors="replace") for name, _ in txn.cursor()}
-                if found and found != {*self._names}:
-                    raise StoreCorrupt(f"{self._file} has the tables {sorted(found)}, not {sorted(self._names)}")
+            with self._env.begin(write=True) as txn:  # all tables or none: a missing one has been lost
+                existing = {bytes(name).decode(errors="replace") for name, _ in txn.cursor()}
+                if existing and existing != {*self._names}:
+                    raise StoreCorrupt(f"{self._file} has the tables {sorted(existing)}, not {sorted(self._names)}")
                 return {name: self._env.open_db(name.encode(), txn) for name in self._names}
         except StoreCorrupt:
             self._env.close()
@@ -194,9 +197,9 @@ class Store:
                 raise DiskFull(f"{self._file}: {error}", state) from error
             raise StoreCorrupt(f"{self._file} cannot be read: {error}") from error
 
-    def _mend_tail(self) -> None:
-        """Let what the file lacks at its end, and what damaged lengths point to behind it, read as zeros, which LMDB or
-        a checksum refuses: behind the end of a file there is only SIGBUS. Takes no room on the disk."""
+    def _pad_tail(self) -> None:
+        """Pad the file with zeros, which LMDB or a checksum rejects, for a lost tail and for damaged lengths that point
+        past the end: a read past the end of a file is SIGBUS. The padding is sparse and takes no disk space."""
         pages = self._env.info()["last_pgno"] + 1
         wanted = min(pages * self._env.stat()["psize"] + _SLACK_BYTES, self.map_bytes)
         if self._file.stat().st_size < wanted:
@@ -204,7 +207,7 @@ class Store:
 
     @contextmanager
     def read(self) -> Generator[Read]:
-        """A view of what was committed last. ``StoreCorrupt`` when LMDB refuses a page of it."""
+        """Open a view of the last commit. Raises ``StoreCorrupt`` if LMDB rejects a page of it."""
         try:
             with self._env.begin(buffers=True) as txn:
                 yield Read(txn, self._tables, self._file)
@@ -213,9 +216,9 @@ class Store:
 
     @contextmanager
     def write(self) -> Generator[Write]:
-        """One transaction, committed when the block ends.
+        """Open a transaction, committed when the block ends.
 
-        Raises ``StoreFull``, ``DiskFull`` or ``StoreError`` when it cannot be; then, as when the block itself raises,
+        Raises ``StoreFull``, ``DiskFull`` or ``StoreError`` if the commit fails; then, as when the block itself raises,
         nothing of it was kept.
         """
         if not self._writable:
@@ -229,15 +232,15 @@ class Store:
             raise StoreCorrupt(f"{self._file} is damaged: {error}") from error
         except lmdb.Error as error:
             state = self._state(error)
-            with suppress(DiskFull):  # the next write tries again
+            with suppress(DiskFull):  # the next write retries
                 self._reopen()
             if state is not None:
                 raise DiskFull(f"{self.path}: {error}", state) from error
             raise StoreError(f"{self.path}: {error}") from error
 
     def _state(self, error: lmdb.Error) -> State | None:
-        """Why the disk took no write. LMDB calls a write that the disk took only a part of an input/output error; that
-        part has taken the last room there was."""
+        """Return why the disk took no write. LMDB reports a partial write as an input/output error; that part has
+        filled the last free space."""
         state = disk.state_of(error)
         if state == "failing":
             room = os.statvfs(self.path)
@@ -245,10 +248,10 @@ class Store:
         return state
 
     def _reopen(self) -> None:
-        """LMDB refuses everything after a failed write of its meta page; a fresh environment sees the last commit. What
-        the failed write had put behind that is given back to the disk.
+        """Open a fresh environment, which sees the last commit: after a failed write of its meta page LMDB rejects
+        everything. Give the disk space of the failed write back.
 
-        ``DiskFull`` where the file cannot be opened for writing now: the environment serves reads then.
+        Raises ``DiskFull`` if the file cannot be opened for writing now; the environment then serves reads.
         """
         self._env.close()
         try:
@@ -269,18 +272,18 @@ class Store:
         committed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         if self._file.stat().st_size > committed:
             os.truncate(self._file, committed)
-        self._mend_tail()
+        self._pad_tail()
 
     def used_share(self) -> float:
-        """Share of the map that live records take, 0 to 1; pages that were freed count as room."""
+        """Return the share of the map that live records take, 0 to 1; freed pages count as room."""
         with self._env.begin() as txn:
             stats = [txn.stat(table) for table in self._tables.values()]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return pages * stats[0]["psize"] / self.map_bytes
 
-    def look(self) -> None:
-        """Read every record, as a walk comes to it and as a search does, and the list of free pages. ``StoreCorrupt``,
-        or the end of this process, when a page is damaged."""
+    def verify(self) -> None:
+        """Read every record, in order and by key, and the list of free pages. A damaged page raises ``StoreCorrupt`` or
+        kills this process."""
         size = self._file.stat().st_size
         with self.read() as txn:
             for table in self._names:
@@ -290,23 +293,23 @@ class Store:
                     if 0 < value.nbytes <= size:
                         bytes(value[:1])
                         bytes(value[-1:])
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            self._env.copyfd(nowhere, compact=True)
+            self._env.copyfd(sink, compact=True)
         except lmdb.Error as error:
             raise StoreCorrupt(f"{self._file} is damaged: {error}") from error
         finally:
-            os.close(nowhere)
+            os.close(sink)
 
     def sync(self) -> None:
-        """Bring what was committed to disk."""
+        """Flush committed data to disk."""
         self._env.sync(True)
 
     def close(self) -> None:
-        """Sync and let go; harmless when repeated."""
+        """Sync and close; idempotent."""
         if self._owner < 0:
             return
-        with suppress(lmdb.Error):  # a disk that takes no writes; every commit that counts was synced
+        with suppress(lmdb.Error):  # a disk that takes no writes; every commit that must be durable was synced
             self._env.sync(True)
         self._env.close()
         os.close(self._owner)

@@ -1,6 +1,6 @@
-"""A store that lives as long as its object: transactions as those of ``lmdb_store``, no file, no limit.
+"""A store in memory: transactions like those of ``lmdb``, without a file or a size limit.
 
-One block at a time, as one thread has it: a ``read()`` block may not outlive the ``write()`` that follows it.
+One block at a time, as one thread has it: a ``read()`` block must end before the next ``write()``.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -13,7 +13,7 @@ Undo = list[tuple[str, bytes, bytes | None]]
 
 
 class MemoryWrite:
-    """A view of the tables and, inside a ``write()`` block, a transaction; ``undo`` gathers what to put back."""
+    """A view of the tables and, inside a ``write()`` block, a transaction; ``undo`` collects the old values."""
 
     def __init__(self, tables: Tables, undo: Undo) -> None:
         self._tables = tables
@@ -51,19 +51,19 @@ class MemoryWrite:
 
 
 class MemoryStore:
-    """The tables ``tables``, empty at first."""
+    """The tables ``tables``, initially empty."""
 
     def __init__(self, tables: Sequence[str]) -> None:
         self._tables: Tables = {name: {} for name in tables}
 
     @contextmanager
     def read(self) -> Generator[MemoryWrite]:
-        """A view of what was committed last."""
+        """Open a view of the last commit."""
         yield MemoryWrite(self._tables, [])
 
     @contextmanager
     def write(self) -> Generator[MemoryWrite]:
-        """One transaction, committed when the block ends; when the block raises, nothing of it was kept."""
+        """Open a transaction, committed when the block ends; if the block raises, nothing of it is kept."""
         undo: Undo = []
         try:
             yield MemoryWrite(self._tables, undo)
@@ -76,8 +76,8 @@ class MemoryStore:
             raise
 
     def used_share(self) -> float:
-        """There is always room."""
+        """Return 0: room is unlimited."""
         return 0.0
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: no resource is held."""

@@ -1,4 +1,4 @@
-"""JSON objects with a digest of themselves, for small files whose damage must not pass for content."""
+"""JSON objects with a digest of themselves, for small files whose damage must be detected."""
 
 import hashlib
 from typing import Any

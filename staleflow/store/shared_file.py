@@ -1,7 +1,8 @@
-"""Files whose pages are used again: who reads one holds it, and only one that nobody holds is overwritten.
+"""Reuse of files whose pages are mapped by readers: a reader holds a file, and only files without holders are
+overwritten.
 
-A hold is a shared ``flock``. The kernel ends it with the last descriptor of that opening: with a map that was made of
-it (which keeps a duplicate), or with the process, however that ends. A process that is merely stopped still holds.
+A hold is a shared ``flock``. The kernel releases it with the last descriptor of that opening: with a map made of it
+(which keeps a duplicate), or with the process, however that ends. A stopped process still holds its files.
 """
 
 import errno
@@ -11,21 +12,21 @@ import stat
 from pathlib import Path
 
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Why a file that is whole may not be opened or mapped at present."""
+"""Errors that mean that a good file cannot be opened or mapped at present."""
 
 
 def hold(path: Path) -> int:
-    """A descriptor to read the file by, held until it and every map of it are closed.
+    """Return a descriptor for reading, held until it and every map of it are closed.
 
-    ``FileNotFoundError`` when there is none, it is no plain file, or it is being taken this moment.
+    Raise ``FileNotFoundError`` if the file does not exist, is no regular file, or is being taken at this moment.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a peer may name a pipe, where open waits
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a peer may name a pipe, whose open blocks
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise FileNotFoundError(path)
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(descriptor), path.stat()):
-            raise FileNotFoundError(path)  # another file has the name by now
+            raise FileNotFoundError(path)  # the name belongs to another file by now
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
@@ -35,9 +36,10 @@ def hold(path: Path) -> int:
 
 
 def take(path: Path, target: Path) -> bool:
-    """Rename the file, which nobody may read under its new name, if nobody holds it; else leave it, False.
+    """Rename an unheld file to ``target``, which no reader opens; return False and leave it if it is held.
 
-    False as well where nobody can know: NFS locks a file only for who may write it, other file systems do not at all.
+    Also return False where holds cannot be checked: NFS locks a file only for writers, other file systems do not at
+    all.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

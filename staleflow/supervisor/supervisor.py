@@ -18,7 +18,7 @@ from staleflow.clients.admin import Admin
 from staleflow.configs.loading.load import addresses
 from staleflow.configs.schema import Config
 from staleflow.net.errors import Refused, Unavailable
-from staleflow.net.security import LOOKING, check_keys, client_sockets
+from staleflow.net.security import OBSERVER_ROLES, check_keys, client_sockets
 from staleflow.process.sanitize import printable
 from staleflow.supervisor import model, roles
 from staleflow.supervisor.children import Child
@@ -65,7 +65,7 @@ class Supervisor:
         self._resume = resume
         self._session = secrets.token_hex(8)
         check_keys(config)
-        self._sockets = client_sockets(config.security, *LOOKING)
+        self._sockets = client_sockets(config.security, *OBSERVER_ROLES)
         self._lifeline = Lifeline()
         self._children: list[Child] = []
         self._phase = "starting"

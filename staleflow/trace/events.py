@@ -1,7 +1,7 @@
-"""Every line that a trace may hold, one struct each, and how the ledger's effects become lines.
+"""Events of a trace, one struct per kind of line, and the conversion of the ledger's effects to lines.
 
-The field names are the contract that anyone can check; ``schema`` is raised when one changes. Fields that are ``UNSET``
-are left out of the line.
+The field names are the public contract; ``schema`` is raised when one changes. Fields that are ``UNSET`` are left out
+of the line.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from staleflow.protocols.consistency.limits import Bound, OnOverdue
 SCHEMA = 1
 
 _EXACT = Meta(ge=-(2**50), le=2**50)
-"""Whoever reads a line may count on it that a float holds the number, and half of it. Not so of what is a peer's word
-alone: sizes, shards, and what was refused."""
+"""Readers may rely on a float to hold the number, and half of it, exactly. This does not apply to values that only a
+peer reported: sizes, shards, and refused requests."""
 Whole = Annotated[int, _EXACT]
 Size = Annotated[int, Meta(ge=1, le=2**50)]
 Share = Annotated[float, Meta(ge=0, le=2**50)]
@@ -32,11 +32,11 @@ Version = Annotated[ids.Version, _EXACT]
 
 
 class TraceEvent(Struct, frozen=True, kw_only=True, tag_field="ev"):
-    """Base of everything in a trace."""
+    """Base of all events of a trace."""
 
 
 class Recovered(Struct, frozen=True, kw_only=True):
-    """What an incarnation found in the store."""
+    """State that an incarnation recovered from the store."""
 
     reserved: Whole
     occupied: Whole
@@ -109,7 +109,7 @@ class Publish(TraceEvent, frozen=True, kw_only=True, tag="publish"):
 class Pull(TraceEvent, frozen=True, kw_only=True, tag="pull"):
     worker: WorkerId
     lineage: ids.Lineage
-    """As the worker says, whatever that is; so is the version."""
+    """As reported by the worker, unchecked; so is the version."""
     version: ids.Version
     sha: str
     ok: bool
@@ -209,7 +209,7 @@ class Consume(TraceEvent, frozen=True, kw_only=True, tag="consume"):
 
 
 class CheckpointKept(TraceEvent, frozen=True, kw_only=True, tag="checkpoint"):
-    """A checkpoint was registered. Lineage and version are those of the oldest that is kept: no rollback goes below."""
+    """A checkpoint was registered. Lineage and version are those of the oldest kept one: no rollback goes below it."""
 
     lineage: Lineage
     version: Version
@@ -220,7 +220,7 @@ class Reject(TraceEvent, frozen=True, kw_only=True, tag="reject"):
     op: str
     worker: str
     group: ids.GroupId | UnsetType = UNSET
-    """As the peer says, whatever that is; so is the lease."""
+    """As reported by the peer, unchecked; so is the lease."""
     lease: ids.LeaseId | UnsetType = UNSET
     count: Whole
     code: str
@@ -376,4 +376,4 @@ EVENT_OF: dict[type, Callable[[Any], TraceEvent]] = {
     effects.Consumed: _consume,
     effects.CheckpointKept: _checkpoint,
 }
-"""The line of each effect. ``Truncate`` and ``Refused`` have none: nothing changed."""
+"""Converts each effect to its line. ``Truncate`` and ``Refused`` have none, because they change nothing."""

@@ -1,6 +1,6 @@
-"""Lines of a trace that a person wants to hear of as they happen: who comes and goes, versions, batches, every loss.
+"""Noteworthy lines of a trace for people: attach and detach, versions, batches, every loss.
 
-What happens to each group when all is well is not among them.
+The normal life of each group is left out.
 """
 
 from collections import deque
@@ -12,19 +12,19 @@ import msgspec
 from staleflow.trace.events import AnyEvent, TraceEvent
 
 QUIET = frozenset(("reserve", "promote", "push", "occupy", "claim", "deliver", "consume"))
-"""Kinds of lines that are the life of a group, or are told by another line."""
+"""Kinds of lines that are the normal life of a group, or that repeat another line."""
 LOSSES = ("expired", "aborted", "overdue", "rollback")
-"""Reasons of a release that are somebody's failure; the others are policy."""
+"""Reasons of a release that mean a failure; the others are policy."""
 ROUTINE = ("publish", "seal", "checkpoint")
-"""Kinds of lines that come with every step, however well a run goes."""
-LONG = ("members", "segments", "recovered")
+"""Kinds of lines that come with every step, even of a healthy run."""
+LONG_FIELDS = ("members", "segments", "recovered")
 """Fields that are left out."""
 
-_LOUD = frozenset(kind for kind in get_args(AnyEvent) if kind.__struct_config__.tag not in QUIET)
+_NOTEWORTHY = frozenset(kind for kind in get_args(AnyEvent) if kind.__struct_config__.tag not in QUIET)
 
 
 def noteworthy(line: Mapping[str, Any]) -> bool:
-    """Whether a person wants to hear of this line."""
+    """Return whether a line is worth showing to a person."""
     kind = line["ev"]
     if kind == "release":
         return line["why"] in LOSSES
@@ -32,23 +32,23 @@ def noteworthy(line: Mapping[str, Any]) -> bool:
 
 
 def brief(event: TraceEvent, unix_ns: int) -> dict[str, Any] | None:
-    """``event`` as a line of the trace without its long fields; None when it is not noteworthy."""
-    if type(event) not in _LOUD:
+    """Return ``event`` as a trace line without its long fields; None if it is not noteworthy."""
+    if type(event) not in _NOTEWORTHY:
         return None
     line: dict[str, Any] = msgspec.to_builtins(event)
     return {"t": unix_ns, **short(line)} if noteworthy(line) else None
 
 
 def short(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line without its long fields."""
-    return {key: value for key, value in line.items() if key not in LONG}
+    """Return a line without its long fields."""
+    return {key: value for key, value in line.items() if key not in LONG_FIELDS}
 
 
 class Recent:
-    """The last noteworthy lines. Those of every step drive out their own kind only, never what happens once a day."""
+    """The last noteworthy lines. Routine lines of every step evict only each other, never rare events."""
 
     def __init__(self, routine: int = 24, others: int = 40) -> None:
-        """How many of each are kept."""
+        """``routine`` and ``others`` limit the lines kept of each sort."""
         self._routine: deque[dict[str, Any]] = deque(maxlen=routine)
         self._others: deque[dict[str, Any]] = deque(maxlen=others)
 
@@ -56,5 +56,5 @@ class Recent:
         (self._routine if line["ev"] in ROUTINE else self._others).append(line)
 
     def lines(self) -> list[dict[str, Any]]:
-        """The newest last."""
+        """Return the kept lines, newest last."""
         return sorted((*self._others, *self._routine), key=lambda line: int(line["t"]))

@@ -1,7 +1,7 @@
-"""Lines of a trace as everybody but the auditor reads them: plain objects, whose fields are what they should be.
+"""Lines of a trace as plain objects with validated fields, for all readers except the auditor.
 
-What another version of staleflow may add is kept: fields that are not known, and kinds of events that are not known,
-of which only what every line has is checked.
+Additions of other versions of staleflow are kept: unknown fields, and unknown kinds of events, of which only the common
+fields are checked.
 """
 
 from typing import Annotated, Any, get_args
@@ -17,7 +17,7 @@ _COMMON = (("run", str), ("inc", _Number), ("seq", _Number), ("t", _Ns), ("m", _
 
 
 class _Common(Struct):
-    """What every line has."""
+    """Fields of every line."""
 
     run: str
     inc: _Number
@@ -33,13 +33,14 @@ _WHOLE = {
     for tag, kind in _KINDS.items()
 }
 FIELDS = {tag: frozenset(kind.__struct_encode_fields__) for tag, kind in _KINDS.items()}
-"""Names of each kind of event's own fields."""
+"""Names of each event's own fields, by kind."""
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def decoded(raw: bytes) -> dict[str, Any]:
-    """The object of one line. ``msgspec.DecodeError`` says what is wrong with it; ``ValidationError``, with a field."""
+    """Return the object of one line. Raise ``msgspec.DecodeError`` with the reason; ``ValidationError`` for a bad
+    field."""
     try:
         line = _decode(raw)
     except (RecursionError, UnicodeDecodeError) as error:
@@ -50,5 +51,5 @@ def decoded(raw: bytes) -> dict[str, Any]:
 
 
 def complaint(error: msgspec.DecodeError) -> str:
-    """What is said of a line that ``decoded`` refuses."""
+    """Describe a line that ``decoded`` rejected."""
     return f"is not {'an event' if isinstance(error, msgspec.ValidationError) else 'JSON'}: {error}"

@@ -1,8 +1,8 @@
-"""How far each part of a run knows its history, so that a lost or older ledger, or that of another run, is refused.
+"""The newest state that each part of a run knows, to reject a ledger that is lost, older, or of another run.
 
-A server notes its run, and the newest state that the scheduler has acknowledged; a checkpoint has both in its head.
-Such a note may lag the ledger and never leads it: a ledger that is behind a note has lost what was acknowledged. A
-server that obeyed such a ledger would delete what the ledger does not know.
+A server stores its run and the newest state that the scheduler acknowledged; a checkpoint has both in its head. Such a
+note may lag the ledger but never leads it: a ledger behind a note has lost acknowledged state. A server that obeyed
+such a ledger would delete data that the ledger does not know.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ FILE = "run"
 CHECKPOINTS = "checkpoints"
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest state of a run that some part of it knows."""
+class KnownState(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest state of a run that one part of it knows."""
 
     run: str = ""
     """Identity of the run; empty before the first attach."""
@@ -46,19 +46,21 @@ class _Checkpoint(msgspec.Struct):
     state: _State
 
 
-def check(known: Reached, attached: AttachReply, path: Path) -> None:
-    """``ConfigError`` when the ledger of the scheduler is another one than ``path`` was written under, or behind it."""
+def check(known: KnownState, attached: AttachReply, path: Path) -> None:
+    """Raise ``ConfigError`` if the scheduler's ledger differs from the one ``path`` was written under, or is behind
+    it."""
     check_ledger(path, known, run=attached.run, lineage=attached.lineage, version=attached.version)
     if known.lease > attached.leases:
         raise _behind(path, f"it knows lease {known.lease}, but the ledger has granted {attached.leases} leases")
 
 
-def check_ledger(path: Path, known: Reached, *, run: str, lineage: int, version: int) -> None:
-    """The same for the ledger of this run, lineage and newest version."""
+def check_ledger(path: Path, known: KnownState, *, run: str, lineage: int, version: int) -> None:
+    """Like ``check``, for a ledger given by its run, lineage and newest version."""
     if known.run not in ("", run):
         what = f"it is of run {known.run}, but scheduler/data.mdb is of run {run}, which may be new"
         raise ConfigError("run directory", str(path), f"{what}; {RESTORE}")
-    if (known.lineage, known.version) > (lineage, version):  # a rollback lowers the version and raises the lineage
+    # a rollback lowers the version and raises the lineage, so the pair never decreases
+    if (known.lineage, known.version) > (lineage, version):
         theirs = f"it knows version {known.version} of lineage {known.lineage}"
         raise _behind(path, f"{theirs}, but the ledger ends at version {version} of lineage {lineage}")
 
@@ -67,30 +69,33 @@ def _behind(path: Path, what: str) -> ConfigError:
     return ConfigError("run directory", str(path), f"{what}: scheduler/data.mdb is an older copy; {RESTORE}")
 
 
-def of_run(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
-    """What the plain files of a run directory know: checkpoints, and the parameter server's folder."""
+def of_run(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
+    """Yield the states known to the plain files of a run directory: checkpoints, and the parameter server's folder."""
     yield from of_checkpoints(run_dir)
     yield run_dir / "parameters", read(run_dir / "parameters")
 
 
-def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, Reached]]:
-    """What each checkpoint knows. A head that cannot be read is left out: the trainer names that damage."""
+def of_checkpoints(run_dir: Path) -> Iterator[tuple[Path, KnownState]]:
+    """Yield the state of each checkpoint. An unreadable head is skipped: the trainer reports that damage."""
     for path in sorted((run_dir / CHECKPOINTS).glob("*/checkpoint.json")):
         try:
-            found = msgspec.convert(unseal(path.read_bytes()), _Checkpoint)
+            checkpoint = msgspec.convert(unseal(path.read_bytes()), _Checkpoint)
         except (OSError, ValueError):
             continue
-        yield path.parent, Reached(run=found.run, lineage=found.state.lineage, version=found.state.version)
+        yield (
+            path.parent,
+            KnownState(run=checkpoint.run, lineage=checkpoint.state.lineage, version=checkpoint.state.version),
+        )
 
 
-def read(folder: Path) -> Reached:
-    """The note in a folder; an empty one where there is none that can be read."""
+def read(folder: Path) -> KnownState:
+    """Return the note in a folder; an empty one if none can be read."""
     try:
-        return msgspec.convert(unseal((folder / FILE).read_bytes()), Reached)
+        return msgspec.convert(unseal((folder / FILE).read_bytes()), KnownState)
     except (OSError, ValueError):
-        return Reached()
+        return KnownState()
 
 
-def write(folder: Path, known: Reached, *, sync: bool) -> None:
-    """Replace the note. ``OSError``."""
+def write(folder: Path, known: KnownState, *, sync: bool) -> None:
+    """Replace the note. Raises ``OSError``."""
     write_durably(folder / FILE, seal(known), sync=sync)

@@ -38,9 +38,9 @@ class Axis:
         """Return the time of any moment; a moment between two incarnations maps to the end of the first."""
         if not self._pieces:
             return mono_s
-        begun = [piece for piece in self._pieces if piece.begin_s <= mono_s] or self._pieces[:1]
-        inside = (piece for piece in begun if mono_s <= piece.end_s)
-        piece = next(inside, None) or max(begun, key=lambda piece: piece.end_s)
+        started = [piece for piece in self._pieces if piece.begin_s <= mono_s] or self._pieces[:1]
+        inside = (piece for piece in started if mono_s <= piece.end_s)
+        piece = next(inside, None) or max(started, key=lambda piece: piece.end_s)
         return (mono_s if piece is self._pieces[-1] else min(mono_s, piece.end_s)) - piece.zero_s
 
 

@@ -1,10 +1,10 @@
-"""``trace.jsonl``: what the ledger did, one line a transition, chained by hashes so that nobody edits it unseen.
+"""Writer of ``trace.jsonl``: the ledger's transitions, one per line, hash-chained so that edits are detected.
 
-- A line is committed to the store together with the state change it tells of; the file follows, and may lag the store
-  but never lead it. Until a piece is known to be in the file it stays in the store's ``outbox``.
-- ``seq`` counts from 1 without a gap, and the chain goes on, across incarnations.
-- Opening cuts a torn tail off the file and appends what the store has and the file lacks; on a full disk that comes
-  with a later commit. Whole lines beyond the store mean that the store is lost or an older copy: they are never cut.
+- A line is committed to the store together with its state change. The file follows: it may lag the store but never lead
+  it. A chunk of lines stays in the store's ``outbox`` until it is known to be in the file.
+- ``seq`` counts from 1 without a gap, and the chain continues, across incarnations.
+- Opening cuts a torn tail off the file and appends the committed lines that it lacks; on a full disk they follow with a
+  later commit. Whole lines beyond the store mean that the store is lost or an older copy: they are never cut.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from staleflow.trace.reader import complaint, decoded
 
 NO_HASH = "0" * 16
 TABLES = ("trace", "outbox")
-"""Tables that a store needs for a trace."""
+"""Tables of the store that a trace uses."""
 
 RESTORE = (
     "nothing was changed: restore the newest copy of the part that is missing or older, or start a new run in another "
@@ -39,12 +39,13 @@ RESTORE = (
 _HEAD = b"head"
 _ENDING = f',"h":"{NO_HASH}"}}\n'
 _ENDS = re.compile(rb',"h":"([0-9a-f]{16})"\}\n')
-_PIECE = 1 << 20
-_SYNC_NS = 1_000_000_000
+_READ_BYTES = 1 << 20
+_SYNC_INTERVAL_NS = 1_000_000_000
 
 
 class TraceError(Exception):
-    """The file lacks lines that the store no longer has, has lines that the store never had, or is not the store's."""
+    """The file lacks lines that the store no longer has, has lines that the store never had, or belongs to another
+    store."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -60,7 +61,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def lines(head: Head, prefix: bytes, events: list[tuple[TraceEvent, int, int]]) -> tuple[Head, bytes]:
-    """The lines of ``events`` (event, unix ns, monotonic ns) after ``head``, and the new head."""
+    """Return the new head and the lines of ``events`` (event, unix ns, monotonic ns) that follow ``head``."""
     seq, previous, out = head.seq, head.h.encode(), list[bytes]()
     for event, unix_ns, mono_ns in events:
         seq += 1
@@ -72,9 +73,9 @@ def lines(head: Head, prefix: bytes, events: list[tuple[TraceEvent, int, int]]) 
 
 
 class Trace:
-    """The trace of one incarnation; its lines wait in ``add`` until the transaction that ``commit`` takes part in.
+    """The trace of one incarnation. ``add`` buffers lines until the next ``commit``.
 
-    A group commit is ``with store.write() as txn: ...; trace.commit(txn)`` and then ``trace.committed()``, or
+    A group commit is ``with store.write() as txn: ...; trace.commit(txn)`` followed by ``trace.committed()``, or by
     ``trace.forget()`` if the transaction failed.
     """
 
@@ -88,11 +89,12 @@ class Trace:
         self._events: list[tuple[TraceEvent, int, int]] = []
         self._ended = False
         self.recent = Recent()
-        """Noteworthy lines that are committed, in brief. Of this incarnation."""
+        """Committed noteworthy lines of this incarnation, in brief."""
         with store.read() as txn:
             self._head = self._next = stored_head(txn)
             self._file, self._written, self._unwritten = _recover(path, txn, self._head, run)
-        if self._power:  # the outbox forgets what the file has; so the file must keep its name
+        # the outbox is trimmed of lines in the file, so the file's folder entry must survive a power failure
+        if self._power:
             sync_path(path.parent)
         self._trimmed = 0
         self._synced_ns = self._clock.now_ns()
@@ -104,7 +106,7 @@ class Trace:
 
     @property
     def waiting(self) -> bool:
-        """Whether any line waits for a commit."""
+        """True if any line waits for a commit."""
         return bool(self._events)
 
     def add(self, event: TraceEvent) -> None:
@@ -113,23 +115,25 @@ class Trace:
             self._events.append((event, self._clock.unix_ns(), self._clock.now_ns()))
 
     def end(self) -> None:
-        """This incarnation tells nothing more."""
+        """Accept no further lines in this incarnation."""
         self._ended = True
 
     def commit(self, txn: Write) -> None:
-        """Put the waiting lines into ``txn``, and forget there what has reached the file."""
+        """Put the waiting lines into ``txn``, and delete the chunks that have reached the file from its outbox."""
         self._next, chunk = lines(self._head, self._prefix, self._events)
         if chunk:
+            # Keyed by file offset, so that a restart can write each chunk to its place, however often.
             txn.put("outbox", number_key(self._head.end), chunk)
             txn.put("trace", _HEAD, msgspec.msgpack.encode(self._next))
             self._unwritten.append((self._head.end, chunk))
         self._trim(txn)
 
     def _trim(self, txn: Write) -> None:
-        """Forget in the outbox what the file has; after a sync when a power failure counts."""
+        """Delete the chunks that the file has from the outbox; with ``durability = "power"`` only after a sync of the
+        file."""
         self._trimmed = 0
         if self._power:
-            if self._clock.now_ns() - self._synced_ns < _SYNC_NS:
+            if self._clock.now_ns() - self._synced_ns < _SYNC_INTERVAL_NS:
                 return
             self._synced_ns = self._clock.now_ns()
             if not self._sync(txn):
@@ -139,8 +143,8 @@ class Trace:
         self._trimmed = len(self._written)
 
     def _sync(self, txn: Read) -> bool:
-        """Whether the file's lines have reached the disk. After a sync that failed the system may have forgotten them:
-        they are written once more, and stay in the outbox until a sync succeeds."""
+        """Return whether the file's lines have reached the disk. After a failed sync the system may have dropped dirty
+        pages, so the lines are written again and stay in the outbox until a sync succeeds."""
         try:
             os.fdatasync(self._file)
         except OSError:
@@ -151,7 +155,8 @@ class Trace:
         return True
 
     def committed(self) -> None:
-        """The transaction is durable: bring its lines to the file. An ``OSError`` leaves them to the next commit."""
+        """Write the lines of a durable transaction to the file. After an ``OSError`` they follow with the next
+        commit."""
         self._head = self._next
         for event, unix_ns, _ in self._events:
             if (line := brief(event, unix_ns)) is not None:
@@ -169,16 +174,16 @@ class Trace:
             del self._unwritten[0]
 
     def forget(self) -> None:
-        """The transaction failed: its lines never happened."""
+        """Discard the lines of a failed transaction."""
         self._events.clear()
         self._trimmed = 0
         self._next = self._head
         self._unwritten = [(offset, chunk) for offset, chunk in self._unwritten if offset < self._head.end]
 
     def restore(self) -> bool:
-        """Write the file again if it was deleted: the open descriptor has all of it. Whether that was so. ``OSError``.
+        """Recreate a deleted file from the open descriptor; return whether that was necessary. Raises ``OSError``.
 
-        A file that another process has put there is left alone; the next start compares it with the ledger.
+        A file that another process has put in its place is left alone; the next start compares it with the ledger.
         """
         if self.path.exists() or self._file < 0:
             return False
@@ -186,7 +191,7 @@ class Trace:
         file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             offset = 0
-            while piece := os.pread(self._file, _PIECE, offset):
+            while piece := os.pread(self._file, _READ_BYTES, offset):
                 _write_at(file, offset, piece)
                 offset += len(piece)
             replace_durably(beside, self.path)
@@ -198,7 +203,7 @@ class Trace:
         return True
 
     def close(self) -> None:
-        """Let go of the file. Lines that a full disk does not take now are in the store: the next start brings them."""
+        """Close the file. Lines that a full disk rejects now stay in the store; the next start writes them."""
         if self._file >= 0:
             with suppress(OSError):
                 self._write()
@@ -207,7 +212,7 @@ class Trace:
 
 
 def stored_head(txn: Read) -> Head:
-    """Where the committed trace ends."""
+    """Return the end of the committed trace."""
     raw = txn.get("trace", _HEAD)
     return Head() if raw is None else msgspec.msgpack.decode(raw, type=Head)
 
@@ -215,16 +220,16 @@ def stored_head(txn: Read) -> Head:
 def _write_at(file: int, offset: int, chunk: bytes) -> None:
     view = memoryview(chunk)
     while view:
-        done = os.pwrite(file, view, offset)
-        offset, view = offset + done, view[done:]
+        written = os.pwrite(file, view, offset)
+        offset, view = offset + written, view[written:]
 
 
 def _recover(path: Path, txn: Read, head: Head, run: str) -> tuple[int, list[int], list[tuple[int, bytes]]]:
-    """Open the file and make it equal to the committed trace. Return the descriptor, the offsets of the outbox pieces
-    that the file has, and the pieces that it lacks because the disk has no room.
+    """Open the file and make it equal to the committed trace. Return the descriptor, the offsets of the outbox chunks
+    that the file has, and the chunks that it lacks because the disk is full.
 
-    All checks come before the first write: a ledger that is older than the trace, or of another run, must not cost a
-    line. Only a torn tail is cut.
+    All checks precede the first write: a ledger that is older than the trace, or of another run, must not cost a line.
+    Only a torn tail is cut.
     """
     outbox = [(key_number(key), chunk) for key, chunk in txn.items("outbox")]
     begin = outbox[0][0] if outbox else head.end
@@ -248,8 +253,8 @@ def _recover(path: Path, txn: Read, head: Head, run: str) -> tuple[int, list[int
 
 
 def _check_history(file: int, head: Head, begin: int, outbox: bytes, run: str) -> None:
-    """``TraceError`` unless the file is the committed trace, but for a torn tail. ``outbox``: its lines from byte
-    ``begin`` on."""
+    """Raise ``TraceError`` unless the file is the committed trace, apart from a torn tail. ``outbox`` has its lines
+    from byte ``begin`` on."""
     size = os.fstat(file).st_size
     if size < begin:
         raise TraceError(f"it has lost lines: {size} bytes are left of {head.end}; {RESTORE}")
@@ -265,33 +270,33 @@ def _check_history(file: int, head: Head, begin: int, outbox: bytes, run: str) -
 
 
 def _check_run(file: int, head: Head, run: str) -> None:
-    """``TraceError`` when the first line names another run."""
+    """Raise ``TraceError`` if the first line names another run."""
     try:
-        first = decoded(os.pread(file, _PIECE, 0).partition(b"\n")[0])
-    except msgspec.DecodeError:  # torn
+        first = decoded(os.pread(file, _READ_BYTES, 0).partition(b"\n")[0])
+    except msgspec.DecodeError:  # a torn line
         return
     if first.get("run") != run:
-        found = f"is of run {run}" if head.seq else "is missing or empty"
+        ledger = f"is of run {run}" if head.seq else "is missing or empty"
         lines = _whole_lines(file, 0, os.fstat(file).st_size)
-        raise TraceError(f"it has {lines} lines of run {first.get('run')}, but scheduler/data.mdb {found}; {RESTORE}")
+        raise TraceError(f"it has {lines} lines of run {first.get('run')}, but scheduler/data.mdb {ledger}; {RESTORE}")
 
 
 def _check_outbox(file: int, begin: int, outbox: bytes) -> None:
-    """``TraceError`` when the file continues with another line than the outbox: one that is whole, and chained to the
-    line before. Anything else in its place was torn."""
-    found = os.pread(file, len(outbox), begin)
-    if outbox.startswith(found):
+    """Raise ``TraceError`` if the file continues with another line than the outbox: one that is whole and chained to
+    the line before. Anything else in its place is a torn write."""
+    written = os.pread(file, len(outbox), begin)
+    if outbox.startswith(written):
         return
-    same = next(index for index, (ours, theirs) in enumerate(zip(outbox, found, strict=False)) if ours != theirs)
+    same = next(index for index, (ours, theirs) in enumerate(zip(outbox, written, strict=False)) if ours != theirs)
     start = outbox.rfind(b"\n", 0, same) + 1
-    line, end, _ = found[start:].partition(b"\n")
+    line, end, _ = written[start:].partition(b"\n")
     before = _hash_of(outbox[:start]) if start else _hash_before(file, begin)
     if end and before and _hash_of(line + end) == _next_hash(before, line):
         raise TraceError(f"it continues with another history from byte {begin + start} on; {RESTORE}")
 
 
 def _chains(before: str, outbox: bytes, head: Head) -> bool:
-    """Whether what the store has of the trace continues a file whose last line has the hash ``before``."""
+    """Return whether the store's part of the trace continues a file whose last line has the hash ``before``."""
     if not outbox:
         return before == head.h
     line, _, _ = outbox.partition(b"\n")
@@ -299,7 +304,7 @@ def _chains(before: str, outbox: bytes, head: Head) -> bool:
 
 
 def _hash_before(file: int, end: int) -> str:
-    """The hash of the line that ends at this byte; empty when no line does."""
+    """Return the hash of the line that ends at byte ``end``; empty if no line does."""
     if not end:
         return NO_HASH
     size = min(end, len(_ENDING))
@@ -307,9 +312,9 @@ def _hash_before(file: int, end: int) -> str:
 
 
 def _hash_of(lines: bytes) -> str:
-    """The hash of the last of these lines; empty when they do not end with one."""
-    found = _ENDS.match(lines[-len(_ENDING) :])
-    return found[1].decode() if found else ""
+    """Return the hash of the last of ``lines``; empty if they do not end with one."""
+    match = _ENDS.match(lines[-len(_ENDING) :])
+    return match[1].decode() if match else ""
 
 
 def _next_hash(before: str, line: bytes) -> str:
@@ -318,16 +323,16 @@ def _next_hash(before: str, line: bytes) -> str:
 
 
 def _whole_lines(file: int, start: int, end: int) -> int:
-    """Number of line ends in a part of the file."""
+    """Return the number of line ends in a part of the file."""
     lines = 0
-    while start < end and (piece := os.pread(file, _PIECE, start)):
+    while start < end and (piece := os.pread(file, _READ_BYTES, start)):
         lines += piece.count(b"\n")
         start += len(piece)
     return lines
 
 
 def _takes(file: int, offset: int, chunk: bytes) -> bool:
-    """Write it, unless the disk takes no writes now."""
+    """Write a chunk; return False if the disk takes no writes now."""
     try:
         _write_at(file, offset, chunk)
     except OSError as error:
@@ -338,10 +343,10 @@ def _takes(file: int, offset: int, chunk: bytes) -> bool:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line of a trace as it is written, unaudited. ``ConfigError`` names the line that is not an event: one that
-    is not JSON, or lacks a field, or has one of another type. What is not known here is kept as it is.
+    """Yield every line of a trace as written, unaudited. Raise ``ConfigError`` with the number of a line that is not an
+    event: no JSON, a missing field, or one of another type. Unknown fields and events are kept.
 
-    A last line without its end is being written: it is left out.
+    A last line without a line feed is still being written and is left out.
     """
     try:
         with path.open("rb") as lines:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from staleflow.net import adaptive_chunks as portions
-from staleflow.net.adaptive_chunks import FIRST_BYTES, LATE_S, MIN_BYTES, QUICK_S, Portion, Stuck
+from staleflow.net.adaptive_chunks import FIRST_BYTES, LATE_S, MIN_BYTES, QUICK_S, AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.net.endpoint import Call
 from staleflow.protocols.consistency.ids import WorkerId
@@ -16,7 +16,7 @@ MOST = 4 << 20
 
 
 def test_it_doubles_with_each_quick_answer_of_its_size_up_to_the_most() -> None:
-    portion = Portion(MOST)
+    portion = AdaptiveChunk(MOST)
     sizes: list[int] = []
     while portion.nbytes < MOST:
         sizes.append(portion.nbytes)
@@ -27,7 +27,7 @@ def test_it_doubles_with_each_quick_answer_of_its_size_up_to_the_most() -> None:
 
 
 def test_answers_to_less_make_it_no_larger() -> None:
-    portion = Portion(MOST)
+    portion = AdaptiveChunk(MOST)
     portion.took(FIRST_BYTES, 0.0)
     for _ in range(3):
         portion.took(FIRST_BYTES, 0.0)  # was under way already
@@ -37,7 +37,7 @@ def test_answers_to_less_make_it_no_larger() -> None:
 
 
 def test_it_halves_once_for_all_that_was_under_way_and_not_below_the_least() -> None:
-    portion = Portion(MOST)
+    portion = AdaptiveChunk(MOST)
     portion.nbytes = MOST
     for _ in range(4):
         portion.took(MOST, 2 * LATE_S)
@@ -50,7 +50,7 @@ def test_it_halves_once_for_all_that_was_under_way_and_not_below_the_least() -> 
 
 
 def test_the_most_may_be_less_than_what_is_usually_the_least() -> None:
-    portion = Portion(50)
+    portion = AdaptiveChunk(50)
     portion.took(50, 2 * LATE_S)
     portion.took(50, 0.0)
     assert portion.nbytes == 50
@@ -63,7 +63,7 @@ async def test_what_does_not_even_let_a_ping_through_is_stuck_unless_it_cannot_b
     monkeypatch.setattr(portions, "PONG_S", 0.1)
     client = Client("tcp://127.0.0.1:9", worker=WorkerId("reader.1"))
     network.clients.append(client)
-    portion = Portion(MOST)
+    portion = AdaptiveChunk(MOST)
 
     def asked() -> "asyncio.Task[Done]":
         call = client.ask(GetStatus(), Done, timeout_s=None)
@@ -87,7 +87,7 @@ async def test_a_server_that_has_no_answer_yet_is_waited_for(
     monkeypatch.setattr(portions, "LATE_S", 0.01)
     kept: list[Call] = []
     network.endpoint(ipc, kept.append)
-    client, portion = network.client(ipc), Portion(MOST)
+    client, portion = network.client(ipc), AdaptiveChunk(MOST)
     call = client.ask(GetStatus(), Done, timeout_s=None)
     carrying = asyncio.ensure_future(portion.carry(client, call, FIRST_BYTES))
     _, waiting = await asyncio.wait((carrying,), timeout=0.5)

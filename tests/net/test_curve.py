@@ -45,20 +45,20 @@ class Guarded:
         """Names, and who may not come by them: role and key."""
         self.allowed = folder / "allowed.toml"
         sockets = Sockets(read_key(folder / "server.key"), AllowList(self.allowed))
-        sockets.on_stranger = lambda address, public: self.strangers.append(public)
+        sockets.on_rejected = lambda address, public: self.strangers.append(public)
         self.endpoint = Endpoint(
             LOOPBACK,
             on_call=self._yes,
             on_denied=lambda peer, verb: self.denied.append((peer, verb)),
             on_gone=self.gone.append,
-            not_its_name=self._not_its_name,
+            name_conflict=self._name_conflict,
             limits=network.limits,
             transport=sockets,
         )
         network.endpoints.append(self.endpoint)
         network.tasks.append(asyncio.create_task(self.endpoint.serve()))
 
-    def _not_its_name(self, *who: *tuple[str, Role, str]) -> str | None:
+    def _name_conflict(self, *who: *tuple[str, Role, str]) -> str | None:
         return "it is another's" if who in self.others else None
 
     def _yes(self, call: Call) -> None:
@@ -129,7 +129,7 @@ async def test_a_key_that_is_not_in_the_list_does_not_get_in(guarded: Guarded, f
 
 async def test_without_a_key_nobody_gets_in(guarded: Guarded) -> None:
     no = await refused(guarded.client(None), GetStatus())
-    assert "is asked with no key, but the server wants one: STALEFLOW_KEY names its file" in no.detail
+    assert "was contacted with no key, but the server requires one; set STALEFLOW_KEY to its file" in no.detail
     assert guarded.seen == []
 
 
@@ -149,7 +149,7 @@ async def test_a_client_does_not_speak_to_a_server_with_another_key(
     write_key(folder / "misled.key", Role.MONITOR, own.public, own.secret, new_pair()[0])
     with pytest.raises(Unavailable), caplog.at_level(logging.WARNING):
         await guarded.client("misled").call(GetStatus(), timeout_s=1)
-    assert "broke off the handshake: is it the server that" in caplog.text
+    assert "aborted the handshake; check that" in caplog.text
     assert guarded.seen == []
 
 

@@ -67,7 +67,7 @@ async def test_a_call_cannot_be_answered_twice(network: "Network", ipc: str) -> 
 
     network.endpoint(ipc, answer)
     await network.client(ipc).call(GetStatus())
-    with pytest.raises(RuntimeError, match=r"call 1 of worker-0\.1 is answered a second time"):
+    with pytest.raises(RuntimeError, match=r"call 1 of worker-0\.1 got a second reply"):
         calls[0].reply(Done())
 
 
@@ -291,7 +291,7 @@ async def test_a_header_beyond_its_limit_is_refused_unread_with_its_id(network: 
     nobody = msgspec.msgpack.encode([PROTOCOL, 7, ["no such verb", [0] * 1_000]])
     id, reply = await network.dealer(ipc).ask(nobody)
     assert id == 7
-    detail = f"a header of {len(nobody)} bytes; at most 1000 are read"
+    detail = f"a header of {len(nobody)} bytes; at most 1000"
     assert reply == Refusal(code=Code.OVERSIZE, detail=detail)
     assert (endpoint.counts.oversize, endpoint.counts.malformed, endpoint.counts.calls) == (1, 0, 0)
 
@@ -338,7 +338,7 @@ async def test_too_many_pending_calls_of_one_peer_are_refused_busy(network: "Net
         header = (await peer.hear())[0]
         assert msgspec.msgpack.decode(header)[1:] == [
             id,
-            ["Refusal", "busy", "3 calls of this peer wait for their answers", 1_000, 0],
+            ["Refusal", "busy", "3 calls of this peer are pending; retry later", 1_000, 0],
         ]
     assert (len(held), endpoint.counts.busy) == (3, 2)
     network.dealer(ipc).zmq.send(STATUS)  # another peer is not concerned

@@ -14,7 +14,7 @@ from staleflow.cli.main import main
 from staleflow.configs.errors import ConfigError
 from staleflow.net.allow_list import AllowList, Holder, read_allowed, write_allowed
 from staleflow.net.keys import read_key
-from staleflow.net.permissions import ATTACHES_AS, OPS, VERBS, Role, objection
+from staleflow.net.permissions import ATTACHES_AS, OPS, VERBS, Role, denial_reason
 from staleflow.protocols.consistency.effects import ReleaseWhy
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Step, Version, WorkerId
 from staleflow.protocols.wire import messages
@@ -52,7 +52,7 @@ def test_keygen_is_private_whatever_the_umask(tmp_path: Path) -> None:
 def test_keygen_overwrites_nothing(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path.name: path.read_bytes() for path in keys.iterdir()}
     assert main(["keygen", str(keys)]) == 2
-    assert "it is there already and left alone" in capsys.readouterr().err
+    assert "the folder exists and is not empty" in capsys.readouterr().err
     assert main(["keygen", str(keys), "--add", "stage", "--name", "rollout"]) == 2
     write_allowed(keys / "allowed.toml", {})  # nobody has the name any more, but its file is there
     assert main(["keygen", str(keys), "--add", "stage", "--name", "rollout"]) == 2
@@ -121,7 +121,7 @@ def test_an_allow_list_that_cannot_be_read_stays_as_it_was(keys: Path, caplog: p
         spoil()
         assert not allowed.refresh()
         assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
-    assert caplog.text.count("the allow-list stays as it was") == len(spoils)
+    assert caplog.text.count("allow-list not reloaded") == len(spoils)
 
 
 def test_a_revocation_that_cannot_be_read_at_first_is_applied_later(
@@ -139,7 +139,7 @@ def test_a_revocation_that_cannot_be_read_at_first_is_applied_later(
         for _ in range(3):
             assert not allowed.refresh()
     assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
-    assert caplog.text.count("the allow-list stays as it was") == 1
+    assert caplog.text.count("allow-list not reloaded") == 1
     assert allowed.refresh()
     assert allowed.find(held) is None
     assert not allowed.refresh()
@@ -158,7 +158,7 @@ def test_an_allow_list_that_is_half_written_shuts_nobody_out(
     assert server not in read_allowed(path)
     assert not allowed.refresh()
     assert allowed.find(held) == Holder(Role.ROLLOUT, "rollout")
-    assert "it has lost the key of the servers" in caplog.text
+    assert "it lacks the key of the servers" in caplog.text
     path.write_text(whole.replace("gpu-box-7", "gpu-box-8"))
     assert allowed.refresh()
     assert Holder(Role.ROLLOUT, "gpu-box-8") in map(allowed.find, read_allowed(path))
@@ -184,39 +184,39 @@ def body(kind: type[typing.Any]) -> typing.Any:
 
 
 def test_each_role_may_send_what_the_table_says_and_nothing_else() -> None:
-    may = {role: {kind.__name__ for kind in VERBS if objection(role, ME, body(kind)) is None} for role in Role}
+    may = {role: {kind.__name__ for kind in VERBS if denial_reason(role, ME, body(kind)) is None} for role in Role}
     common = {"Ping", "Attach", "Detach"}
     pulling = {"GetManifest", "GetChunk", "GetDelta", "Unpin"}
     assert may[Role.MONITOR] == common | {"GetStatus"}
     assert may[Role.ADMIN] == common | {"GetStatus", "Drain"}
-    assert may[Role.STAGE] == common | {"TakeStage", "FinishStage", "GetStatus"}
+    assert may[Role.STAGE] == common | {"GetStageWork", "PutStageResults", "GetStatus"}
     assert may[Role.ROLLOUT] == common | {
         *("Report", "Pulled", "Operations", "GetRows", "GetSlab", "PushGroups", "PutPartial"),
-        *("FindSources", *pulling),
+        *("GetSources", *pulling),
     }
     assert may[Role.TRAINER] == common | {
-        *("Join", "NextBatch", "CheckBatch", "NextGroups", "QuarantineGroups"),
+        *("Join", "GetBatch", "CheckBatch", "GetClaims", "QuarantineGroups"),
         *("RegisterCheckpoint", "Metrics"),
-        *("Finished", "FetchGroups", "GetStatus"),
-        *("BeginPublish", "PublishChunk", "CommitPublish", "FindSources", *pulling),
+        *("Finished", "GetGroups", "GetStatus"),
+        *("BeginPublish", "PublishChunk", "CommitPublish", "GetSources", *pulling),
     }
     servers = {
         "GetStatus",
         "Operations",
-        "Retention",
-        "Inventory",
+        "GetRetained",
+        "GetExpected",
         "StageLoads",
         "GetModelLimits",
-        "Described",
+        "PromptFeatures",
         "RegisterVersion",
-        "VersionsInUse",
+        "GetRetainedVersions",
     }
     assert may[Role.SERVER] == common | servers | pulling | {"JoinRelays"}
 
 
 def test_a_role_attaches_as_itself_or_to_look() -> None:
     def attach(role: Role, claimed: str) -> str | None:
-        return objection(role, ME, Attach(worker=WorkerId(ME), name="x", role=claimed))
+        return denial_reason(role, ME, Attach(worker=WorkerId(ME), name="x", role=claimed))
 
     assert attach(Role.ROLLOUT, "rollout") is attach(Role.ROLLOUT, "monitor") is None
     assert attach(Role.ROLLOUT, "trainer") == "a key of role rollout may not attach as trainer"
@@ -229,12 +229,12 @@ def test_a_role_attaches_as_itself_or_to_look() -> None:
 def test_a_batch_of_operations_is_judged_one_by_one() -> None:
     release = messages.RegisterRelease(group=GroupId(1), lease=LeaseId(1), why=ReleaseWhy.ABORTED)
     quarantine = RegisterQuarantine(group=GroupId(1))
-    assert objection(Role.ROLLOUT, ME, Operations(ops=[release])) is None
+    assert denial_reason(Role.ROLLOUT, ME, Operations(ops=[release])) is None
     both = Operations(ops=[release, quarantine])
-    assert objection(Role.ROLLOUT, ME, both) == "a key of role rollout may not send RegisterQuarantine"
-    assert objection(Role.SERVER, ME, both) is None
+    assert denial_reason(Role.ROLLOUT, ME, both) == "a key of role rollout may not send RegisterQuarantine"
+    assert denial_reason(Role.SERVER, ME, both) is None
     moved = messages.RegisterYield(group=GroupId(1), lease=LeaseId(1), lineage=Lineage(0), version=Version(0), sha="")
-    assert objection(Role.SERVER, ME, Operations(ops=[moved])) is not None
+    assert denial_reason(Role.SERVER, ME, Operations(ops=[moved])) is not None
 
 
 def test_nobody_speaks_for_another_worker() -> None:
@@ -247,8 +247,8 @@ def test_nobody_speaks_for_another_worker() -> None:
         (Role.ROLLOUT, messages.Unpin(worker=other, lineage=Lineage(0), version=Version(0))),
         (Role.TRAINER, messages.Metrics(worker=other, step=Step(0), values={})),
     ):
-        assert objection(role, ME, said) == f"{ME} may not speak for {other}"
-        assert objection(role, other, said) is None
+        assert denial_reason(role, ME, said) == f"{ME} may not act for {other}"
+        assert denial_reason(role, other, said) is None
 
 
 def test_the_document_has_the_same_table() -> None:

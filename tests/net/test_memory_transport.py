@@ -38,7 +38,7 @@ class Server:
 def test_an_answer_comes_when_the_owner_says() -> None:
     server = Server()
     call = server.ask("rollout-0")
-    assert (call.peer, call.done, server.endpoint.asked) == ("rollout-0", False, True)
+    assert (call.peer, call.done, server.endpoint.requested) == ("rollout-0", False, True)
     call.reply(Done())
     assert (call.done, server.heard) == (True, [])
     assert server.deliver() == [Done()]

@@ -10,7 +10,7 @@ from staleflow.configs.schema import Config, Prompts, Reward, Security
 from staleflow.net.addresses import is_loopback, reachable
 from staleflow.net.keys import VARIABLE
 from staleflow.net.permissions import Role
-from staleflow.net.security import LOOKING, check_keys, client_sockets, security_word, server_sockets
+from staleflow.net.security import OBSERVER_ROLES, check_keys, client_sockets, security_mode, server_sockets
 from staleflow.net.transport import SOCKETS, Sockets
 
 
@@ -42,11 +42,11 @@ def test_a_process_takes_the_file_of_its_role(folder: Path) -> None:
     run = config(folder)
     assert key_of(server_sockets(run)) == (Role.SERVER, "server.key")
     assert key_of(client_sockets(run.security, Role.ROLLOUT)) == (Role.ROLLOUT, "rollout.key")
-    assert key_of(client_sockets(run.security, *LOOKING)) == (Role.MONITOR, "monitor.key")
+    assert key_of(client_sockets(run.security, *OBSERVER_ROLES)) == (Role.MONITOR, "monitor.key")
     (folder / "monitor.key").unlink()
-    assert key_of(client_sockets(run.security, *LOOKING)) == (Role.ADMIN, "admin.key")
+    assert key_of(client_sockets(run.security, *OBSERVER_ROLES)) == (Role.ADMIN, "admin.key")
     check_keys(run)
-    assert [security_word(one) for one in (run, config(), config(insecure=True))] == ["keys", "local", "insecure"]
+    assert [security_mode(one) for one in (run, config(), config(insecure=True))] == ["keys", "local", "insecure"]
 
 
 def test_the_environment_names_another_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

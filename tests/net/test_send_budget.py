@@ -8,7 +8,7 @@ import zmq
 from staleflow.net.client import Client
 from staleflow.net.endpoint import Call, Endpoint
 from staleflow.net.limits import TransportLimits
-from staleflow.net.send_budget import Unread
+from staleflow.net.send_budget import SendBudget
 from staleflow.net.zmq_stream import context
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.codec import encode_request
@@ -23,7 +23,7 @@ class Frame:
 
 
 def test_a_peer_gets_no_more_until_it_has_taken_some_and_others_are_not_asked() -> None:
-    unread, first, second = Unread(10, 100), Frame(), Frame()
+    unread, first, second = SendBudget(10, 100), Frame(), Frame()
     assert unread.has_room(b"a", 50), "one answer is always sent, however large"
     unread.sent(b"a", first, 6)
     unread.sent(b"a", second, 4)
@@ -35,7 +35,7 @@ def test_a_peer_gets_no_more_until_it_has_taken_some_and_others_are_not_asked() 
 
 
 def test_when_all_hold_too_much_only_who_has_taken_everything_gets_an_answer() -> None:
-    unread = Unread(10, 15)
+    unread = SendBudget(10, 15)
     for route in (b"a", b"b", b"c"):
         assert unread.has_room(route, 5)
         unread.sent(route, Frame(), 5)
@@ -44,7 +44,7 @@ def test_when_all_hold_too_much_only_who_has_taken_everything_gets_an_answer() -
 
 
 def test_peers_that_have_gone_leave_nothing() -> None:
-    unread, frame = Unread(10, 100), Frame()
+    unread, frame = SendBudget(10, 100), Frame()
     unread.sent(b"gone", frame, 6)
     frame.done = True
     unread.sent(b"there", Frame(), 5)

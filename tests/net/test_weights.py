@@ -11,13 +11,13 @@ from staleflow.net import weights
 from staleflow.net.client import Client
 from staleflow.net.errors import Unavailable
 from staleflow.net.transport import SOCKETS
-from staleflow.net.weights import CHUNK_BYTES, Moved, Pace, Portions, Source, Ways, while_alive, whole
+from staleflow.net.weights import CHUNK_BYTES, ByteCounter, ChunkSizes, DeltaChoice, Pace, Source, while_alive, whole
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Chunk, GetChunk, GetManifest, Reply, Request
 
 
 def test_the_faster_way_is_taken_again() -> None:
-    ways = Ways(deltas=True)
+    ways = DeltaChoice(deltas=True)
     assert not ways.delta_pays
     ways.whole_took(1_000, 1.0)
     assert ways.delta_pays
@@ -28,7 +28,7 @@ def test_the_faster_way_is_taken_again() -> None:
 
 
 def test_a_fast_link_and_a_reader_that_wants_none_get_no_delta() -> None:
-    fast, unwilling = Ways(deltas=True), Ways(deltas=False)
+    fast, unwilling = DeltaChoice(deltas=True), DeltaChoice(deltas=False)
     fast.whole_took(2 * 10**9, 1.0)
     unwilling.whole_took(1_000, 1.0)
     assert not fast.delta_pays
@@ -48,7 +48,7 @@ async def test_a_pace_bounds_the_bytes_of_a_second() -> None:
 
 
 async def test_work_that_waits_for_a_server_that_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SILENT_S", 0.1)
+    monkeypatch.setattr(weights, "PING_TIMEOUT_S", 0.1)
     client = Client("tcp://127.0.0.1:9", worker=WorkerId("reader.1"), transport=SOCKETS)
     try:
         with pytest.raises(Unavailable):
@@ -81,10 +81,10 @@ class Link(Client):
         return Chunk(offset=body.offset), [memoryview(DATA)[body.offset : body.offset + body.nbytes]]
 
 
-async def brought(link: Link, portions: Portions) -> bytes:
+async def brought(link: Link, chunk_sizes: ChunkSizes) -> bytes:
     target = bytearray(len(DATA))
-    source = Source(client=link, pace=Pace(), portions=portions)
-    await whole(source, ASKED, [(0, len(DATA))], memoryview(target), Moved())
+    source = Source(client=link, pace=Pace(), chunk_sizes=chunk_sizes)
+    await whole(source, ASKED, [(0, len(DATA))], memoryview(target), ByteCounter())
     return bytes(target)
 
 
@@ -92,7 +92,7 @@ async def test_pieces_grow_to_the_largest_within_a_version_and_the_next_one_begi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(portions, "QUICK_S", 60.0)
-    link, learned = Link(), Portions()
+    link, learned = Link(), ChunkSizes()
     assert await brought(link, learned) == DATA
     assert link.asked[0] < CHUNK_BYTES == max(link.asked)
     assert len(link.asked) < 25
@@ -104,7 +104,7 @@ async def test_pieces_grow_to_the_largest_within_a_version_and_the_next_one_begi
 async def test_what_a_link_no_longer_carries_is_asked_for_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portions, "LATE_S", 0.01)
     monkeypatch.setattr(portions, "QUICK_S", -1.0)
-    link, learned = Link(), Portions()
+    link, learned = Link(), ChunkSizes()
     learned.whole.nbytes = CHUNK_BYTES
     link.most = CHUNK_BYTES // 4
     async with asyncio.timeout(20):

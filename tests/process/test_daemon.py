@@ -95,7 +95,7 @@ def test_a_second_signal_leaves_at_once(start: Start, short_dir: Path) -> None:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == 128 + signal.SIGTERM
-    assert "leaving at once" in log_of(short_dir)
+    assert "exiting immediately" in log_of(short_dir)
 
 
 def test_an_exception_ends_with_1_and_is_in_the_log(start: Start, short_dir: Path) -> None:

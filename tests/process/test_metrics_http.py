@@ -84,7 +84,7 @@ async def test_what_is_not_http_is_let_go_and_the_next_one_is_served(server: Scr
 async def test_who_says_nothing_is_let_go_and_few_may_try_at_once(
     server: ScrapeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scrape, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(scrape, "EXCHANGE_TIMEOUT_S", 0.3)
     silent = [asyncio.create_task(ask(server, b"GET")) for _ in range(MAX_CONNECTIONS)]
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
@@ -102,7 +102,7 @@ async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(
     async def much() -> bytes:
         return bytes(MUCH)
 
-    monkeypatch.setattr(scrape, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(scrape, "EXCHANGE_TIMEOUT_S", 1.0)
     caplog.set_level(logging.DEBUG, logger=scrape.__name__)
     made = ScrapeServer("http://127.0.0.1:0", much)
     await made.start()
@@ -116,7 +116,7 @@ async def test_who_reads_nothing_of_a_long_answer_is_let_go_with_it(
             reader.send(get())
             reader.setblocking(False)
         async with asyncio.timeout(30):
-            while caplog.text.count("is let go") < MAX_CONNECTIONS:  # noqa: ASYNC110 they are told of in the log only
+            while caplog.text.count("metrics connection closed") < MAX_CONNECTIONS:  # noqa: ASYNC110 they are told of in the log only
                 await asyncio.sleep(0.01)
             left = [len(await rest(reader)) for reader in idle]
         assert 0 < max(left) < MUCH  # what the system still had comes, and no more

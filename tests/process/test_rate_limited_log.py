@@ -1,11 +1,11 @@
 """What happens again and again fills no disk."""
 
-from staleflow.process.rate_limited_log import Seldom
+from staleflow.process.rate_limited_log import RateLimitedLog
 
 
 def test_one_line_a_second_and_nothing_uncounted() -> None:
     now_s = [0.0]
-    said = Seldom(lambda: now_s[0])
+    said = RateLimitedLog(lambda: now_s[0])
     assert said.due() == ""
     assert [said.due() for _ in range(1200)] == [None] * 1200
     now_s[0] = 0.999

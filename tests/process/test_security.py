@@ -123,7 +123,7 @@ def _a_worker_of_another_machine_joins(run: Run, scheduler: str, keys: Path) -> 
     command = [sys.executable, "-m", "staleflow.cli", "attach", "stage", "--connect", scheduler, "--name", "box-7"]
     env = {name: value for name, value in os.environ.items() if name != "AUDIT_TO"}
     no = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert (no.returncode, "the server wants one: STALEFLOW_KEY names its file" in no.stderr) == (1, True)
+    assert (no.returncode, "the server requires one; set STALEFLOW_KEY to its file" in no.stderr) == (1, True)
     env["STALEFLOW_KEY"] = str(elsewhere / "box-7.key")
     with subprocess.Popen(command, env=env, cwd=elsewhere, stderr=subprocess.DEVNULL) as worker:
         run.wait_for("attach", 2, 60, role="stage")
@@ -184,4 +184,4 @@ def test_insecure_is_loud(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run.process.returncode == 130, output
     assert "INSECURE: bound beyond this machine without keys" in output
     log = (run_dir / "logs" / "scheduler.log").read_text()
-    assert f"INSECURE: tcp://0.0.0.0:{first} has no keys; anybody who reaches it owns this run" in log
+    assert f"INSECURE: tcp://0.0.0.0:{first} has no keys; anyone who can reach it controls this run" in log

@@ -11,7 +11,7 @@ from staleflow.clients.rollout.engines.base import Request, RequestError, Sampli
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import Assign
 from staleflow.protocols.wire.trajectory import Finish
-from staleflow.sim.async_engine import GIVE_UP_S, SimAsyncEngine
+from staleflow.sim.async_engine import REFUSAL_DELAY_S, SimAsyncEngine
 from staleflow.sim.book import Book
 from staleflow.sim.cost import StepCost
 from staleflow.sim.engine import SimEngine
@@ -125,9 +125,9 @@ def test_an_aborted_request_leaves_the_engine_and_its_tokens_are_thrown_away(by:
         with pytest.raises(asyncio.CancelledError):
             await writing
         await asyncio.sleep(1.0)
-        assert simulated.seen().running == 0
-        assert bench.book.thrown_away({}, set()) == 0  # the lease may still push the group
-        assert bench.book.thrown_away({}, {LeaseId(1)}) == 3
+        assert simulated.state().running == 0
+        assert bench.book.discarded_tokens({}, set()) == 0  # the lease may still push the group
+        assert bench.book.discarded_tokens({}, {LeaseId(1)}) == 3
 
     bench.run(main)
 
@@ -139,7 +139,7 @@ def test_a_request_that_never_fits_is_refused_after_a_while() -> None:
         _, engine = bench.engine(kv=5)
         with pytest.raises(RequestError, match="a sample of 10 tokens does not fit into a KV cache of 5"):
             await engine.generate(bench.request(5))
-        assert asyncio.get_running_loop().time() == GIVE_UP_S
+        assert asyncio.get_running_loop().time() == REFUSAL_DELAY_S
 
     bench.run(main)
 
@@ -171,7 +171,7 @@ def test_spare_samples_of_a_pushed_group_are_thrown_away_and_no_others() -> None
         await engine.load({}, Lineage(0), Version(0))
         await asyncio.gather(engine.generate(bench.request(5)), engine.generate(bench.request(6, place=1)))
         pushed = {LeaseId(1): [bench.book.samples[0]]}
-        assert bench.book.thrown_away(pushed, set()) == 10
-        assert bench.book.thrown_away({LeaseId(1): bench.book.samples}, set()) == 0
+        assert bench.book.discarded_tokens(pushed, set()) == 10
+        assert bench.book.discarded_tokens({LeaseId(1): bench.book.samples}, set()) == 0
 
     bench.run(main)

@@ -7,7 +7,7 @@ import pytest
 
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.sim.cost import StepCost
-from staleflow.sim.engine import EngineFull, OnUpdate, Seen, SimEngine
+from staleflow.sim.engine import EngineFull, EngineState, OnUpdate, SimEngine
 from staleflow.sim.sample import Sample
 from staleflow.sim.timeline import Timeline
 from tests.sim.naive_engine import NaiveEngine, NaiveSample
@@ -104,7 +104,7 @@ def test_the_engine_agrees_with_a_loop_over_single_steps(first: int) -> None:
         assert [versions(sample) for sample in samples] == [sample.versions for sample in plain], f"seed {seed}"
         expected = {sample.id: sample.ended_s for sample in plain if sample.fate != "aborted"}
         assert out == pytest.approx(expected, abs=1e-6), f"seed {seed}"
-        seen = engine.seen()
+        seen = engine.state()
         assert (seen.running, seen.waiting, seen.kv_tokens) == (0, 0, 0), f"seed {seed}"
         assert (seen.generated, seen.preempted) == (naive.generated, naive.preempted), f"seed {seed}"
 
@@ -156,7 +156,7 @@ def test_an_aborted_sample_comes_out_nowhere_and_frees_its_slot() -> None:
     watched.engine.submit(Sample(1, 0, (3,)))
     watched.timeline.at(2.5, lambda: watched.engine.abort(sample))
     assert watched.run() == {1: 6.0}
-    assert watched.engine.seen().generated == 6
+    assert watched.engine.state().generated == 6
 
 
 def test_a_withdrawn_sample_goes_on_at_another_engine_with_what_it_has() -> None:
@@ -195,7 +195,7 @@ def test_a_full_cache_sends_the_newest_back_and_reads_it_in_again_later() -> Non
     watched.engine.submit(Sample(1, 0, (7,)))
     # both run until they hold 6 + 6; the older one ends at 8; the other is read in (6 tokens) and writes one more
     assert watched.run() == pytest.approx({0: 8.0, 1: 8.0 + 0.6 + 1.0})
-    assert watched.engine.seen().preempted == 1
+    assert watched.engine.state().preempted == 1
 
 
 def test_a_sample_that_never_fits_is_refused() -> None:
@@ -222,7 +222,7 @@ def test_an_engine_that_hangs_goes_on_where_it_stood() -> None:
 def test_what_is_seen_in_the_middle_of_a_step_is_what_the_last_one_left() -> None:
     watched = Watched()
     watched.engine.submit(Sample(0, 5, (10,)))
-    watched.timeline.at(3.5, lambda: seen.append(watched.engine.seen()))
-    seen: list[Seen] = []
+    watched.timeline.at(3.5, lambda: seen.append(watched.engine.state()))
+    seen: list[EngineState] = []
     watched.run()
-    assert seen == [Seen(running=1, waiting=0, kv_tokens=8, generated=3, steps=3, busy_s=3.5, preempted=0)]
+    assert seen == [EngineState(running=1, waiting=0, kv_tokens=8, generated=3, steps=3, busy_s=3.5, preempted=0)]

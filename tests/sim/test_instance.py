@@ -21,7 +21,7 @@ from staleflow.sim.instance import Peers, SimInstance
 from staleflow.sim.simulate import simulate
 from staleflow.sim.virtual import Conductor
 from staleflow.sim.workload import Workload
-from staleflow.sim.world import TICK_S
+from staleflow.sim.world import TICK_INTERVAL_S
 from staleflow.trace.writer import read_events
 from tests.sim.configs import config
 
@@ -75,7 +75,7 @@ def test_a_worker_whose_engine_hangs_falls_silent_by_itself_and_loses_its_leases
     assert {holder[one["lease"]] for one in ends} == {"rollout-0.0"}
     first_s = (ends[0]["t"] - found[0]["t"]) / 1e9
     expires_s = 5.0 + given.scheduler.lease_s  # of what is renewed when the engine begins to hang
-    assert expires_s <= first_s <= expires_s + STUCK_S + 2 * TICK_S
+    assert expires_s <= first_s <= expires_s + STUCK_S + 2 * TICK_INTERVAL_S
 
 
 def test_the_error_of_a_worker_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

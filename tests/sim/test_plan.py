@@ -115,8 +115,8 @@ def test_devices_are_split_into_engines_and_ranks_that_share_the_trainers_work()
 
 
 def test_a_plan_is_slower_where_it_is_fresher_and_keeps_every_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searched, "SHORT", 10)
-    monkeypatch.setattr(searched, "LONG", 15)
+    monkeypatch.setattr(searched, "SHORT_STEPS", 10)
+    monkeypatch.setattr(searched, "LONG_STEPS", 15)
     found = front(list(plan(config(), [0, 2], jobs=2)))
     assert len(found) > 1
     for faster, slower in itertools.pairwise(found):
@@ -159,12 +159,12 @@ def test_whoever_waits_for_a_plan_hears_how_far_it_is(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(searched, "_one", one)
     heard: list[tuple[int, int]] = []
-    found = list(plan(config(), [0, 1], told=lambda done, of: heard.append((done, of))))
+    found = list(plan(config(), [0, 1], on_progress=lambda done, of: heard.append((done, of))))
     done = [part for part, _ in heard]
-    first = 7 * searched.SHORT  # at 0 one choice, at 1 six
+    first = 7 * searched.SHORT_STEPS  # at 0 one choice, at 1 six
     assert done == sorted(done)
     assert heard[6] == (first, 2 * first)
-    assert heard[-1] == (first + len(found) * searched.LONG,) * 2
+    assert heard[-1] == (first + len(found) * searched.LONG_STEPS,) * 2
 
 
 def chosen(steps_per_min: float, staleness: float, waste: float = 0.0, *overrides: str) -> Choice:

@@ -33,7 +33,7 @@ def test_a_stopped_process_does_late_what_fell_due() -> None:
 
     process = conductor.spawn("p", main)
     conductor.after(1.5, conductor.stop, process)
-    conductor.after(5.0, conductor.go_on, process)
+    conductor.after(5.0, conductor.resume, process)
     conductor.run(lambda: False)
     assert woke == [1.0, 5.0, 6.0]
     conductor.close()

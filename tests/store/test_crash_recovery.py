@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.store.base import StoreCorrupt, StoreInUse, number_key
-from staleflow.store.crash_recovery import CRASH, KEPT, open_store
+from staleflow.store.crash_recovery import CRASH, KEPT_NOTE, open_store
 from staleflow.store.lmdb import Store
 from tests.store.pages import harm_branches
 
@@ -57,12 +57,12 @@ def test_who_is_ended_by_damage_leaves_word_and_the_next_one_names_the_file(tmp_
     assert harm_branches(file) == 1
     assert reader(tmp_path).returncode == -signal.SIGABRT
     for _ in range(2):
-        with pytest.raises(StoreCorrupt, match=rf"^{file} is damaged: who reads all of it is ended by SIGABRT$"):
+        with pytest.raises(StoreCorrupt, match=rf"^{file} is damaged: reading all of it raises SIGABRT$"):
             opened(tmp_path)
     file.write_bytes(before)
     assert reader(tmp_path).stdout == whole
     assert (tmp_path / CRASH).read_bytes() == b""
-    assert b"Fatal Python error" in (tmp_path / KEPT).read_bytes()
+    assert b"Fatal Python error" in (tmp_path / KEPT_NOTE).read_bytes()
 
 
 def test_damage_that_a_look_finds_alive_is_named_as_it_says(tmp_path: Path) -> None:

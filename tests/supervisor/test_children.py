@@ -84,7 +84,7 @@ def test_a_process_that_worked_long_starts_counting_anew() -> None:
     [
         (Works.STARTED, "raise SystemExit(1)", 9),
         (Works.ATTACHED, "raise SystemExit(1)", Restarts.TRIES),
-        (Works.ATTACHED, "from staleflow.process import readiness as s; s.tell_attached(); raise SystemExit(1)", 9),
+        (Works.ATTACHED, "from staleflow.process import readiness as s; s.report_attached(); raise SystemExit(1)", 9),
         (Works.MACHINE, "raise SystemExit(1)", Restarts.TRIES),
         (Works.MACHINE, "raise SystemExit(3)", 9),
     ],
@@ -143,7 +143,7 @@ def test_a_start_that_fails_before_the_old_mark_is_gone_has_not_worked(
     monkeypatch.setattr(Restarts, "CAP_S", 0.0)
     monkeypatch.setattr(Restarts, "STABLE_S", 0.2)
     code = (
-        "from staleflow.process import readiness as s; import time; s.tell_attached(); time.sleep(0.3); print('last')"
+        "from staleflow.process import readiness as s; import time; s.report_attached(); time.sleep(0.3); print('last')"
     )
     role = Role(name="one", kind=Kind.WORKER, command=(sys.executable, "-c", code), works=Works.ATTACHED)
     lifeline = Lifeline()
@@ -267,7 +267,7 @@ def test_a_trainer_that_has_joined_has_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
 ) -> None:
     monkeypatch.setitem(drain_module.LIMITS_S, Kind.TRAINER, 0.5)
-    told = "readiness.tell_attached(); " if joined else ""
+    told = "readiness.report_attached(); " if joined else ""
     saves = "signal.signal(15, lambda *_: (time.sleep(2), print('saved'), sys.exit(0)))"
     imports = "import signal, sys, time; from staleflow.process import readiness; "
     code = f"{imports}{told}{saves}; print('up'); time.sleep(60)"

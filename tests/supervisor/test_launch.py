@@ -173,7 +173,7 @@ def test_under_a_supervisor_ranks_that_have_joined_have_time_to_save(tmp_path: P
 import os, signal, sys, time
 from staleflow.process import readiness
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(0)))
-readiness.tell_attached()
+readiness.report_attached()
 open(os.path.join({str(tmp_path)!r}, str(os.getpid())), "w").close()
 time.sleep(60)
 """

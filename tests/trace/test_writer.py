@@ -296,7 +296,7 @@ def test_a_trace_that_ends_and_begins_on_a_disk_that_takes_no_writes_is_complete
 
 
 def test_what_a_failed_sync_may_have_lost_is_written_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("staleflow.trace.writer._SYNC_NS", 0)
+    monkeypatch.setattr("staleflow.trace.writer._SYNC_INTERVAL_NS", 0)
     run = Run(tmp_path, "power").open()
     run.tell(1)
 

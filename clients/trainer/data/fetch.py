@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from staleflow.clients.slab_reader import MappedSlabs, Unmapped, Unreadable, checked
 from staleflow.clients.trainer.data.batch import FetchedGroup
-from staleflow.net.adaptive_chunks import Portion, Stuck
+from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.process.host import boot_id
 from staleflow.protocols.consistency.effects import Code
@@ -45,7 +45,7 @@ class Fetcher:
         self._shards = shards
         self._maps = [MappedSlabs() if mapped else None] * len(shards)
         """One for all shards, but for those whose slabs cannot be opened."""
-        self._portions = [Portion(FETCH_BYTES) for _ in shards]
+        self._portions = [AdaptiveChunk(FETCH_BYTES) for _ in shards]
         self._turns = [asyncio.Lock() for _ in shards]
 
     async def members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:

@@ -22,7 +22,7 @@ from typing import Any
 from staleflow.configs.errors import ConfigError
 from staleflow.net import weights
 from staleflow.net.errors import Refused, Unavailable
-from staleflow.net.weights import Load, Moved, Source, changes, credited, is_right, while_alive, whole
+from staleflow.net.weights import ByteCounter, Load, Source, changes, credited, is_right, while_alive, whole
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import TrainerTerm
 from staleflow.protocols.wire import delta
@@ -63,7 +63,7 @@ class Arrival:
         self._changed = asyncio.Event()
         """Set, and replaced by a new event, when a tensor is verified and when the arrival fails."""
         self._failed: Refused | None = None
-        self.moved = Moved()
+        self.moved = ByteCounter()
         """Progress in bytes received, right or wrong."""
         self.received_deltas: dict[GetDelta, bytes] = {}
         """Deltas received for it, ``KEPT_BYTES`` at most. A delta is right if all tensors that it touches are."""
@@ -314,7 +314,7 @@ class Arrivals:
                 except (Refused, Unavailable, ProtocolError, ConfigError) as error:
                     why = str(error)
                     if isinstance(error, Unavailable):
-                        self._upstream.shunned.add(source.client.address, error)
+                        self._upstream.cooldowns.add(source.client.address, error)
                 log.warning("%s not fetched yet: %s", key, why)
             raise Refused(Code.BAD_VERSION, f"{key} did not reach this relay: {why}")
         except (Refused, asyncio.CancelledError) as error:

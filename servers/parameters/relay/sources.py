@@ -11,7 +11,7 @@ from contextlib import suppress
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused, Unavailable
 from staleflow.net.transport import Transport
-from staleflow.net.weights import Pace, Portions, Shunned, Source, Ways
+from staleflow.net.weights import ChunkSizes, DeltaChoice, Pace, Source, SourceCooldowns
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.codec import ProtocolError
@@ -29,12 +29,12 @@ class Upstream:
     """Connections of one relay to its sources. Owned by one event loop."""
 
     def __init__(self, worker: WorkerId, *, bytes_per_s: float, deltas: bool, transport: Transport) -> None:
-        self.ways = Ways(deltas=deltas)
-        self.shunned = Shunned()
+        self.ways = DeltaChoice(deltas=deltas)
+        self.cooldowns = SourceCooldowns()
         self._worker = worker
         self._transport = transport
         self._pace = Pace(bytes_per_s)
-        self._portions = Portions()
+        self._chunk_sizes = ChunkSizes()
         self._root: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._above: Client | None = None
         self._newest: VersionKey | None = None
@@ -84,9 +84,9 @@ class Upstream:
 
     def sources(self) -> list[Source]:
         """Return the sources of the bytes in order of preference."""
-        direct = self._above is None or self._above.address in self.shunned
+        direct = self._above is None or self._above.address in self.cooldowns
         clients = [self._root.result()] if self._above is None or direct else [self._above, self._root.result()]
-        return [Source(client=client, pace=self._pace, portions=self._portions) for client in clients]
+        return [Source(client=client, pace=self._pace, chunk_sizes=self._chunk_sizes) for client in clients]
 
     async def pin(self, source: Source, key: VersionKey, manifest: Manifest) -> GetManifest:
         """Pin the version at the source, too. Raise ``ProtocolError`` if the source has other bytes under this key."""

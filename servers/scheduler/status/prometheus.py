@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph
 from staleflow.metrics.names import METRICS, PLACES, PREFIX, prometheus
-from staleflow.net.security import security_word
+from staleflow.net.security import security_mode
 from staleflow.servers.scheduler.coordination.instances import Instances
 from staleflow.servers.scheduler.ledger.identity import Identity
 from staleflow.servers.scheduler.ledger.interpreter import Interpreter
@@ -143,7 +143,7 @@ class Exposition:
             "name": config.name,
             "bound": config.staleness.bound.value,
             "on_overdue": config.staleness.on_overdue.value,
-            "security": security_word(config),
+            "security": security_mode(config),
         }
         yield "run_info", tuple(info.items()), 1
         yield "uptime_seconds", (), (self._interpreter.clock.now_ms() - self._started_ms) / 1000

@@ -9,7 +9,7 @@ import msgspec
 
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import graph
-from staleflow.net.security import security_word
+from staleflow.net.security import security_mode
 from staleflow.protocols.consistency.limits import Bound
 from staleflow.protocols.wire import messages
 from staleflow.protocols.wire.messages import Command
@@ -141,7 +141,7 @@ class StatusView:
             "batch_size": self._config.trainer.batch_size,
             "group_size": self._config.rollout.group_size,
             "max_inflight": self._config.rollout.max_inflight,
-            "security": security_word(self._config),
+            "security": security_mode(self._config),
         }
 
     def _lengths(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from staleflow.configs.loading.load import to_json
 from staleflow.configs.schema import Config
 from staleflow.configs.stages import stages
 from staleflow.net.endpoint import Call
-from staleflow.net.security import LOOKING
+from staleflow.net.security import OBSERVER_ROLES
 from staleflow.protocols.consistency import events
 from staleflow.protocols.consistency.effects import Code, ReleaseWhy
 from staleflow.protocols.consistency.ids import WorkerId
@@ -80,7 +80,7 @@ class Attachments:
         older = self._registry.attach(body, key)
         if older is not None:
             self._leave(older, f"replaced by {body.worker}")
-        if body.role not in LOOKING:
+        if body.role not in OBSERVER_ROLES:
             self._interpreter.with_commit(lambda txn: registry.save(txn, body))
         self._arrive(body, "")
 
@@ -241,7 +241,7 @@ class Attachments:
             trace = self._interpreter.trace
             trace.add(trace_events.Detach(worker=process.worker, role=process.role, why="silent"))
             self._instances.remove(WorkerId(worker))
-            if process.role in LOOKING:
+            if process.role in OBSERVER_ROLES:
                 self._registry.remove(process.worker)
             self.discard_silent()
 

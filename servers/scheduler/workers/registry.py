@@ -11,7 +11,7 @@ from heapq import nsmallest
 import msgspec
 
 from staleflow.net.permissions import ATTACHES_AS, Role
-from staleflow.net.security import LOOKING
+from staleflow.net.security import OBSERVER_ROLES
 from staleflow.process.clock import Clock
 from staleflow.protocols.consistency.ids import WorkerId
 from staleflow.protocols.wire.messages import Attach
@@ -198,7 +198,7 @@ class Registry:
 
         Processes with a read-only role may attach again.
         """
-        if process.role in LOOKING:
+        if process.role in OBSERVER_ROLES:
             return
         self._end_reasons[process.worker] = why
         if len(self._end_reasons) > MAX_ENDED:
@@ -221,7 +221,7 @@ class Registry:
         """Return why a process may not attach again, or None. Final, because ids are never reused."""
         return self._end_reasons.get(WorkerId(worker))
 
-    def not_its_name(self, worker: str, role: Role, key: str) -> str | None:
+    def name_conflict(self, worker: str, role: Role, key: str) -> str | None:
         """Return why a connection with ``key`` of ``role`` may not send messages as ``worker``, or None.
 
         After a restart of the scheduler, the role of a worker is known from the store, but its key only after its first

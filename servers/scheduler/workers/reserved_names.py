@@ -7,7 +7,7 @@ while no process uses it: a process of another role with that name would lock it
 import re
 from collections.abc import Collection
 
-from staleflow.net.security import LOOKING
+from staleflow.net.security import OBSERVER_ROLES
 
 _ROLES: dict[str, tuple[str, ...]] = {
     "rollout": ("rollout",),
@@ -17,8 +17,8 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "parameters": ("parameters",),
     "relay": ("relay",),
     "scheduler": (),
-    "monitor": LOOKING,
-    "admin": LOOKING,
+    "monitor": OBSERVER_ROLES,
+    "admin": OBSERVER_ROLES,
 }
 """Roles that may use a name, by the first word of the name."""
 _FIRST_WORD = re.compile(r"[^-.]*")

@@ -1,1 +1,1 @@
-"""Deterministic simulation of faults: the shipped servers and clients; time, network and disks are made up."""
+"""Deterministic fault simulation: the shipped servers and clients on simulated time, network and disks."""

@@ -1,4 +1,4 @@
-"""``python -m staleflow.sim.faults SEED``: one seed again, with the story of what went wrong."""
+"""``python -m staleflow.sim.faults SEED``: replay one seed, and print the trace lines about its first violation."""
 
 import argparse
 import sys
@@ -9,19 +9,19 @@ from staleflow.sim.virtual import BEGIN_S
 
 
 def main() -> int:
-    """0 if everything held, else 1."""
+    """Return 0 if every rule held, else 1."""
     parser = argparse.ArgumentParser(prog="python -m staleflow.sim.faults")
     parser.add_argument("seed", type=int)
     parser.add_argument("--events", type=int, default=10_000, help="lines of the trace after which the faults stop")
     parser.add_argument("--keep", type=Path, help="an empty directory for the trace and the stores")
-    given = parser.parse_args()
-    outcome = run_seed(given.seed, given.events, given.keep)
-    sys.stdout.write(told(outcome))
+    arguments = parser.parse_args()
+    outcome = run_seed(arguments.seed, arguments.events, arguments.keep)
+    sys.stdout.write(describe(outcome))
     return 0 if outcome.ok else 1
 
 
-def told(outcome: Outcome) -> str:
-    """The outcome for a person."""
+def describe(outcome: Outcome) -> str:
+    """Format the outcome for people."""
     lines = [
         f"seed {outcome.seed}: {outcome.events} events, {outcome.seconds - BEGIN_S:.0f} s of virtual time, "
         f"{sum(outcome.faults.values())} faults, hash {outcome.trace_hash}",

@@ -1,8 +1,8 @@
-"""Disks: what is committed survives the death of its process, and faults may fill, slow, break, flip or lose them.
+"""Disks: committed data survives the death of its process; faults may fill, slow, break, flip or lose it.
 
 A store is a ``MemoryStore`` that belongs to the disk and not to the process. A block is on the disk when it has ended;
-a process may be killed just before (nothing of it was kept) or just after (nobody was told). Slabs are real files in
-the run's directory: the processes of the run map them.
+a process may be killed just before (nothing of it was kept) or just after (no reply was sent). Slabs are real files in
+the run's directory, because the processes of the run map them.
 """
 
 import hashlib
@@ -24,21 +24,22 @@ from staleflow.store.memory import MemoryWrite, Tables, Undo
 
 NEARLY_FULL: Final = 0.95
 SMALL_BYTES: Final = 16
-"""A block that writes no more than this finds room even on a full disk: it takes pages that deletes gave back."""
+"""A block that writes no more than this finds room even on a full disk: it uses pages freed by deletes."""
 
 KEY_BYTES: Final = 16
-"""Of a row about a group: group and lease."""
+"""Key size of a row about a group: group and lease."""
 
 SHA_BYTES: Final = 32
-"""In front of a row of records, as its digest."""
+"""Digest in front of a row of records."""
 
 When = Literal["", "before", "after"]
 Loss = Literal["deleted", "emptied", "cut"]
-"""The fate of a slab file. Its name is that of another file or of none; a process that mapped it keeps all of it."""
+"""Kind of loss of a slab file. Its name then belongs to another file or to none; a process that mapped it keeps all of
+it."""
 
 
 class Rows(dict[bytes, bytes]):
-    """A table whose keys are also there in order."""
+    """A table with a sorted list of its keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Rows(dict[bytes, bytes]):
 
 
 class SimWrite(MemoryWrite):
-    """As ``MemoryWrite``, with a short way to the keys from ``start`` on, and a count of what is written."""
+    """A ``MemoryWrite`` with fast access to the keys from ``start`` on, and a count of the bytes written."""
 
     def __init__(self, tables: Tables, undo: Undo) -> None:
         super().__init__(tables, undo)
@@ -74,32 +75,32 @@ class SimWrite(MemoryWrite):
 
 
 class Disk:
-    """What one server has on disk. Outlives its processes."""
+    """All data of one server on disk. Outlives its processes."""
 
     def __init__(self, conductor: Conductor, rng: random.Random, slabs: Path | None = None) -> None:
-        """``slabs``: the folder of a shard's slabs."""
+        """``slabs`` is the folder of a shard's slabs."""
         self.tables: Tables = {}
         self.slabs = slabs
         self.lost: set[str] = set()
         """Names of slabs whose file was lost."""
         self.full = False
-        """Blocks that write fail, and the map looks nearly full."""
+        """True if writing blocks fail and the map looks nearly full."""
         self.crowded = False
-        """The map looks nearly full, and is not."""
+        """True if the map looks nearly full although it is not."""
         self.broken = False
-        """Every block fails, and not for lack of room."""
+        """True if every block fails for a reason other than lack of room."""
         self.sync_s = 0.0
-        """What a commit takes."""
+        """Duration of a commit."""
         self.kill_at: When = ""
         """When the next commit kills its process."""
         self.counts: Counter[str] = Counter()
         self.flipped: set[tuple[int, int]] = set()
-        """(group, lease) of what was changed, or lost."""
+        """(group, lease) of changed or lost data."""
         self._conductor = conductor
         self._rng = rng
 
     def opener(self, process: Process) -> Callable[..., "SimStore"]:
-        """What ``lmdb_store.Store`` is to that process."""
+        """Return the replacement of ``store.lmdb.Store`` for one process."""
 
         def opened(path: Path, *, tables: Sequence[str], map_bytes: int, durability: Durability) -> SimStore:
             for name in tables:
@@ -109,7 +110,7 @@ class Disk:
         return opened
 
     def commit(self, process: Process, written: int) -> None:
-        """Let the block end, or raise what keeps it from ending."""
+        """Let the block end, or raise the error that prevents it."""
         if self.broken:
             self.counts["broken"] += 1
             raise StoreError("the disk gives an error")
@@ -124,7 +125,7 @@ class Disk:
             process.busy_until_s = max(process.busy_until_s, self._conductor.now_s) + self.sync_s
 
     def committed(self, process: Process, written: int, undo: Undo) -> None:
-        """The block has ended. What it stored in a slab whose file is lost is gone with the process."""
+        """Finish a committed block. Its data in a slab whose file is lost ends with the process."""
         if self.lost:
             rows = self.tables.get("records", {})
             self._note_lost({key: rows[key] for table, key, _ in undo if table == "records" and key in rows})
@@ -138,12 +139,12 @@ class Disk:
         raise Killed
 
     def lose(self) -> None:
-        """All of it."""
+        """Lose everything."""
         self.put_back({})
         self.put_back_slabs({})
 
     def copy(self) -> Tables:
-        """Return everything as it is now."""
+        """Return a copy of the current state."""
         copies: Tables = {}
         for name, rows in self.tables.items():
             copies[name] = copy = Rows()
@@ -152,7 +153,7 @@ class Disk:
         return copies
 
     def put_back(self, tables: Tables) -> None:
-        """Replace everything by what was there at another time."""
+        """Replace everything by a state of another time."""
         for name, rows in self.tables.items():
             lost = rows.keys() - tables.get(name, {}).keys()
             self.flipped |= {(key_number(key[:8]), key_number(key[8:16])) for key in lost if len(key) >= KEY_BYTES}
@@ -160,7 +161,8 @@ class Disk:
         self.tables.update(tables)
 
     def flip(self, tables: Sequence[str]) -> tuple[str, bytes] | None:
-        """Change one byte of one value of these tables, often the newest; which, or None when they are empty."""
+        """Change one byte of one value of these tables, often the newest; return its place, or None if they are
+        empty."""
         full = [name for name in tables if self.tables.get(name)]
         if "payloads" in tables and (placed := self._in_slabs()) and (not full or self._rng.random() < 0.5):
             return self._flip_in_slab(placed)
@@ -180,11 +182,11 @@ class Disk:
     # --- slabs -----------------------------------------------------------------------------------------------
 
     def slab_files(self) -> list[Path]:
-        """Return the files of all slabs, by name."""
+        """Return the files of all slabs, sorted by name."""
         return [] if self.slabs is None or not self.slabs.is_dir() else sorted(self.slabs.iterdir())
 
     def lose_slab(self, path: Path, loss: Loss) -> None:
-        """Lose that file. Processes that have mapped it keep their pages, as after an unlink."""
+        """Lose a file. Processes that have mapped it keep their pages, as after an unlink."""
         if loss == "deleted":
             path.unlink()
         else:
@@ -196,11 +198,11 @@ class Disk:
         self._note_lost(self.tables.get("records", {}))
 
     def copy_slabs(self) -> dict[str, bytes]:
-        """Return what is in the slabs now, by name."""
+        """Return the content of the slabs, by name."""
         return {path.name: path.read_bytes() for path in self.slab_files()}
 
     def put_back_slabs(self, slabs: Mapping[str, bytes]) -> None:
-        """Replace all slab files by these, which nobody has mapped."""
+        """Replace all slab files by these, which no process has mapped."""
         for path in self.slab_files():
             path.unlink()
         if self.slabs is not None and slabs:
@@ -209,7 +211,7 @@ class Disk:
                 (self.slabs / name).write_bytes(data)
 
     def payload_shas(self) -> dict[tuple[int, int], str]:
-        """Return the sha of each stored payload by (group, lease); empty where its slab has not got it."""
+        """Return the sha of each stored payload by (group, lease); empty if its slab no longer has it."""
         blobs = dict(self.tables.get("payloads", {}))
         for key, record in self._in_slabs().items():
             blobs[key] = self._slab_bytes(record)
@@ -230,7 +232,7 @@ class Disk:
         self.flipped |= {_group_lease(key) for key, record in _placed(rows).items() if record.slab in self.lost}
 
     def _flip_in_slab(self, placed: Mapping[bytes, Record]) -> tuple[str, bytes] | None:
-        """Change one byte of a payload in a slab, where all that have mapped it see it."""
+        """Change one byte of a payload in a slab, which every process that mapped it sees."""
         assert self.slabs is not None
         keys = list(placed)
         key = keys[-1] if self._rng.random() < 0.5 else self._rng.choice(keys)
@@ -251,18 +253,18 @@ def _group_lease(key: bytes) -> tuple[int, int]:
 
 
 def _placed(rows: Mapping[bytes, bytes]) -> dict[bytes, Record]:
-    """Records of payload in slabs; those whose row was changed are left out, as a shard does."""
-    found: dict[bytes, Record] = {}
+    """Return the records of payload in slabs; records with a changed row are skipped, as by a shard."""
+    records: dict[bytes, Record] = {}
     for key, row in rows.items():
         if hashlib.sha256(key + row[SHA_BYTES:]).digest() == row[:SHA_BYTES]:
             record = msgspec.msgpack.decode(row[SHA_BYTES:], type=Record)
             if record.slab:
-                found[key] = record
-    return found
+                records[key] = record
+    return records
 
 
 class SimStore:
-    """One process's hold on a disk."""
+    """The store of one process on a disk."""
 
     def __init__(self, disk: Disk, process: Process) -> None:
         self._disk = disk
@@ -292,4 +294,4 @@ class SimStore:
         return NEARLY_FULL if self._disk.full or self._disk.crowded else 0.1
 
     def close(self) -> None:
-        """The disk stays."""
+        """Do nothing: the disk outlives the process."""

@@ -1,7 +1,8 @@
-"""An engine in virtual time, without threads: it writes what the seed of each request gives, and checks its input.
+"""An engine in virtual time, without threads: it writes tokens derived from the seed of each request, and checks its
+input.
 
-It is the ``AsyncEngine`` of the shipped rollout worker. Nothing happens between the beginning and the end of a sample
-but timers, so a sample costs two events of the loop however long it is.
+It is the ``AsyncEngine`` of the shipped rollout worker. Only timers run between the start and the end of a sample, so a
+sample costs two events of the loop however long it is.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from staleflow.sim.faults.payload import VOCABULARY, are_weights, manifest_of, t
 from staleflow.sim.faults.scene import Scene
 
 TOKEN_S = 0.005
-"""Of a fast engine."""
+"""Time per token of a fast engine."""
 LOAD_S = 0.02
 CONTEXT = 1 << 16
 
@@ -49,12 +50,12 @@ class _Sample:
         self.marks = Marks()
 
     def count(self, now_s: float) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return min(self.before + int((now_s - self.since_s) / self.pace_s), self.limit)
 
 
 class VirtualEngine:
-    """``slots`` samples at once, the others wait. Made inside a running event loop."""
+    """An engine that runs ``slots`` samples at once; further ones wait. Create it inside a running event loop."""
 
     def __init__(self, scene: Scene, worker: str, *, slots: int) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -63,7 +64,7 @@ class VirtualEngine:
         self._worker = worker
         self._slots = slots
         self._token_s = TOKEN_S * random.Random(f"{scene.seed} {worker}").choice((1.0, 1.0, 3.0))
-        if scene.config.coordination.migration != "none":  # groups move to where fewer samples wait
+        if scene.config.coordination.migration != "none":  # groups migrate to engines where fewer samples wait
             self._slots = max(scene.started, slots // random.Random(f"{worker} {scene.seed}").choice((1, 4)))
         self._loaded = (Lineage(0), Version(-1))
         self._running: dict[int, _Sample] = {}
@@ -104,13 +105,13 @@ class VirtualEngine:
                 sample.ended.cancel()
 
     async def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
-        # Copied at once: a byte of a mapped file that changes after it was verified cannot be found.
+        # Copied at once: a byte of a mapped file that changes after its verification cannot be detected.
         data, journal = b"".join(tensor.tobytes() for tensor in tensors.values()), self._scene.journal
         await asyncio.sleep(LOAD_S)
-        journal.looked["rollout: weights"] += 1
+        journal.checked["rollout: weights"] += 1
         whole = are_weights(self._scene.seed, data)
         if not whole or manifest_of(data).sha not in journal.published.get((lineage, version), ()):
-            journal.wrong.append(f"{self._worker} got weights that are not ({lineage}, {version})")
+            journal.mismatches.append(f"{self._worker} got weights that are not ({lineage}, {version})")
         self._loaded, now_s = (lineage, version), self._loop.time()
         for sample in self._running.values():
             sample.marks.turn(lineage, version, sample.count(now_s))
@@ -133,19 +134,19 @@ class VirtualEngine:
         return 0.0
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     # --- samples -------------------------------------------------------------------------------------------------
 
     def _check_prefix(self, request: Request) -> None:
-        """Compare what another instance wrote of a sample with what it must have written."""
+        """Compare the tokens of another instance in a prefix with the tokens that their seed determines."""
         start = 0
         for segment in request.prefix:
             end = start + len(segment.token_ids)
             ids, logprobs = tokens_of(request.seed, segment.lineage, segment.version, start, end)
-            self._scene.journal.looked["rollout: partials"] += 1
+            self._scene.journal.checked["rollout: partials"] += 1
             if not (np.array_equal(ids, segment.token_ids) and np.array_equal(logprobs, segment.logprobs)):
-                self._scene.journal.wrong.append(f"{self._worker} got tokens of a sample that no engine wrote")
+                self._scene.journal.mismatches.append(f"{self._worker} got tokens of a sample that no engine wrote")
             start = end
 
     def _fill(self) -> None:

@@ -1,4 +1,4 @@
-"""The faults themselves: what each kind does to the world, and how it passes."""
+"""The faults: the effect of each kind on the world, and its end."""
 
 import os
 import random
@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 
 from staleflow.sim.faults.disk import Loss
-from staleflow.sim.faults.mishaps import Mishaps
+from staleflow.sim.faults.mishaps import ComponentFaults
 from staleflow.sim.faults.network import GRAIN_S
 from staleflow.sim.faults.plan import LOST, REBOOT, SLABS, Plan
-from staleflow.sim.faults.world import Node, Spell, World
+from staleflow.sim.faults.world import Interval, Node, World
 from staleflow.sim.virtual import current
 
-SPELL_S = 60.0
-PAUSE_S = 25.0
-"""After so long without an end the faults pause for this long: a run that stands still then has no excuse."""
+FAULT_PHASE_S = 60.0
+FAULT_PAUSE_S = 25.0
+"""Faults run for ``FAULT_PHASE_S``, then pause for this long: no run may stand still during a pause."""
 NEXT_VERSION_S = 3.0
-"""For the next version to come."""
+"""Time to wait for the next version."""
 SERVERS = ("scheduler", "trajectories", "parameters")
 WORKERS = ("rollout", "rollout", "stage", "trainer")
 
@@ -30,12 +30,12 @@ class Faults:
         self.counts: Counter[str] = Counter()
         self.number = 0
         self.on = True
-        self._pause_s = world.conductor.now_s + SPELL_S
+        self._pause_s = world.conductor.now_s + FAULT_PHASE_S
         self._plan = plan
         self._world = world
         self._servers = (*SERVERS, "relay") if plan.relays else SERVERS
         self._rng = random.Random(f"staleflow faults of {plan.seed}")
-        self._ways: dict[str, Callable[[], bool]] = {
+        self._actions: dict[str, Callable[[], bool]] = {
             "kill": self._kill,
             "kill at a commit": self._kill_at_commit,
             "kill at a rename": self._kill_at_rename,
@@ -67,10 +67,10 @@ class Faults:
             SLABS: self._lose_slabs,
             REBOOT: self._reboot,
         }
-        self._ways |= Mishaps(world, self._rng, self._for).ways()
+        self._actions |= ComponentFaults(world, self._rng, self._for).actions()
 
     def begin(self) -> None:
-        """The first fault comes when the run is under way."""
+        """Schedule the first fault, after the run has started."""
         self._world.conductor.after(2.0, self._next)
 
     def _next(self) -> None:
@@ -78,11 +78,11 @@ class Faults:
             return
         now_s = self._world.conductor.now_s
         if now_s > self._pause_s:
-            self._pause_s = now_s + PAUSE_S + SPELL_S
-            self._world.conductor.after(PAUSE_S, self._next)
+            self._pause_s = now_s + FAULT_PAUSE_S + FAULT_PHASE_S
+            self._world.conductor.after(FAULT_PAUSE_S, self._next)
             return
         kind = self._rng.choice(self._plan.kinds)
-        if self._ways[kind]():
+        if self._actions[kind]():
             self.number += 1
             self.counts[kind] += 1
         self._world.conductor.after(self._rng.expovariate(1 / self._plan.every_s), self._next)
@@ -90,11 +90,11 @@ class Faults:
     # --- for a while -----------------------------------------------------------------------------------------
 
     def _for(self, seconds: float, over: Callable[[], object]) -> None:
-        """The world is in trouble until then."""
-        self._world.troubles += 1
+        """Count a fault as active for ``seconds``, then call ``over``."""
+        self._world.active_faults += 1
 
         def passes() -> None:
-            self._world.troubles -= 1
+            self._world.active_faults -= 1
             over()
 
         self._world.conductor.after(seconds, passes)
@@ -121,7 +121,7 @@ class Faults:
         return True
 
     def _kill_at_rename(self) -> bool:
-        """The parameter server in the middle of a version, or a trainer in the middle of a checkpoint."""
+        """Kill the parameter server in the middle of a version, or a trainer in the middle of a checkpoint."""
         world = self._world
         if self._rng.random() < 0.5:
             world.machine.kill_at_rename = (world.run_dir / "parameters", lambda: world.nodes["parameters"].process)
@@ -129,17 +129,17 @@ class Faults:
             world.machine.kill_at_rename = (world.run_dir / "checkpoints", current)
         return True
 
-    def _stop(self, least: float, most: float) -> bool:
-        """SIGSTOP for so many leases, then SIGCONT."""
+    def _stop(self, min_leases: float, max_leases: float) -> bool:
+        """Send SIGSTOP, and SIGCONT after a number of leases."""
         node = self._some(*self._servers, *WORKERS)
         if node is None or node.process is None:
             return False
         process = node.process
         self.counts[f"stopped: {node.role}"] += 1
         self._world.conductor.stop(process)
-        scale_s = self._world.scene.lease_s if least > 1 else 1.0
+        scale_s = self._world.scene.lease_s if min_leases > 1 else 1.0
         silent = self._world.silence(process)
-        paused = Spell(node.name, self._world.conductor.now_s)
+        paused = Interval(node.name, self._world.conductor.now_s)
         if node.role == "scheduler":
             self._world.history.paused.append(paused)
 
@@ -147,13 +147,13 @@ class Faults:
             paused.until_s = self._world.conductor.now_s
             if silent is not None:
                 silent.until_s = self._world.conductor.now_s
-            self._world.conductor.go_on(process)
+            self._world.conductor.resume(process)
 
-        self._for(self._rng.uniform(least, most) * scale_s, over)
+        self._for(self._rng.uniform(min_leases, max_leases) * scale_s, over)
         return True
 
     def _terminate(self) -> bool:
-        """SIGTERM."""
+        """Send SIGTERM."""
         node = self._some(*self._servers, *WORKERS)
         if node is None or node.stop is None:
             return False
@@ -162,13 +162,13 @@ class Faults:
         return True
 
     def _power_failure(self) -> bool:
-        """Every server at once; of the trace's file only what was synced is left, and perhaps a bit more."""
+        """Kill every server at once. The trace's file keeps its synced part, and perhaps a little more."""
         world = self._world
         for node in world.of(*SERVERS):
             if node.process is not None and node.process.alive:
                 world.conductor.kill(node.process)
         path = world.run_dir / "trace.jsonl"
-        swapped = world.nodes["scheduler"].swapped  # then the trace is what tells that the ledger is an older one
+        swapped = world.nodes["scheduler"].swapped  # then the trace is the evidence that the ledger is an older one
         if world.plan.config.scheduler.durability == "power" and path.exists() and not swapped:
             synced = world.machine.synced(path)
             with path.open("r+b") as file:
@@ -176,7 +176,7 @@ class Faults:
         return True
 
     def _torn_trace(self) -> bool:
-        """The scheduler dies between its commit and its file, in the middle of a line."""
+        """Kill the scheduler between its commit and the write to its file, in the middle of a line."""
         world, node = self._world, self._world.nodes["scheduler"]
         if node.disk is None or not node.runs or node.process is None:
             return False
@@ -224,13 +224,13 @@ class Faults:
         return True
 
     def _partition(self, *, both: bool) -> bool:
-        """Some do not reach some others; sometimes one of them reaches nobody."""
+        """Cut some processes off from others; sometimes one of them from all."""
         weather, rng = self._world.network.weather, self._rng
         names = list(self._world.nodes)
         share = rng.choice((1 / len(names), 0.3, 0.5))
-        here = [name for name in names if rng.random() < share] or [rng.choice(names)]
-        there = [name for name in names if name not in here]
-        cut = {(a, b) for a in here for b in there}
+        side = [name for name in names if rng.random() < share] or [rng.choice(names)]
+        other_side = [name for name in names if name not in side]
+        cut = {(a, b) for a in side for b in other_side}
         if both or rng.random() < 0.5:
             cut = cut | {(b, a) for a, b in cut} if both else {(b, a) for a, b in cut}
         weather.cut |= cut
@@ -248,21 +248,21 @@ class Faults:
         return node is not None
 
     def _malformed(self) -> bool:
-        return self._world.garble(self._rng)
+        return self._world.send_malformed(self._rng)
 
     # --- disks -----------------------------------------------------------------------------------------------
 
-    def _disk(self, what: str, most_s: float) -> bool:
+    def _disk(self, what: str, max_s: float) -> bool:
         node = self._some("scheduler", "trajectories")
         if node is None or node.disk is None:
             return False
         disk = node.disk
         setattr(disk, what, True)
-        self._for(self._rng.uniform(0.3, most_s), lambda: setattr(disk, what, False))
+        self._for(self._rng.uniform(0.3, max_s), lambda: setattr(disk, what, False))
         return True
 
     def _broken_disk(self) -> bool:
-        """The scheduler's only: a shard whose disk gives errors ends, which is as good as a kill."""
+        """Break the scheduler's disk only: a shard whose disk returns errors ends, which equals a kill."""
         disk = self._world.nodes["scheduler"].disk
         assert disk is not None
         disk.broken = True
@@ -279,7 +279,7 @@ class Faults:
         return True
 
     def _lose_disk(self) -> bool:
-        """The machine of a shard is replaced: its store is empty."""
+        """Replace the machine of a shard: its store is empty."""
         node = self._some("trajectories")
         if node is None or node.disk is None or node.process is None:
             return False
@@ -288,7 +288,7 @@ class Faults:
         return True
 
     def _lose_slabs(self) -> bool:
-        """Somebody deletes or cuts files of a shard's slabs, one of them or all, under it or while it is down."""
+        """Delete or cut files of a shard's slabs, one or all, while it runs or while it is down."""
         node = self._rng.choice(self._world.of("trajectories"))
         disk = node.disk
         if disk is None or not (files := disk.slab_files()):
@@ -302,7 +302,7 @@ class Faults:
         return True
 
     def _reboot(self) -> bool:
-        """The host of the servers starts again, without its slab files where those were in memory."""
+        """Restart the host of the servers, without its slab files where those were in memory."""
         self._world.reboot()
         if self._rng.random() < 0.5:
             for disk in [node.disk for node in self._world.of("trajectories") if node.disk is not None]:
@@ -321,30 +321,30 @@ class Faults:
         return node is not None and node.disk is not None and node.disk.flip(tables) is not None
 
     def _flip_weights(self) -> bool:
-        """One byte of a version on disk: of one that is there, or of the next one before anybody has loaded it."""
+        """Change one byte of a version on disk: an existing one, or the next one before any instance has loaded it."""
         if self._rng.random() < 0.5:
             self._flip_next({*self._versions()}, self._world.conductor.now_s + NEXT_VERSION_S)
             return True
         mine = [self._weights / name for name in self._versions()]
-        there = [*mine, *sorted(self._world.run_dir.glob("relays/*/*.bin"))]
-        if there:
-            self._flip_file(self._rng.choice(there))
-        return bool(there)
+        files = [*mine, *sorted(self._world.run_dir.glob("relays/*/*.bin"))]
+        if files:
+            self._flip_file(self._rng.choice(files))
+        return bool(files)
 
-    def _flip_next(self, there: set[str], until_s: float) -> None:
+    def _flip_next(self, existing: set[str], until_s: float) -> None:
         conductor = self._world.conductor
-        new = [name for name in self._versions() if name not in there]
+        new = [name for name in self._versions() if name not in existing]
         if new:
             self._flip_file(self._weights / new[-1])
         elif conductor.now_s < until_s and not self._world.ended:
-            conductor.after(0.001, self._flip_next, there, until_s)
+            conductor.after(0.001, self._flip_next, existing, until_s)
 
     @property
     def _weights(self) -> Path:
         return self._world.run_dir / "parameters"
 
     def _versions(self) -> list[str]:
-        """Files of the parameter server, by name."""
+        """Return the files of the parameter server, by name."""
         try:
             return [name for name in sorted(os.listdir(self._weights)) if name.endswith(".bin")]
         except FileNotFoundError:

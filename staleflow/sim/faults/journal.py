@@ -1,6 +1,6 @@
-"""What the workers and trainers of a run wrote down themselves: the witness that does not ask the servers.
+"""Journal of a run: records by its workers and trainers, as a witness independent of the servers.
 
-A line is there before what it tells of is said to anybody, and an answer is noted when it has come. Times are virtual.
+A line is written before its message leaves, and a reply when it arrives. Times are virtual.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Sent:
-    """One payload that a worker has pushed, or tried to."""
+    """One payload that a worker has pushed, or tried to push."""
 
     worker: str
     sha: str
@@ -29,7 +29,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """A push that was answered with yes."""
+    """A push that was acknowledged."""
 
     key: Key
     sha: str
@@ -38,7 +38,7 @@ class Acknowledged:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A batch that a trainer has in hand, all of it."""
+    """A batch that a trainer has received completely."""
 
     batch: BatchId
     lineage: Lineage
@@ -49,7 +49,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A version that a trainer was told is published."""
+    """A version whose publish was acknowledged to a trainer."""
 
     term: TrainerTerm
     lineage: Lineage
@@ -67,8 +67,8 @@ class FailedStage:
 
 
 @dataclass(slots=True)
-class Heard:
-    """One report of a worker that was answered."""
+class Reported:
+    """One report of a worker that was acknowledged."""
 
     sent_s: float
     answered_s: float
@@ -79,13 +79,13 @@ class Journal:
     """All journals of one run."""
 
     assigned: dict[GroupId, dict[LeaseId, None]] = field(default_factory=dict[GroupId, dict[LeaseId, None]])
-    """Leases of each group that a rollout worker was given."""
+    """Leases of each group that were assigned to rollout workers."""
     payloads: dict[str, GroupPayload] = field(default_factory=dict[str, GroupPayload])
-    """What was pushed, by sha."""
+    """Pushed payloads, by sha."""
     sent: dict[Key, list[Sent]] = field(default_factory=dict[Key, list[Sent]])
     acknowledged: list[Acknowledged] = field(default_factory=list[Acknowledged])
     refused: Counter[str] = field(default_factory=Counter[str])
-    """Answers of no to pushes, by code."""
+    """Refusals of pushes, by code."""
     batches: dict[BatchId, Batch] = field(default_factory=dict[BatchId, Batch])
     """Sealed batches as the scheduler named them to a trainer."""
     fetched: list[Fetched] = field(default_factory=list[Fetched])
@@ -93,23 +93,23 @@ class Journal:
     """Shas of the weights that some trainer sent as that version."""
     committed: list[Committed] = field(default_factory=list[Committed])
     pulled: list[tuple[Lineage, Version, str]] = field(default_factory=list[tuple[Lineage, Version, str]])
-    heard: dict[str, list[Heard]] = field(default_factory=dict[str, list[Heard]])
+    reports: dict[str, list[Reported]] = field(default_factory=dict[str, list[Reported]])
     tried_stages: dict[GroupId, set[str]] = field(default_factory=dict[GroupId, set[str]])
-    """Stage workers that had a group, whatever came of it."""
+    """Stage workers that received a group, whatever the result."""
     poisoned: set[tuple[Key, str]] = field(default_factory=set[tuple[Key, str]])
     """(group and lease, sha) of pushes that no engine of the run can have written."""
     failed_stages: dict[GroupId, list[FailedStage]] = field(default_factory=dict[GroupId, list[FailedStage]])
     gave_up: list[str] = field(default_factory=list[str])
     """Reasons with which a trainer ended the run."""
-    wrong: list[str] = field(default_factory=list[str])
-    """Bytes that somebody was served and nobody had written."""
-    looked: Counter[str] = field(default_factory=Counter[str])
-    """Payloads looked at, by who looked."""
+    mismatches: list[str] = field(default_factory=list[str])
+    """Served bytes that no process had written."""
+    checked: Counter[str] = field(default_factory=Counter[str])
+    """Number of checked payloads, by checker."""
     ends: Counter[str] = field(default_factory=Counter[str])
-    """Why workers and trainers ended by themselves."""
+    """Reasons for which workers and trainers ended by themselves."""
 
     def send(self, key: Key, worker: str, sha: str, at_s: float, payload: GroupPayload) -> None:
-        """Note a push that is about to leave."""
+        """Record a push that is about to leave."""
         self.payloads[sha] = payload
         sent = self.sent.setdefault(key, [])
         if all(one.sha != sha for one in sent):

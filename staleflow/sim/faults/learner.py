@@ -1,7 +1,8 @@
-"""The simulated model of the shipped training loop: its weights prove which batches were trained, in which order.
+"""The simulated model of the shipped training loop: its weights prove which batches were trained, and in which order.
 
-``train`` compares every row of a batch with what rollout workers pushed. The state is a hash chain over the digests of
-the trained batches, and a version's bytes are a function of the state, so ``reconcile`` knows each version's bytes.
+``train`` compares every row of a batch with the payloads that rollout workers pushed. The state is a hash chain over
+the digests of the trained batches, and a version's bytes are a function of the state, so ``reconcile`` knows each
+version's bytes.
 """
 
 import random
@@ -21,13 +22,13 @@ from staleflow.protocols.wire.tensors import Array
 from staleflow.protocols.wire.trajectory import GroupPayload
 from staleflow.sim.faults.journal import Fetched
 from staleflow.sim.faults.lockstep import Lockstep
-from staleflow.sim.faults.payload import Learned, made_by, tensors_of, weights_of
+from staleflow.sim.faults.payload import Learned, columns_of, tensors_of, weights_of
 from staleflow.sim.faults.scene import Scene
 
 STATE = "learned"
 NUMBERS = "numbers"
 WRITE_S = 0.005
-"""Between two files of a checkpoint."""
+"""Delay between two files of a checkpoint."""
 
 
 class Weights:
@@ -52,7 +53,7 @@ class Learner:
         self._parts: list[TrainBatch] = []
 
     def check(self, directory: Path) -> None:
-        """Every complete checkpoint can be loaded."""
+        """Do nothing: every complete checkpoint can be loaded."""
 
     def load(self, directory: Path | None) -> None:
         self._state = Learned() if directory is None else Learned.from_bytes((directory / STATE).read_bytes())
@@ -92,9 +93,9 @@ class Learner:
         return {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
-    # --- what it was given ---------------------------------------------------------------------------------------
+    # --- checks of the input -------------------------------------------------------------------------------------
 
     def _check(self, batch: TrainBatch) -> None:
         scene = self._scene
@@ -102,21 +103,21 @@ class Learner:
         sealed = scene.journal.batches.get(batch.batch)
         scene.journal.fetched.append(Fetched(batch.batch, batch.lineage, batch.step, batch.digest, groups))
         if sealed is None or [member.group for member in sealed.members] != list(groups):
-            scene.journal.wrong.append(f"a trainer trains batch {batch.batch}, which the scheduler did not name")
+            scene.journal.mismatches.append(f"a trainer trains batch {batch.batch}, which the scheduler did not name")
             return
         first = 0
         for member in sealed.members:
             payload = scene.journal.payloads.get(member.sha)
-            scene.journal.looked["trainer"] += 1
+            scene.journal.checked["trainer"] += 1
             end = first + scene.samples
             if payload is None or not self._is_right(batch, slice(first, end), payload, member, sealed):
-                scene.journal.wrong.append(f"a trainer got bytes of group {member.group} that nobody wrote")
+                scene.journal.mismatches.append(f"a trainer got bytes of group {member.group} that no worker wrote")
             first = end
 
     def _is_right(
         self, batch: TrainBatch, rows: slice, payload: GroupPayload, member: MemberRef, sealed: Batch
     ) -> bool:
-        """Compare a group's rows with its payload and with what stages made of it."""
+        """Compare a group's rows with its payload and with the columns of its stages."""
         prompt, versions = len(payload.prompt_ids), payload.token_versions()
         written = batch.completions[rows]
         trained = np.where(versions >= sealed.mask_below, payload.loss_mask, 0).astype(np.bool_)
@@ -131,15 +132,15 @@ class Learner:
             (batch.loss_mask[rows][written], trained),
         ]
         for stage in self._stages:
-            for name, column in made_by(stage, replace(payload, stages={})).items():
+            for name, column in columns_of(stage, replace(payload, stages={})).items():
                 tokens = is_per_token(name)
-                found = (batch.token_stages if tokens else batch.sample_stages).get(short_name(name))
-                if found is None:
+                column_rows = (batch.token_stages if tokens else batch.sample_stages).get(short_name(name))
+                if column_rows is None:
                     return False
-                pairs.append((found[rows][written] if tokens else found[rows], column))
+                pairs.append((column_rows[rows][written] if tokens else column_rows[rows], column))
         outside = ~written
         return (
-            all(np.array_equal(found, wanted) for found, wanted in pairs)
+            all(np.array_equal(actual, expected) for actual, expected in pairs)
             and not batch.loss_mask[rows][outside].any()
             and bool((batch.token_versions[rows][outside] == NO_VERSION).all())
         )

@@ -1,7 +1,7 @@
 """A thread of a simulated process, for shipped code that blocks: it runs only while the conductor waits for it.
 
-Exactly one of both runs at any time, so the order of everything is as fixed as without threads. A thread that waits is
-a task of its process's loop that has not ended: when the process is stopped or killed, it goes no further.
+Exactly one of the two runs at any time, so the order of all events is as deterministic as without threads. A waiting
+thread is an unfinished task of its process's loop: when the process is stopped or killed, the thread does not continue.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ class Lockstep:
         self._stopping = asyncio.Event()
         self._started: list[asyncio.Task[Any]] = []
         self._mine, self._theirs = threading.Lock(), threading.Lock()
-        """Held; released to give the turn to the thread, and to the conductor."""
+        """Normally locked; released to pass the turn to the thread, and to the conductor."""
         self._mine.acquire()
         self._theirs.acquire()
         self._parked = False
-        process.on_burial.append(self._bury)
+        process.on_close.append(self._close)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return what ``function`` returns in a thread."""
+        """Run ``function`` in a thread and return its result."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def main() -> None:
-            events._set_running_loop(self._loop)  # its code is that of this process
+            events._set_running_loop(self._loop)  # code of the thread belongs to this process
             self._park()
             try:
                 result = function()
@@ -56,21 +56,21 @@ class Lockstep:
         self._turn()
         return await done
 
-    # --- what the thread calls -----------------------------------------------------------------------------------
+    # --- called by the thread ------------------------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run in the background."""
+        """Run ``work`` in the background."""
         task = self._loop.create_task(work)
         self._started.append(task)
         return task
 
     def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
-        """Return the result; once asked to stop, ``late()`` is raised ``grace_s`` seconds after."""
+        """Return the result of ``work``. Once a stop is requested, raise ``late()`` after ``grace_s`` seconds."""
         self._check_alive(work)
         return self.until(until_stop(work, self._stopping, grace_s, late))
 
     def until(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result, whatever it takes."""
+        """Return the result of ``work``, however long it takes."""
         self._check_alive(work)
         task = self._loop.create_task(work)
         task.add_done_callback(lambda _: self._turn())
@@ -82,7 +82,7 @@ class Lockstep:
         return task.result()
 
     def _check_alive(self, work: Coroutine[Any, Any, Any]) -> None:
-        """``Killed`` in a thread that is being buried: nothing of ``work`` happens."""
+        """Raise ``Killed`` in a thread of a dead process, without running any of ``work``."""
         if not self._process.alive:
             work.close()
             raise Killed
@@ -94,7 +94,7 @@ class Lockstep:
         self._stopping.set()
 
     def close(self, last: Callable[[], None]) -> None:
-        """Run ``last`` on the loop and end what is left."""
+        """Run ``last`` on the loop and end the remaining tasks."""
         self.closed = True
 
         async def end() -> None:
@@ -105,15 +105,15 @@ class Lockstep:
 
         self.until(end())
 
-    # --- what the conductor calls --------------------------------------------------------------------------------
+    # --- called by the conductor ---------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Let the thread run until it waits or ends."""
         self._mine.release()
         self._theirs.acquire()
 
-    def _bury(self) -> None:
-        """End a thread that waits in a process that is dead."""
+    def _close(self) -> None:
+        """End a waiting thread of a dead process."""
         if self._parked:
             self._turn()
 

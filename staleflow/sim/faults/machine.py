@@ -1,9 +1,9 @@
-"""The machine under the simulated processes: what randomness it gives, and how its files behave.
+"""The machine under the simulated processes: its randomness, its hosts and its files.
 
-The product asks the system for random names, asks which host it runs on, and writes two kinds of plain files, the
-trace and the weights. While ``Machine.installed`` holds, those calls go through here: names come from the seed, hosts
-from the plan, the disk of the weights can be full, a process can be killed between two of its file operations, and it
-is known what of a file was synced.
+The product requests random names from the system, reads which host it runs on, and writes two kinds of plain files, the
+trace and the weights. Inside ``Machine.installed`` those calls are redirected: names come from the seed, hosts from the
+plan, the disk of the weights can be full, a process can be killed between two of its file operations, and the synced
+part of each file is recorded.
 """
 
 # pyright: reportPrivateUsage=false
@@ -41,23 +41,23 @@ from staleflow.sim.faults.plan import NEAR
 from staleflow.sim.virtual import Conductor, Killed, Process, current
 
 PIECE_BYTES: Final = 64
-"""Of one message of weights: a version takes several. And relays hang in a row."""
+"""Maximum size of one message of weights, so that a version takes several. Relays form a chain."""
 
 SLAB_BYTES: Final = 32 << 10
-"""Of a slab: a worker fills many, and writes into those that hold nothing any more."""
+"""Size of a slab: a worker fills many, and reuses those that hold no live payload."""
 WITHOUT: Final = 8
-"""Groups in frames before a shard that had no room is asked for a slab again."""
+"""Groups sent in frames before a worker asks a shard without room for a slab again."""
 MAX_MAPPED: Final = 8
 """Slabs that a reader keeps mapped."""
 
 POLL_INTERVAL_S: Final = 10.0
-"""Between looks at the scheduler's status, which costs more than anything else here."""
+"""Interval of status polls, which cost more than anything else here."""
 
 BEGIN_UNIX_NS = 1_800_000_000_000_000_000
 
 
 class SimClock:
-    """A ``Clock`` of virtual time; ``jump_ns`` is what the label that people read is off."""
+    """A ``Clock`` of virtual time; ``jump_ns`` is the error of its wall-clock time."""
 
     def __init__(self, conductor: Conductor) -> None:
         self._conductor = conductor
@@ -77,18 +77,18 @@ class Machine:
     """Files and randomness of one run."""
 
     def __init__(self, conductor: Conductor, rng: random.Random, host_of: Callable[[str], str]) -> None:
-        """``host_of``: the host of a process, by its name. Those of one host share files."""
+        """``host_of`` returns the host of a process, by its name. Processes of one host share files."""
         self._host_of = host_of
         self.full_folder: Path | None = None
-        """Files in it cannot grow."""
+        """Folder whose files cannot grow."""
         self.kill_at_rename: tuple[Path, Callable[[], Process | None]] | None = None
         """The next rename into this folder kills that process, right before or right after it."""
         self.unsupervised: set[Process] = set()
         """Processes that no supervisor started: they fill no slot and take no name from a live process."""
         self.boots = 0
-        """Times that the host of the servers has started again."""
+        """Number of restarts of the servers' host."""
         self.lent: dict[str, mmap.mmap] = {}
-        """By name: slabs that live rollout workers write into, as they have mapped them."""
+        """Slabs that live rollout workers write into, as they have mapped them, by name."""
         self.counts: Counter[str] = Counter()
         self._synced: dict[tuple[int, int], int] = {}
         self._conductor = conductor
@@ -97,8 +97,9 @@ class Machine:
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """Everything that runs inside sees this machine."""
-        importlib.import_module("numpy.random")  # takes randomness when it comes first, which must not be this one
+        """Run the block on this machine."""
+        # consumes randomness at its first import, which must not come from this seed
+        importlib.import_module("numpy.random")
         state, level = random.getstate(), logging.root.manager.disable
         random.seed(self._rng.getrandbits(64))
         logging.disable(logging.CRITICAL)
@@ -116,7 +117,7 @@ class Machine:
                     (os, "rename", self._rename(os.rename)),
                     (readiness, "slot", self._slot),
                     (tree, "FANOUT", 1),
-                    (migration, "MIN_AGE_MS", 200),  # groups here are written in a second
+                    (migration, "MIN_AGE_MS", 200),  # groups of the simulation are written within a second
                     (migration, "MIN_LEFT_S", 0.05),
                     *((module, "POLL_INTERVAL_S", POLL_INTERVAL_S) for module in (relay, stage_main)),
                     *((module, "CHUNK_BYTES", PIECE_BYTES) for module in (weights, chunks, publish)),
@@ -140,14 +141,14 @@ class Machine:
 
     @contextmanager
     def over(self) -> Generator[None]:
-        """Nothing inside writes to a trace any more: whoever was killed would, as Python unwinds it."""
+        """Prevent writes to a trace inside the block: killed processes would write when Python unwinds them."""
         with mock.patch.object(os, "pwrite", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
             yield
 
     def synced(self, path: Path) -> int:
-        """Bytes of the file that a power failure leaves."""
-        found = path.stat()
-        return min(self._synced.get((found.st_dev, found.st_ino), 0), found.st_size)
+        """Return the number of bytes of the file that survive a power failure."""
+        status = path.stat()
+        return min(self._synced.get((status.st_dev, status.st_ino), 0), status.st_size)
 
     def _slot(self) -> str:
         process = current()
@@ -157,13 +158,14 @@ class Machine:
         host = self._host_of(current().name)
         return f"{host}, boot {self.boots}" if host == NEAR else host
 
-    def _map_to_read(self, who: str, real: Callable[[Path], memoryview]) -> Callable[[Path], memoryview]:
-        """Slabs that a process has mapped are unmapped when it ends, as far as nothing of it refers to them."""
+    def _map_to_read(self, kind: str, real: Callable[[Path], memoryview]) -> Callable[[Path], memoryview]:
+        """Return a mapping function whose slabs are unmapped when their process ends, unless it still refers to
+        them."""
 
         def mapped(path: Path) -> memoryview:
             data = real(path)
-            self.counts[f"slabs mapped by a {who}"] += 1
-            current().on_end.append(partial(_let_go, data.release))
+            self.counts[f"slabs mapped by a {kind}"] += 1
+            current().on_end.append(partial(_release, data.release))
             return data
 
         return mapped
@@ -175,7 +177,7 @@ class Machine:
 
             def over() -> None:
                 self.lent.pop(path.name, None)
-                _let_go(data.close)
+                _release(data.close)
 
             current().on_end.append(over)
             return data
@@ -183,8 +185,8 @@ class Machine:
         return mapped
 
     def _sync(self, descriptor: int) -> None:
-        found = os.fstat(descriptor)
-        self._synced[found.st_dev, found.st_ino] = found.st_size
+        status = os.fstat(descriptor)
+        self._synced[status.st_dev, status.st_ino] = status.st_size
 
     def _allocate(self, real: Callable[..., None]) -> Callable[..., None]:
         def allocate(descriptor: int, offset: int, size: int) -> None:
@@ -212,6 +214,6 @@ class Machine:
         return rename
 
 
-def _let_go(end: Callable[[], None]) -> None:
+def _release(end: Callable[[], None]) -> None:
     with suppress(BufferError):  # an array of the dead process still refers to it
         end()

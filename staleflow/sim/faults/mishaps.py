@@ -1,4 +1,4 @@
-"""Faults beside the protocol: workers that fail at everything, payload that no engine writes, older stores."""
+"""Faults of components: workers that fail at everything, payload that no engine writes, older stores."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from staleflow.sim.faults.payload import LONG
-from staleflow.sim.faults.world import Node, Spell, World
+from staleflow.sim.faults.world import Interval, Node, World
 from staleflow.sim.virtual import Process
 from staleflow.store.memory import Tables
 
@@ -18,21 +18,21 @@ OLDER_S: Final = (2.0, 10.0)
 """Age of an older store."""
 
 For = Callable[[float, Callable[[], object]], None]
-"""The world is in trouble for so many seconds, then the function is called."""
+"""Marks a fault as active for a number of seconds, then calls the function."""
 
 MAX_HOLD_S: Final = 60.0
 """Longest hold of a worker that fails everything, at the scheduler or at a shard."""
 
 
-class Mishaps:
-    """Ways to cause them; each returns whether it did."""
+class ComponentFaults:
+    """Faults of workers and stores; each action returns whether it caused its fault."""
 
     def __init__(self, world: World, rng: random.Random, for_a_while: For) -> None:
         self._world = world
         self._rng = rng
         self._for = for_a_while
 
-    def ways(self) -> dict[str, Callable[[], bool]]:
+    def actions(self) -> dict[str, Callable[[], bool]]:
         return {
             "a rollout worker fails everything": partial(self._broken, "rollout"),
             "a stage worker fails everything": partial(self._broken, "stage"),
@@ -46,16 +46,16 @@ class Mishaps:
         }
 
     def _one_of_several(self, role: str) -> Node | None:
-        """A worker that runs, while another one of its kind runs that is as it should be."""
+        """Return a running worker, provided that another healthy one of its kind runs."""
         scene = self._world.scene
-        sound = [
+        healthy = [
             node
             for node in self._world.of(role)
             if node.runs and node.name not in scene.broken and node.name not in scene.contexts
         ]
-        found = self._rng.choice(sound) if sound else None
-        kind = found.name.rpartition("-")[0] if found is not None else ""
-        return found if sum(node.name.rpartition("-")[0] == kind for node in sound) > 1 else None
+        chosen = self._rng.choice(healthy) if healthy else None
+        kind = chosen.name.rpartition("-")[0] if chosen is not None else ""
+        return chosen if sum(node.name.rpartition("-")[0] == kind for node in healthy) > 1 else None
 
     def _seconds(self) -> float:
         return self._rng.uniform(0.5, 2.5) * self._world.scene.lease_s
@@ -66,14 +66,14 @@ class Mishaps:
         world, node = self._world, self._one_of_several(role)
         if node is None:
             return False
-        name, spell = node.name, Spell(node.name, world.conductor.now_s)
+        name, spell = node.name, Interval(node.name, world.conductor.now_s)
         world.scene.broken.add(name)
         if role == "rollout":
             world.history.broken.append(spell)
 
         def over() -> None:
             spell.until_s = world.conductor.now_s
-            world.held_until_s = spell.until_s + MAX_HOLD_S
+            world.hold_until_s = spell.until_s + MAX_HOLD_S
             world.scene.broken.discard(name)
 
         self._for(self._seconds(), over)
@@ -95,7 +95,7 @@ class Mishaps:
         return True
 
     def _twice(self) -> bool:
-        """An operator starts a worker under a name that is taken."""
+        """Start a worker under a name that is in use, as an operator may."""
         nodes = [node for node in self._world.of("rollout", "stage") if node.runs]
         if not nodes:
             return False
@@ -106,7 +106,7 @@ class Mishaps:
     # --- stores --------------------------------------------------------------------------------------------------
 
     def _older_shard(self) -> bool:
-        """A shard's machine comes back from a backup."""
+        """Restore a shard's machine from a backup."""
         world, node = self._world, self._rng.choice(self._world.of("trajectories"))
         disk = node.disk
         assert disk is not None
@@ -138,12 +138,13 @@ class Mishaps:
             self._swap(older)
 
     def _traced(self) -> int:
-        """The last line of the trace's file: a file that was cut to where an older ledger ends does not disprove it."""
+        """Return the last line of the trace's file; a file cut to the end of an older ledger does not disprove that
+        ledger."""
         lines = (self._world.run_dir / "trace.jsonl").read_bytes().split(b"\n")[:-1]
         return int(msgspec.json.decode(lines[-1])["seq"]) if lines else 0
 
     def _swap(self, other: Tables) -> bool:
-        """The scheduler finds another store than it left. It must refuse it until the operator has put back its own."""
+        """Give the scheduler another store than it left. It must reject it until the operator has restored its own."""
         world, node = self._world, self._world.nodes["scheduler"]
         disk = node.disk
         assert disk is not None
@@ -167,25 +168,28 @@ class Mishaps:
         return True
 
     def _damaged_checkpoint(self) -> bool:
-        """One byte of the newest checkpoint, while there is an older one; its trainer dies."""
+        """Change one byte of the newest checkpoint, while an older one exists, and kill its trainer."""
         world, folder = self._world, self._world.run_dir / "checkpoints"
-        found = sorted((path for path in folder.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
-        if len(found) < 2 or not self._whole(found[-2]) or not self._whole(found[-1]):
+        numbered = (path for path in folder.glob("*") if path.name.isdecimal())
+        checkpoints = sorted(numbered, key=lambda path: int(path.name))
+        if len(checkpoints) < 2 or not self._whole(checkpoints[-2]) or not self._whole(checkpoints[-1]):
             return False
-        if int(found[-2].name) < self._oldest_kept():
-            return False  # without room, payload is kept for the newest alone: nothing else can be resumed from
-        path = self._rng.choice([path for path in sorted(found[-1].iterdir()) if path.stat().st_size])
+        if int(checkpoints[-2].name) < self._oldest_kept():
+            # a full shard keeps payload for the newest checkpoint only, so the run can resume from no other
+            return False
+        path = self._rng.choice([path for path in sorted(checkpoints[-1].iterdir()) if path.stat().st_size])
         data = bytearray(path.read_bytes())
         data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
         path.write_bytes(data)
-        (found[-1] / DAMAGED).touch()
+        (checkpoints[-1] / DAMAGED).touch()
         for node in world.of("trainer"):
             if node.process is not None and node.process.alive:
                 world.conductor.kill(node.process)
         return True
 
     def _oldest_kept(self) -> float:
-        """The oldest version that the run can go back to; none while a trajectory server may lack room for more."""
+        """Return the oldest version that the run can roll back to; infinity while a trajectory server may lack room for
+        more."""
         world = self._world
         if any(node.disk is not None and (node.disk.full or node.disk.crowded) for node in world.of("trajectories")):
             return math.inf
@@ -198,4 +202,4 @@ class Mishaps:
 
 
 DAMAGED: Final = "damaged"
-"""A file that marks a checkpoint that was damaged already."""
+"""Name of a file that marks a damaged checkpoint."""

@@ -1,8 +1,8 @@
-"""A network that does what networks do: every message takes its time, and faults lose, double, delay and reorder it.
+"""A simulated network: every message takes time, and faults lose, duplicate, delay and reorder messages.
 
-One client's connection to one server is a ``Wire``. Messages on it keep their order but where a fault says otherwise.
-A wire is lost when either side dies or is cut off from the other on purpose; the client's side then connects again by
-itself and sends what it had not sent yet; what was under way is gone.
+One client's connection to one server is a ``Wire``. Messages on it keep their order except where a fault reorders them.
+A wire is lost when either side dies or a fault disconnects them. The client's side then reconnects by itself and sends
+its unsent messages; messages in flight are lost.
 """
 
 import random
@@ -17,30 +17,30 @@ from staleflow.protocols.wire.codec import Data
 from staleflow.sim.virtual import Conductor, Process
 
 GRAIN_S: Final = 0.001
-"""Messages arrive at multiples of this, so that some share a drain as they do in life."""
+"""Messages arrive at multiples of this, so that some share a drain as on a real network."""
 RECONNECT_S: Final = 0.1
 DRAINED_SHARE: Final = 0.8
-"""Of the connections whose one end dies, those on which what it had said still arrives."""
+"""Share of connections with a dead end whose messages in flight still arrive."""
 MAX_OVERTAKEN_S: Final = 1.0
-"""A message that others overtake comes at most this much later than it would."""
+"""Maximum extra delay of a message that others overtake."""
 
 Parts = tuple[bytes, ...]
 
 
 @dataclass(slots=True)
 class Weather:
-    """How the network is at present."""
+    """Current conditions of the network."""
 
     loss: float = 0.0
     double: float = 0.0
     reorder: float = 0.0
-    """Shares of messages that are lost, come twice, or are overtaken."""
+    """Shares of messages that are lost, duplicated, or overtaken."""
     delay_s: float = 0.001
-    """Mean of a message's way."""
+    """Mean transmission time of a message."""
     slow: dict[str, float] = field(default_factory=dict[str, float])
-    """Process name -> seconds that each of its messages takes longer."""
+    """Process name -> extra seconds of each of its messages."""
     cut: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
-    """(from, to) that do not reach each other. One direction each."""
+    """(from, to) pairs that cannot reach each other. One direction each."""
 
 
 class Wire:
@@ -53,13 +53,13 @@ class Wire:
         self.server = server
         self.open = True
         self.drains = False
-        """It is closed, and what was under way still arrives."""
+        """True if it is closed, but messages in flight still arrive."""
         self.clear_s = [0.0, 0.0]
-        """When the last message to the server, and to the client, arrives."""
+        """Arrival time of the last message to the server, and to the client."""
 
 
 class Inbox:
-    """What has arrived at one side and was not looked at yet."""
+    """Messages that have arrived at one side and are not handled yet."""
 
     def __init__(
         self,
@@ -75,25 +75,25 @@ class Inbox:
         self._on_message = on_message
         self._on_drained = on_drained
         self._waiting: list[Parts] = []
-        self._looking = False
+        self._scheduled = False
         self.open = False
 
     def start(self) -> None:
         self.open = True
-        self._look_soon()
+        self._drain_soon()
 
     def put(self, parts: Parts) -> None:
-        """A message has arrived in the process's memory; it looks when it has its turn."""
+        """Add a message to the process's memory; the process handles it in its next turn."""
         self._waiting.append(parts)
-        self._look_soon()
+        self._drain_soon()
 
-    def _look_soon(self) -> None:
-        if self.open and self._waiting and not self._looking:
-            self._looking = True
+    def _drain_soon(self) -> None:
+        if self.open and self._waiting and not self._scheduled:
+            self._scheduled = True
             self._process.loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        self._looking = False
+        self._scheduled = False
         burst = self.limits.burst_messages
         now, self._waiting = self._waiting[:burst], self._waiting[burst:]
         for parts in now:
@@ -105,7 +105,7 @@ class Inbox:
             self._on_message(head, frames, oversize)
         if now and self._on_drained is not None and self.open:
             self._on_drained()
-        self._look_soon()
+        self._drain_soon()
 
 
 class ServerLink:
@@ -172,11 +172,11 @@ class ClientLink:
         if self.process.alive and not self.closed:
             self.closed = True
             self.inbox.open = False
-            self.network.hang_up(self, at_once=linger_ms == 0)
+            self.network.close_link(self, at_once=linger_ms == 0)
 
 
 class Network:
-    """All wires. ``weather`` may be changed at any time and holds for messages sent afterwards."""
+    """All wires. ``weather`` may be changed at any time and applies to messages sent afterwards."""
 
     def __init__(self, conductor: Conductor, rng: random.Random) -> None:
         self.weather = Weather()
@@ -186,7 +186,7 @@ class Network:
         self._bound: dict[str, ServerLink] = {}
 
     def transport(self, process: Process) -> "SimTransport":
-        """The network as one process has it."""
+        """Return the network as seen by one process."""
         return SimTransport(self, process)
 
     # --- connections ---------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Network:
         link.process.on_end.append(lambda: self.unbind(link))
 
     def unbind(self, link: ServerLink) -> None:
-        """The server is gone; whoever was connected notices, unless it is cut off."""
+        """Remove a server; connected clients notice, unless they are cut off."""
         if self._bound.get(link.address) is link:
             del self._bound[link.address]
         for wire in list(link.wires.values()):
@@ -207,7 +207,7 @@ class Network:
         link.wires.clear()
 
     def connect(self, link: ClientLink) -> None:
-        """Try now; try again later if nobody is there."""
+        """Connect now, or retry later if no server is bound."""
         if link.closed or not link.process.alive:
             return
         server = self._bound.get(link.address)
@@ -223,17 +223,17 @@ class Network:
         link.connected(wire)
 
     def _apart(self, name: str, other: str) -> bool:
-        """A connection takes messages both ways."""
+        """Return whether two processes cannot connect: a connection needs both directions."""
         return not self.weather.cut.isdisjoint(((name, other), (other, name)))
 
-    def hang_up(self, link: ClientLink, *, at_once: bool) -> None:
-        """The client closes; what it sent still arrives, unless it is in a hurry."""
+    def close_link(self, link: ClientLink, *, at_once: bool) -> None:
+        """Close a client's link. Its sent messages still arrive, unless ``at_once``."""
         if link.wire is not None:
             delay_s = 0.0 if at_once else max(link.wire.clear_s[0] - self._conductor.now_s, 0.0)
             self._conductor.after(delay_s, self._lose, link.wire)
 
     def disconnect(self, name: str) -> None:
-        """Every connection of that process breaks, once."""
+        """Break every connection of a process, once."""
         for server in list(self._bound.values()):
             for wire in list(server.wires.values()):
                 if name in (server.process.name, wire.client.process.name):
@@ -251,7 +251,7 @@ class Network:
     # --- messages ------------------------------------------------------------------------------------------------
 
     def carry(self, wire: Wire, way: int, parts: Parts) -> None:
-        """Take one message along; ``way`` 0 is to the server."""
+        """Carry one message; ``way`` 0 is to the server."""
         weather, rng = self.weather, self._rng
         ends = (wire.client.process, wire.server.process)
         sender, receiver = ends[way], ends[1 - way]
@@ -275,7 +275,7 @@ class Network:
                 arrives_s += min(weather.delay_s * 20, MAX_OVERTAKEN_S) * rng.random()
             else:
                 wire.clear_s[way] = arrives_s = max(arrives_s, wire.clear_s[way])
-            sender.heard_until_s = max(sender.heard_until_s, arrives_s)
+            sender.last_arrival_s = max(sender.last_arrival_s, arrives_s)
             grains = -(-arrives_s // GRAIN_S)
             self._conductor.at(grains * GRAIN_S, self._arrive, wire, way, parts)
 
@@ -289,7 +289,7 @@ class Network:
 
 
 class SimTransport:
-    """What ``Sockets`` is on a machine."""
+    """The counterpart of ``Sockets`` in the simulation."""
 
     def __init__(self, network: Network, process: Process) -> None:
         self._network = network

@@ -1,6 +1,6 @@
-"""Payload that proves where it comes from: every byte is a function of the seed and of what the payload claims to be.
+"""Payload that proves its origin: every byte is a function of the seed and of the payload's own description.
 
-Whoever gets some can work out what it must be, and nobody can hand out the wrong bytes unseen.
+A receiver can compute the expected bytes, so no server can hand out wrong bytes undetected.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ ROWS: Final = 500
 """Prompt rows of every run."""
 LONG: Final = 200
 LONG_ROW, FAILING_ROW = 7, 13
-"""Of every fifty rows: one has a prompt of ``LONG`` tokens more, and no stage can judge another."""
+"""In every fifty rows, one has a prompt of ``LONG`` tokens more, and one cannot be judged by any stage."""
 VOCABULARY: Final = 256
 """Tokens are bytes, as those of the shipped simulated engine; 0 is never drawn."""
 
@@ -32,18 +32,18 @@ WEIGHT_WORDS = 64
 TENSOR_WORDS = 16
 HEAD_BYTES = 20
 BAD_EVERY = 64
-"""One batch in so many has a loss that is not finite."""
+"""One batch in this many has a loss that is not finite."""
 FROZEN = 2
-"""Which tensor of the weights is the same in every version."""
+"""Index of the tensor that is the same in every version."""
 REFERENCE_COLUMN = f"{STAGE}{REFERENCE}/logprobs"
 LENGTHS, ODD = "lengths", "odd"
-"""Stages of a user's."""
+"""Names of a user's stages."""
 STAGES = (REWARD, REFERENCE, LENGTHS, ODD)
 TENSOR = "weights"
 
 
 def stream(*words: object, nbytes: int) -> bytes:
-    """That many bytes, the same for the same words."""
+    """Return ``nbytes`` bytes, the same for the same words."""
     return hashlib.shake_128(repr(words).encode()).digest(nbytes)
 
 
@@ -118,14 +118,14 @@ def _drawn(seed: int, segments: list[tuple[int, int, int]], ids: Array, logprobs
     first = 0
     for lineage, version, count in segments:
         end = first + count
-        wanted = tokens_of(seed, Lineage(lineage), Version(version), first, end)
-        if not (np.array_equal(ids[first:end], wanted[0]) and np.array_equal(logprobs[first:end], wanted[1])):
+        expected = tokens_of(seed, Lineage(lineage), Version(version), first, end)
+        if not (np.array_equal(ids[first:end], expected[0]) and np.array_equal(logprobs[first:end], expected[1])):
             return False
         first = end
     return first == len(ids)
 
 
-def made_by(stage: str, payload: GroupPayload) -> dict[str, Array]:
+def columns_of(stage: str, payload: GroupPayload) -> dict[str, Array]:
     """Return the columns that a stage makes of a group, by full name: a function of its tokens."""
     if stage == REWARD:
         return {REWARD_COLUMN: rewards_of(payload)}
@@ -143,19 +143,19 @@ def rewards_of(payload: GroupPayload) -> Array:
 
 
 def sha_of(payload: GroupPayload) -> str:
-    """Return what a shard calls the group as it was pushed, without the columns of stages."""
+    """Return the sha by which a shard names the pushed group, without the columns of stages."""
     return hashlib.sha256(pack(replace(payload, stages={}).to_arrays())).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What the batches so far have made of the model."""
+    """State of the model after the batches so far."""
 
     steps: int = 0
     mixed: bytes = bytes(16)
     """A hash chain over the digests of the trained batches."""
     bad: bool = False
-    """The last batch gave a loss that is not finite."""
+    """True if the last batch gave a loss that is not finite."""
 
     def after(self, digest: str) -> tuple["Learned", bool]:
         """Return the state after one more batch, and whether the batch was bad and left the weights as they were."""
@@ -193,7 +193,7 @@ def tensors_of(data: bytes) -> list[tuple[str, Array]]:
 
 
 def manifest_of(data: bytes) -> Manifest:
-    """Return what describes these weights."""
+    """Return the manifest of these weights."""
     return lay_out((name, "int32", tensor.shape, digest(tensor.tobytes())) for name, tensor in tensors_of(data))
 
 
@@ -208,7 +208,7 @@ def prompt_ids(group: GroupId) -> NDArray[np.int32]:
 
 
 def row_of(number: int) -> dict[str, object]:
-    """A prompt row. Some prompts are longer than a small engine takes."""
+    """Return a prompt row. Some prompts are longer than a small engine accepts."""
     padding = "." * LONG if number % 50 == LONG_ROW else ""
     return {"prompt": f"prompt {number}{padding}", "number": number}
 
@@ -219,5 +219,5 @@ def always_fails(group: GroupId) -> bool:
 
 
 def rows(*, seed: int, count: int) -> Sequence[dict[str, object]]:
-    """The prompt source of simulated runs."""
+    """Return the prompt source of simulated runs."""
     return [row_of(number) for number in range(count)]

@@ -1,4 +1,4 @@
-"""What a seed stands for: the shape of the run, and which faults it has, how often."""
+"""The plan of a seed: the shape of the run, its faults and their rate."""
 
 import random
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ SOURCE: Final = "staleflow.sim.faults.payload:rows"
 
 MAX_NEW_TOKENS: Final = 128
 EPOCHS: Final = 8
-"""Of a run that ends by itself: more groups than most runs need."""
+"""Number of epochs of a run that ends by itself: more groups than most runs need."""
 
 USERS: Final = (
     {"name": LENGTHS, "run": "nobody:calls", "makes": ["count"], "timeout_s": 1.0},
     {"name": ODD, "run": "nobody:calls", "needs": [f"{LENGTHS}/count", "reward/reward"], "makes": ["odd:token"]},
 )
-"""Stages of a user's: one beside the reward, one after both."""
+"""Stages of a user: one beside the reward, one after both."""
 
 NEAR: Final = "near"
-"""Where the servers are, and the trainer in most seeds."""
+"""Host of the servers, and of the trainer in most seeds."""
 
 LOST: Final = "lose a shard's disk"
-"""Nobody promises that this costs nothing; what was there is made again, and the run goes on."""
+"""This loss may cost work: the lost groups are generated again, and the run continues."""
 
 SLABS: Final = "lose slab files"
 REBOOT: Final = "reboot the servers' host"
-"""Every process there ends, and the boot id changes. Slab files may go with it, as those in a tmpfs do."""
+"""Every process of the host ends, and the boot id changes. Slab files may be lost too, like those in a tmpfs."""
 
 KINDS: Final = (
     "kill",
@@ -75,7 +75,7 @@ KINDS: Final = (
 )
 
 LOSSES: Final = {LOST: 0.3, SLABS: 0.4, REBOOT: 0.3}
-"""Kinds that make a run shallow, each with its share of the runs."""
+"""Kinds that reset a run's progress, each with its share of the runs."""
 
 HARMLESS: Final = frozenset(
     {
@@ -88,42 +88,42 @@ HARMLESS: Final = frozenset(
         "a damaged checkpoint",
     }
 )
-"""Faults that take no worker and no message away."""
+"""Faults that cost neither a worker nor a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One seed."""
+    """The plan of one seed."""
 
     seed: int
     config: Config
     engines: int
     stages: int
     kinds: tuple[str, ...]
-    """The faults of this run; each kind is left out of some runs, so that the others get deeper."""
+    """The faults of this run. Each kind is left out of some runs, so that the others progress further."""
     every_s: float
     """Mean time between two faults."""
     relays: int = 0
     mb_per_s: float = 0.0
-    """Of what a relay asks for."""
+    """Rate limit of a relay's requests."""
 
     far_trainer: bool = False
-    """The trainer is on a host of its own, and sends its versions in messages."""
+    """True if the trainer is on a host of its own, and sends its versions in messages."""
 
     slabs: bool = False
-    """Shards lend slabs to the workers on their host; otherwise all payload comes and goes in frames."""
+    """True if shards lend slabs to the workers on their host; otherwise all payload travels in frames."""
 
     finite: bool = False
-    """The prompts are used up after a few epochs: the run ends by itself."""
+    """True if the prompts are used up after a few epochs, so that the run ends by itself."""
 
     @property
     def loses_workers(self) -> bool:
-        """Whether a worker or its messages may be lost: then the only one that is left may be the broken one."""
+        """True if a worker or its messages may be lost; then the only remaining worker may be the broken one."""
         return any(kind not in HARMLESS for kind in self.kinds)
 
     def host_of(self, name: str) -> str:
-        """The machine of a process: relays, and every second engine where there are some, are on others than the rest;
-        in every second seed no engine has one on its own."""
+        """Return the host of a process. Relays, and every second engine where relays exist, are on other hosts than the
+        rest; in every second seed no engine has a relay on its own host."""
         role, _, number = name.partition("-")
         if self.far_trainer and role == "trainer":
             return "the trainer's"
@@ -135,7 +135,7 @@ class Plan:
 
 
 def plan_of(seed: int) -> Plan:
-    """The plan of a seed; the same for ever, as long as this file is."""
+    """Return the plan of a seed; stable as long as this file does not change."""
     rng = random.Random(f"staleflow faults {seed}")
     shards = rng.choice((1, 1, 2, 3))
     finite = random.Random(f"epochs {seed}").random() < 0.1
@@ -159,7 +159,7 @@ def plan_of(seed: int) -> Plan:
         },
         "rollout": {
             "engine": "simulated",
-            "workers": 64,  # as many as any mix of spares and bounds may ask for; the plan starts ``engines``
+            "workers": 64,  # the maximum that any mix of spares and bounds may need; the plan starts ``engines``
             "max_inflight": group_size * rng.choice((6, 11)),
             "max_new_tokens": MAX_NEW_TOKENS,
             "group_size": group_size,
@@ -202,7 +202,7 @@ def plan_of(seed: int) -> Plan:
     kinds = tuple(kind for kind in KINDS if kind not in LOSSES and rng.random() < 0.7)
     kinds += _losses(seed)
     engines, stages = rng.choice((2, 3, 5)), rng.choice((1, 2))
-    if seed % 10 == 8:  # only among workers that stay can the one that fails be judged
+    if seed % 10 == 8:  # a failing worker can be judged only among workers that survive
         kinds, engines, stages = tuple(kind for kind in KINDS if kind in HARMLESS), 3, 2
     return Plan(
         seed=seed,

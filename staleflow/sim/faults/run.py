@@ -1,4 +1,4 @@
-"""One seed from its first fault to the verdict."""
+"""Run one seed from its first fault to the verdict."""
 
 import gc
 import json
@@ -20,33 +20,33 @@ from staleflow.trace.audit.report import audit
 
 POLL_INTERVAL_S = 0.5
 SETTLE_S = 12.0
-"""After the last fault: long enough for leases to end, stages to be given again, garbage to be found."""
+"""Time after the last fault: long enough for leases to end, stages to be retried, and garbage to be found."""
 END_S = 60.0
-"""A run that is to end ends within this."""
+"""Time within which a run that is to end must end."""
 MIN_FAULTS = 15
 MAX_S = 2_000.0
-"""A run whose faults let it do nothing is judged after this, however few events it has."""
+"""A run that its faults keep from progressing is judged after this, however few events it has."""
 STORY_LINES = 40
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one seed."""
+    """Result of one seed."""
 
     seed: int
     asked: int
-    """Lines of the trace after which the faults stop: what makes the same run again."""
+    """Lines of the trace after which the faults stop; needed to replay the run."""
     events: int = 0
     trace_hash: str = ""
     seconds: float = 0.0
-    """Of virtual time."""
+    """Virtual time."""
     violations: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """(rule, what was seen), those of the audit first."""
+    """(rule, detail), those of the audit first."""
     story: list[str] = field(default_factory=list[str])
     """Lines of the trace about the first violation."""
     faults: Counter[str] = field(default_factory=Counter[str])
     checks: Counter[str] = field(default_factory=Counter[str])
-    """How often each rule had something to look at."""
+    """Number of checks of each rule."""
     counts: Counter[str] = field(default_factory=Counter[str])
 
     @property
@@ -55,20 +55,20 @@ class Outcome:
 
     @property
     def replay(self) -> str:
-        """The command that shows it again."""
+        """The command that replays this run."""
         return f"python -m staleflow.sim.faults {self.seed} --events {self.asked}"
 
 
 def run_seed(seed: int, events: int, run_dir: Path | None = None) -> Outcome:
     """Run until the trace has about ``events`` lines, let the faults pass, end the run, and judge it.
 
-    Its files go to ``run_dir``, which must be empty, or are thrown away.
+    Its files go to ``run_dir``, which must be empty, or are deleted.
     """
     return run_plan(plan_of(seed), events, run_dir)
 
 
 def run_plan(plan: Plan, events: int, run_dir: Path | None = None) -> Outcome:
-    """As ``run_seed``, for a plan that may differ from its seed's."""
+    """Like ``run_seed``, for a plan that may differ from its seed's."""
     raise_file_limit()  # a slab that a process had mapped may stay mapped until the end of the run
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
             faults.begin()
             _until(world, lambda: world.scene.finished or (world.seq() >= events and faults.number >= MIN_FAULTS))
             faults.on = False
-            _until(world, lambda: not world.troubles and world.calm())
+            _until(world, lambda: not world.active_faults and world.calm())
             world.settle()
             _for(world, SETTLE_S)
             world.scene.finishing = True
@@ -105,7 +105,7 @@ def _run(plan: Plan, events: int, run_dir: Path) -> Outcome:
 
 @contextmanager
 def _garbage_kept() -> Generator[None]:
-    """A run leaves little behind, and looking for it again and again is a quarter of its time."""
+    """Disable garbage collection: a run leaves little garbage, and searching for it takes a quarter of its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -115,19 +115,19 @@ def _garbage_kept() -> Generator[None]:
             gc.enable()
 
 
-def _until(world: World, holds: "Any", most_s: float = MAX_S) -> bool:
-    """Let time go on until it holds, or the world has ended; says whether it holds."""
-    conductor, found = world.conductor, [False]
-    end_s = conductor.now_s + most_s
+def _until(world: World, holds: "Any", max_s: float = MAX_S) -> bool:
+    """Let time advance until ``holds()``, or the world has ended; return whether it holds."""
+    conductor, result = world.conductor, [False]
+    end_s = conductor.now_s + max_s
 
-    def look() -> None:
-        found[0] = holds()
-        if not found[0]:
-            conductor.after(POLL_INTERVAL_S, look)
+    def poll() -> None:
+        result[0] = holds()
+        if not result[0]:
+            conductor.after(POLL_INTERVAL_S, poll)
 
-    look()
-    conductor.run(lambda: found[0] or world.ended or conductor.now_s >= end_s)
-    return found[0]
+    poll()
+    conductor.run(lambda: result[0] or world.ended or conductor.now_s >= end_s)
+    return result[0]
 
 
 def _for(world: World, seconds: float) -> None:
@@ -139,50 +139,50 @@ def _judge(world: World, faults: Faults, events: int) -> Outcome:
     path = world.run_dir / "trace.jsonl"
     report = audit(path)
     lines = path.read_bytes().splitlines()
-    told = [json.loads(line) for line in lines]
-    found = reconcile(
+    lines_of_trace = [json.loads(line) for line in lines]
+    findings = reconcile(
         world.scene.journal,
         world.history,
-        told,
+        lines_of_trace,
         _stored(world),
         world.plan,
         flipped={key for node in world.of("trajectories") if node.disk for key in node.disk.flipped},
     )
     outcome = Outcome(world.plan.seed, events, report.lines, report.last_hash, world.conductor.now_s)
     outcome.violations = [(one.rule.name, f"line {one.seq}: {one.why}") for one in report.violations]
-    outcome.violations += [(rule.name, why) for rule, why in found.violations]
-    outcome.checks = report.checks + found.checks
+    outcome.violations += [(rule.name, why) for rule, why in findings.violations]
+    outcome.checks = report.checks + findings.checks
     outcome.faults = faults.counts
     journal, network = world.scene.journal, world.network.counts
     outcome.counts = Counter(world.scene.counts) + Counter({f"network: {k}": n for k, n in network.items()})
     outcome.counts += Counter({f"trace: {name}": n for name, n in report.events.items()})
     outcome.counts += Counter({f"push refused: {name}": n for name, n in journal.refused.items()})
-    outcome.counts += Counter({f"looked: {name}": n for name, n in journal.looked.items()})
+    outcome.counts += Counter({f"looked: {name}": n for name, n in journal.checked.items()})
     outcome.counts += Counter({f"ended: {name}": n for name, n in journal.ends.items()})
     for node in world.of("scheduler", "trajectories"):
         if node.disk is not None:
             outcome.counts += Counter({f"disk: {name}": n for name, n in node.disk.counts.items()})
     outcome.counts += Counter({f"machine: {name}": n for name, n in world.machine.counts.items()})
     if outcome.violations:
-        outcome.story = _story(outcome.violations[0][1], told, [line.decode() for line in lines])
+        outcome.story = _story(outcome.violations[0][1], lines_of_trace, [line.decode() for line in lines])
     return outcome
 
 
 def _stored(world: World) -> dict[tuple[int, int], str]:
-    """Sha of what lies in the shards, by (group, lease)."""
+    """Return the sha of the payload stored in the shards, by (group, lease)."""
     stored: dict[tuple[int, int], str] = {}
     for node in world.of("trajectories"):
         stored |= {} if node.disk is None else node.disk.payload_shas()
     return stored
 
 
-def _story(why: str, told: list[dict[str, Any]], lines: list[str]) -> list[str]:
-    """The lines about the group or the line that the violation names; the last ones when it names none."""
+def _story(why: str, lines_of_trace: list[dict[str, Any]], lines: list[str]) -> list[str]:
+    """Return the lines about the group or the line that the violation names; the last ones if it names none."""
     words = why.replace(",", " ").replace(":", " ").split()
     group = next((int(b) for a, b in pairwise(words) if a == "group" and b.isdigit()), None)
     seq = next((int(b) for a, b in pairwise(words) if a == "line" and b.isdigit()), None)
-    if group is None and seq is not None and seq <= len(told):
-        group = told[seq - 1].get("group")
+    if group is None and seq is not None and seq <= len(lines_of_trace):
+        group = lines_of_trace[seq - 1].get("group")
     if group is not None:
         named = f'"group":{group},'
         return [line for line in lines if named in line][-STORY_LINES:]

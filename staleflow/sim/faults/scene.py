@@ -1,4 +1,4 @@
-"""What everybody of one simulated run shares."""
+"""State shared by all processes of one simulated run."""
 
 import mmap
 import random
@@ -16,7 +16,7 @@ from staleflow.sim.virtual import Conductor
 
 @dataclass(slots=True)
 class Scene:
-    """Of the actors; servers know their configuration only."""
+    """State shared by the actors; servers know their configuration only."""
 
     seed: int
     config: Config
@@ -25,24 +25,24 @@ class Scene:
     network: Network
     rng: random.Random
     host_of: Callable[[str], str]
-    """The machine of a process, by its name."""
+    """Host of a process, by its name."""
     lent: Mapping[str, mmap.mmap]
-    """By name: slabs that rollout workers write into, as their writer has mapped them."""
+    """Slabs that rollout workers write into, as their writer has mapped them, by name."""
     flipped: Callable[[Key], bool]
-    """Whether a fault has changed or lost what is stored of a push; its worker may send it once more."""
+    """True if a fault has changed or lost the stored payload of a push; its worker may then send it again."""
     journal: Journal = field(default_factory=Journal)
     counts: Counter[str] = field(default_factory=Counter[str])
-    """What workers and trainers did that is out of the ordinary."""
+    """Unusual actions of workers and trainers."""
     broken: set[str] = field(default_factory=set[str])
     """Names of workers that fail at everything at present."""
     contexts: dict[str, int] = field(default_factory=dict[str, int])
-    """Name of a rollout worker -> tokens that its engine takes, where that is fewer than others take."""
+    """Name of a rollout worker -> tokens that its engine accepts, where that is fewer than others accept."""
     poison: bool = False
-    """Rollout workers with a valid key push groups that no engine of the run writes."""
+    """True if rollout workers with a valid key push groups that no engine of the run writes."""
     finishing: bool = False
-    """The trainer is to end the run at ``last_step``."""
+    """True if the trainer is to end the run at ``last_step``."""
     finished: bool = False
-    """It has."""
+    """True if it has ended the run."""
     last_step: int = 0
 
     @property
@@ -51,7 +51,7 @@ class Scene:
 
     @property
     def started(self) -> int:
-        """Samples of a group that are started."""
+        """Number of started samples of a group."""
         return Recipe.of(self.config).started
 
     @property

@@ -1,4 +1,5 @@
-"""What the shipped stage worker calls in the simulation: stages that check their input, with columns by its bytes."""
+"""Stages of the simulation, called by the shipped stage worker: they check their input and derive columns from its
+bytes."""
 
 import asyncio
 import random
@@ -10,7 +11,7 @@ from staleflow.clients.stage.worker import Failed, Stage, StageGroup, StageOutco
 from staleflow.configs.stages import graph
 from staleflow.protocols.wire.stages import REFERENCE
 from staleflow.sim.faults.journal import FailedStage
-from staleflow.sim.faults.payload import always_fails, made_by
+from staleflow.sim.faults.payload import always_fails, columns_of
 from staleflow.sim.faults.scene import Scene
 
 GROUP_S = 0.01
@@ -38,23 +39,23 @@ class CheckedStage:
 
     def _one(self, group: StageGroup) -> StageOutcome:
         scene, payload = self._scene, group.payload
-        scene.journal.looked["stage"] += 1
+        scene.journal.checked["stage"] += 1
         if not scene.journal.was_pushed(group.group, payload):
-            scene.journal.wrong.append(f"a stage got bytes of group {group.group} that nobody wrote")
+            scene.journal.mismatches.append(f"a stage got bytes of group {group.group} that no worker wrote")
         if (broken := self._name in scene.broken) or always_fails(group.group):
             scene.journal.failed_stages.setdefault(group.group, []).append(FailedStage(self._name, broken=broken))
             return Failed("this worker is broken" if broken else "it cannot be judged")
         if set(payload.stages) != self._needs:
-            found = ", ".join(payload.stages) or "no columns"
-            scene.journal.wrong.append(f"the stage {self._stage} got {found} of group {group.group}")
-        return made_by(self._stage, payload)
+            columns = ", ".join(payload.stages) or "no columns"
+            scene.journal.mismatches.append(f"the stage {self._stage} got {columns} of group {group.group}")
+        return columns_of(self._stage, payload)
 
     async def accepted(self, groups: Sequence[StageGroup]) -> None:
-        """Nobody waits for that here."""
+        """Do nothing: no process waits for this here."""
 
 
 class TogetherStage(CheckedStage):
-    """The same for a stage that makes all groups of a call in one go."""
+    """A ``CheckedStage`` that makes all groups of a call at once."""
 
     together: ClassVar[bool] = True
 

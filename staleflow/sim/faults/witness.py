@@ -1,7 +1,7 @@
-"""The witness: it reads every message between a shipped client and the servers and notes it in the journal.
+"""The witness: records every message between a shipped client and the servers in the journal.
 
-It stands at the transport seam, so a shipped client does not know of it. A message is noted before it leaves and an
-answer when it arrives. ``Rogue`` stands at the same seam and sends what no shipped client does.
+It sits at the transport seam, so a shipped client does not know of it. A message is recorded before it leaves, and a
+reply when it arrives. ``Rogue`` sits at the same seam and sends messages that no shipped client sends.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from staleflow.protocols.wire.messages import (
 )
 from staleflow.protocols.wire.tensors import arrays, specs_and_frames, unpack
 from staleflow.protocols.wire.trajectory import GroupPayload
-from staleflow.sim.faults.journal import Acknowledged, Committed, Heard, Key
+from staleflow.sim.faults.journal import Acknowledged, Committed, Key, Reported
 from staleflow.sim.faults.payload import group_payload, is_written, other_bytes, sha_of
 from staleflow.sim.faults.plan import MAX_NEW_TOKENS, NEAR
 from staleflow.sim.faults.scene import Scene
@@ -56,12 +56,12 @@ from staleflow.sim.virtual import Process
 
 T = TypeVar("T")
 
-AGAIN_SHARE: Final = 0.04
-"""Pushes that are sent again."""
+RESENT_SHARE: Final = 0.04
+"""Share of pushes that are sent again."""
 OTHER_SHARE: Final = 0.4
-"""Of those, with other bytes."""
+"""Share of those that have other bytes."""
 ABORTED_SHARE: Final = 0.2
-"""Aborted leases that are pushed all the same."""
+"""Share of aborted leases that are pushed nevertheless."""
 ABORTED_TOKENS: Final = 3
 POISON_SHARE: Final = 0.1
 POISONED_TOKEN: Final = 1_000_000
@@ -69,26 +69,26 @@ POISONED_TOKEN: Final = 1_000_000
 FUTURE: Final = Version(1_000_000)
 """A version that no run reaches."""
 FUTURE_SHARE: Final = 0.2
-"""Joins beside which somebody joins from the future."""
+"""Share of joins that are accompanied by a join from the future."""
 OTHER_RANK_SHARE: Final = 0.2
-"""Batches that another rank asks for too."""
+"""Share of batches that another rank requests too."""
 OTHER_TERM_SHARE: Final = 0.03
-"""Publishes beside which somebody publishes under a term that the scheduler never gave."""
+"""Share of publishes that are accompanied by one under a term that the scheduler never granted."""
 
 
 class Witness:
-    """The network as one process has it. ``shipped``: what leaves comes from a shipped client."""
+    """The network as seen by one process. ``shipped``: its messages come from a shipped client."""
 
     def __init__(self, scene: Scene, process: Process, transport: Transport, *, shipped: bool = True) -> None:
         self.scene = scene
         self.process = process
         self.worker = WorkerId("")
-        """Its identity, once it has connected."""
+        """Identity of the process, once it has connected."""
         self.shipped = shipped
         self.fetched = False
-        """Bytes of the version under way came in messages."""
+        """True if bytes of the current version arrived in messages."""
         self.uploads: dict[int, BeginPublish] = {}
-        """By number. A commit may go over another connection than the begin."""
+        """Uploads by number. A commit may use another connection than the begin."""
         self._transport = transport
         self._rogue: Rogue | None = None
 
@@ -99,7 +99,7 @@ class Witness:
         return self._rogue
 
     def aside(self) -> "Witness":
-        """Return the same for a client that misbehaves under the same identity."""
+        """Return a witness of the same process for a client that misbehaves under the same identity."""
         return Witness(self.scene, self.process, self._transport, shipped=False)
 
     def bind(self, address: str, **_: object) -> tuple[Link, str]:
@@ -114,14 +114,14 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """A push whose answer has not come."""
+    """A push without a reply yet."""
 
     keys: list[tuple[Key, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """A version that is whole, and waits to be registered."""
+    """A complete version that waits to be registered."""
 
     begin: BeginPublish
     sha: str
@@ -137,7 +137,7 @@ class Line:
         self._address = address
         self._on_message = on_message
         self._waiting: dict[int, object] = {}
-        """What is to be known of a request when its answer comes, by number."""
+        """Facts about a request that are needed when its reply arrives, by request number."""
 
     def start(self) -> None:
         self.link.start()
@@ -148,7 +148,7 @@ class Line:
     def send(self, parts: Sequence[Data]) -> bool:
         id, body = decode_request(parts[0])
         if id not in self._waiting:
-            self._note(id, body, parts[1:])
+            self._record(id, body, parts[1:])
         return self.link.send(parts)
 
     def take(self, head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
@@ -157,9 +157,9 @@ class Line:
             self._answered(self._waiting.pop(id), reply)
         self._on_message(head, frames, oversize)
 
-    # --- what leaves ---------------------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
-    def _note(self, id: int, body: Request, frames: Sequence[Data]) -> None:
+    def _record(self, id: int, body: Request, frames: Sequence[Data]) -> None:
         journal, witness = self._scene.journal, self._witness
         match body:
             case Report():
@@ -186,7 +186,7 @@ class Line:
                 journal.published.setdefault((begin.lineage, begin.version), set()).add(body.manifest.sha)
             case Detach():
                 self._waiting[id] = None
-                self._scene.counts["a rollout worker left"] += body.worker in journal.heard
+                self._scene.counts["a rollout worker left"] += body.worker in journal.reports
             case _:
                 pass
 
@@ -219,12 +219,12 @@ class Line:
 
     def _check_pushed(self, key: Key, payload: GroupPayload) -> None:
         journal = self._scene.journal
-        journal.looked["rollout: groups"] += 1
+        journal.checked["rollout: groups"] += 1
         origins = [lease for lease in reversed(journal.assigned.get(key.group, {})) if lease <= key.lease]
         if payload.num_samples != self._scene.samples or not is_written(
             self._scene.seed, key.group, origins, payload, self._scene.started
         ):
-            journal.wrong.append(f"{self._witness.worker} pushes what no engine wrote of group {key.group}")
+            journal.mismatches.append(f"{self._witness.worker} pushes bytes of group {key.group} that no engine wrote")
 
     def _pulled(self, pulled: Pulled) -> None:
         witness, scene = self._witness, self._scene
@@ -236,29 +236,29 @@ class Line:
             scene.counts["pull failed"] += 1
         witness.fetched = False
 
-    # --- what arrives --------------------------------------------------------------------------------------------
+    # --- replies -------------------------------------------------------------------------------------------------
 
-    def _answered(self, asked: object, reply: Reply) -> None:
-        match asked, reply:
+    def _answered(self, request: object, reply: Reply) -> None:
+        match request, reply:
             case float(), Commands():
-                heard = self._scene.journal.heard.setdefault(self._witness.worker, [])
-                heard.append(Heard(asked, self._scene.conductor.now_s))
+                reports = self._scene.journal.reports.setdefault(self._witness.worker, [])
+                reports.append(Reported(request, self._scene.conductor.now_s))
                 self._commanded(reply)
             case _Push(), Results():
-                self._settled(asked, reply.results)
+                self._settled(request, reply.results)
             case _Push(), Refusal():
-                self._settled(asked, [Result(code=reply.code)] * len(asked.keys))
+                self._settled(request, [Result(code=reply.code)] * len(request.keys))
             case GetBatch() | GetClaims(), Batch():
-                self._sealed(asked.trainer_term, reply)
+                self._sealed(request.trainer_term, reply)
             case BeginPublish(), BeginPublishReply():
-                self._witness.uploads[reply.upload] = asked
+                self._witness.uploads[reply.upload] = request
             case _Commit(), RegisterVersionReply():
-                self._committed(asked)
+                self._committed(request)
             case Join(), Refusal() if reply.code is Code.BAD_VERSION:
                 self._scene.counts["a trainer came from a bad version"] += 1
             case Finished(), Done():
                 self._scene.finished = True
-                self._scene.journal.gave_up += [asked.error] if asked.error else []
+                self._scene.journal.gave_up += [request.error] if request.error else []
             case None, Refusal():
                 self._scene.counts[f"news refused: {reply.code}"] += 1
             case _:
@@ -292,11 +292,11 @@ class Line:
             elif result.code is not Code.BUSY:
                 journal.refused[result.code] += 1
                 if self._witness.shipped and result.code is Code.MALFORMED and not self._scene.flipped(key):
-                    journal.wrong.append(f"a shard read other bytes of group {key.group} than its worker pushed")
+                    journal.mismatches.append(f"a shard read other bytes of group {key.group} than its worker pushed")
 
 
 class Rogue:
-    """Sends, in the name of a client, what the client itself never would: nothing of it may have a second effect."""
+    """Sends messages in the name of a client that the client itself never sends; none may have a second effect."""
 
     def __init__(self, witness: Witness) -> None:
         self._scene = witness.scene
@@ -323,9 +323,9 @@ class Rogue:
             self._spawn(self._push(address, key, payload, 0.0))
 
     def saw_push(self, address: str, key: Key, payload: GroupPayload) -> None:
-        """Push the same once more, now or much later, or other bytes under the same lease."""
+        """Push the same payload again, now or much later, or other bytes under the same lease."""
         self._assigned.pop(key.lease, None)
-        if self._rng.random() < AGAIN_SHARE:
+        if self._rng.random() < RESENT_SHARE:
             delay_s = self._rng.choice((0.0, 0.05, 1.0, 3 * self._scene.lease_s))
             other = self._rng.random() < OTHER_SHARE
             self._scene.counts["pushed other bytes" if other else "pushed again"] += 1
@@ -342,7 +342,8 @@ class Rogue:
             self._spawn(self._push(address, key, payload, self._rng.random()))
 
     async def _push(self, address: str, key: Key, payload: GroupPayload, delay_s: float) -> None:
-        """Not in the last moments of a run: what is refused then is not deleted before the disks are read."""
+        """Push after a delay, but not in the last moments of a run: refused payload is not deleted before the disks are
+        read."""
         await asyncio.sleep(delay_s)
         if not self._scene.finishing:
             specs, frames = specs_and_frames(payload.to_arrays())
@@ -358,35 +359,35 @@ class Rogue:
             self._spawn(self._ask(scheduler, join, JoinReply))
 
     def saw_publish(self, parameters: str, begin: BeginPublish) -> None:
-        """Publish under a term that the scheduler never gave: if it counted, no trainer could publish any more."""
+        """Publish under a term that the scheduler never granted; if it counted, no trainer could publish any more."""
         if self._rng.random() < OTHER_TERM_SHARE:
             term = TrainerTerm(begin.trainer_term + 2**40)
             other = BeginPublish(trainer_term=term, lineage=begin.lineage, version=Version(0), batch=None, nbytes=1)
             self._spawn(self._ask(parameters, other, BeginPublishReply, what="a term that nobody was given"))
 
     def saw_batch(self, scheduler: str, term: TrainerTerm, batch: Batch) -> None:
-        """Ask for the same step as another rank, which must get the same batch."""
+        """Request the same step as another rank, which must receive the same batch."""
         if self._rng.random() < OTHER_RANK_SHARE:
             self._spawn(self._other_rank(scheduler, GetBatch(trainer_term=term, step=Step(batch.step), rank=1), batch))
 
     async def _other_rank(self, scheduler: str, ask: GetBatch, batch: Batch) -> None:
         other = await self._ask(scheduler, ask, Batch)
         if other is not None and other.batch == batch.batch and other.digest != batch.digest:
-            self._scene.journal.wrong.append(f"two ranks got batch {batch.batch} with two digests")
+            self._scene.journal.mismatches.append(f"two ranks got batch {batch.batch} with two digests")
 
-    # --- how -----------------------------------------------------------------------------------------------------
+    # --- calls ---------------------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         self._process.loop.create_task(work)
 
     async def _ask(
-        self, address: str, body: Request, wanted: type[T], frames: Sequence[Data] = (), *, what: str = "a rogue"
+        self, address: str, body: Request, reply_type: type[T], frames: Sequence[Data] = (), *, what: str = "a rogue"
     ) -> T | None:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = Client(address, worker=self._worker, transport=self._transport)
         try:
-            return await client.ask(body, wanted, frames, timeout_s=None)
-        except Refused as no:
-            self._scene.counts[f"{what}: {no.code}"] += 1
+            return await client.ask(body, reply_type, frames, timeout_s=None)
+        except Refused as refusal:
+            self._scene.counts[f"{what}: {refusal.code}"] += 1
             return None

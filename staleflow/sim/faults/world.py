@@ -1,4 +1,4 @@
-"""Everybody of one simulated run: servers, workers, a trainer, and who starts them again when they end."""
+"""All processes of one simulated run: servers, workers, a trainer, and a supervisor that restarts them."""
 
 import asyncio
 import random
@@ -59,11 +59,11 @@ from staleflow.sim.virtual import Conductor, Process
 from staleflow.store.base import StoreError
 from staleflow.trace.writer import stored_head
 
-START_S = 0.3
+RESTART_DELAY_S = 0.3
 POLL_INTERVAL_S = 0.1
 BAD_PROMPTS_S = 30.0
 MAX_FAILURES = 20
-"""Servers that ended by themselves, after which a run is over."""
+"""Number of servers that failed by themselves, after which a run is over."""
 
 
 @dataclass(slots=True)
@@ -76,11 +76,11 @@ class Node:
     process: Process | None = None
     stop: Stop | None = None
     wanted: bool = True
-    """Started again when it ends."""
+    """True if the process is restarted when it ends."""
     lives: int = 0
     disk: Disk | None = None
     swapped: bool = False
-    """Its store is not the one it left: it should refuse it."""
+    """True if its store is not the one it left, so that it must reject it."""
 
     @property
     def runs(self) -> bool:
@@ -88,8 +88,8 @@ class Node:
 
 
 @dataclass(slots=True)
-class Spell:
-    """A time in which something held."""
+class Interval:
+    """A time interval in which a condition held."""
 
     what: str
     since_s: float
@@ -98,27 +98,27 @@ class Spell:
 
 @dataclass(slots=True)
 class History:
-    """What the world saw: who was down when, and what failed by itself."""
+    """Observations of the world: when processes were down, and which failed by themselves."""
 
-    silent: list[Spell] = field(default_factory=list[Spell])
-    """Rollout workers that were killed, or stopped for a while."""
-    serving: list[Spell] = field(default_factory=list[Spell])
-    """When the scheduler could do its work."""
-    paused: list[Spell] = field(default_factory=list[Spell])
-    """When the scheduler's process was stopped."""
-    broken: list[Spell] = field(default_factory=list[Spell])
-    """When a rollout worker failed at everything, by its name."""
+    silent: list[Interval] = field(default_factory=list[Interval])
+    """Intervals in which rollout workers were dead or stopped."""
+    serving: list[Interval] = field(default_factory=list[Interval])
+    """Intervals in which the scheduler could work."""
+    paused: list[Interval] = field(default_factory=list[Interval])
+    """Intervals in which the scheduler's process was stopped."""
+    broken: list[Interval] = field(default_factory=list[Interval])
+    """Intervals in which a rollout worker failed at everything, with its name."""
     served_wrongly: list[str] = field(default_factory=list[str])
     """Servers that worked on a store that was not theirs."""
     swapped: int = 0
-    """Stores that were taken away for a while."""
+    """Number of stores that were replaced for a while."""
     failures: list[str] = field(default_factory=list[str])
     """Servers that ended with an error of their own."""
     stalls: list[str] = field(default_factory=list[str])
 
 
 class World:
-    """One run. ``run`` it, then look at ``scene.journal``, ``history`` and the trace."""
+    """One run. ``run`` it, then read ``scene.journal``, ``history`` and the trace."""
 
     def __init__(self, plan: Plan, run_dir: Path) -> None:
         self.plan = plan
@@ -145,20 +145,20 @@ class World:
         self.nodes: dict[str, Node] = {}
         self._workers: dict[Process, Witness] = {}
         self._relays = tuple(f"tcp://192.0.2.{number + 1}:7200" for number in range(plan.relays))
-        """Their addresses, which all hosts reach."""
-        self.troubles = 0
-        """Faults that go on at present."""
-        self.held_until_s = 0.0
-        """Until then workers that failed everything may be on hold."""
+        """Addresses of the relays, which all hosts reach."""
+        self.active_faults = 0
+        """Number of active faults."""
+        self.hold_until_s = 0.0
+        """Time until which workers that failed everything may be on hold."""
         self.ended = False
         self._why: object = ""
-        """What the scheduler said last of what its trainer waits for."""
+        """The scheduler's last explanation of what its trainer waits for."""
         self._progress = 0
         self._calm_since_s = float("inf")
-        self._moved_s = 0.0
+        self._progress_s = 0.0
         self._populate()
 
-    # --- who there is ----------------------------------------------------------------------------------------
+    # --- processes -------------------------------------------------------------------------------------------
 
     def _populate(self) -> None:
         self._add("scheduler", "scheduler", self._scheduler, disk=True)
@@ -186,7 +186,7 @@ class World:
         return [node for node in self.nodes.values() if node.role in roles]
 
     def start(self, node: Node) -> None:
-        """A new process for it, unless it has one."""
+        """Start a process for a node, unless it has one."""
         if self.ended or not node.wanted or (node.process is not None and node.process.alive):
             return
         node.lives += 1
@@ -206,37 +206,37 @@ class World:
         if error is not None:
             kind = f"{node.role}: {type(error).__name__}"
             self.scene.journal.ends[kind] += 1
-            known = isinstance(
+            expected = isinstance(
                 error, RunOver if server else (ConfigError, RunOver, Refused, Unavailable, *trainer.ENDS)
             )
             self.scene.counts["a trainer was fenced"] += isinstance(error, Fenced)
             if node.role == "trainer" and isinstance(error, RunOver):
                 self.scene.finished = True
-            if node.disk is not None and node.disk.lost and _is_of_store(error):
-                self.scene.counts["a shard missed a slab file"] += 1  # it ends, and gives up what lay there
-                known = True
-            if not (known or (node.swapped and isinstance(error, ConfigError))):
-                self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_story(error)}")
+            if node.disk is not None and node.disk.lost and _is_store_error(error):
+                self.scene.counts["a shard missed a slab file"] += 1  # it ends, and gives up the payload of that slab
+                expected = True
+            if not (expected or (node.swapped and isinstance(error, ConfigError))):
+                self.history.failures.append(f"{node.name} at {self.conductor.now_s:.3f}: {_describe(error)}")
                 self.ended = len(self.history.failures) >= MAX_FAILURES
-        longest_s = START_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
-        self.conductor.after(longest_s * (0.3 + 2 * self.rng.random()), self.start, node)
+        delay_s = RESTART_DELAY_S if node.role != "rollout" or self.rng.random() < 0.5 else self.scene.lease_s
+        self.conductor.after(delay_s * (0.3 + 2 * self.rng.random()), self.start, node)
 
     def add_trainer(self) -> Node:
-        """One more name for a trainer; not started."""
+        """Add another name for a trainer, without starting it."""
         name = f"trainer-{len(self.of('trainer'))}"
         self._add(name, "trainer", partial(self._trainer, name))
         self.nodes[name].wanted = False
         return self.nodes[name]
 
     def take_over(self, newer: Node) -> bool:
-        """Another trainer starts while the present one goes on, until it is fenced."""
+        """Start another trainer while the present one continues, until it is fenced."""
         for node in self.of("trainer"):
             node.wanted = node is newer
         self.start(newer)
         return True
 
     def double(self, node: Node) -> Process:
-        """Start a second process under the name of a worker that is there."""
+        """Start a second process under the name of a running worker."""
 
         async def main() -> None:
             await node.main(process, Stop())
@@ -244,7 +244,7 @@ class World:
         def ended() -> None:
             error = process.error
             if error is not None and not isinstance(error, (ConfigError, RunOver, Refused, Unavailable)):
-                self.history.failures.append(f"{node.name}, twice, at {self.conductor.now_s:.3f}: {_story(error)}")
+                self.history.failures.append(f"{node.name}, twice, at {self.conductor.now_s:.3f}: {_describe(error)}")
 
         process = self.conductor.spawn(node.name, main)
         self.machine.unsupervised.add(process)
@@ -258,19 +258,20 @@ class World:
                 self.conductor.kill(process)
         self.machine.boots += 1
 
-    def garble(self, rng: random.Random) -> bool:
-        """Somebody says to a server what is no message, or one that fits nowhere."""
+    def send_malformed(self, rng: random.Random) -> bool:
+        """Send malformed or misplaced messages to a server."""
         where = self.scene.where
         servers = (where.scheduler, where.scheduler, *where.trajectories, where.parameters, *self._relays)
         address = rng.choice(servers)
         good = encode_request(7, GetStatus())
-        said = (rng.randbytes(rng.randrange(40)), good[: rng.randrange(len(good))], good + b"\0", *_out_of_place(rng))
+        garbage = rng.randbytes(rng.randrange(40)), good[: rng.randrange(len(good))], good + b"\0"
+        headers = (*garbage, *_misplaced_messages(rng))
 
         async def main() -> None:
             transport = self.network.transport(process)
-            link = transport.connect(address, b"stranger/1", limits=TransportLimits(), on_message=_heed_not)
+            link = transport.connect(address, b"stranger/1", limits=TransportLimits(), on_message=_ignore)
             link.start()
-            for header in said:
+            for header in headers:
                 link.send((header,))
             await asyncio.sleep(1.0)
             link.close()
@@ -278,7 +279,7 @@ class World:
         process = self.conductor.spawn("stranger", main)
         return True
 
-    # --- what they do ----------------------------------------------------------------------------------------
+    # --- their mains -----------------------------------------------------------------------------------------
 
     async def _scheduler(self, process: Process, stop: Stop) -> None:
         disk = self.nodes["scheduler"].disk
@@ -338,14 +339,14 @@ class World:
     def _on_silence(self, process: Process) -> None:
         self.silence(process)
 
-    def silence(self, process: Process) -> Spell | None:
-        """From now on nothing is heard of that rollout worker; None if it is none."""
+    def silence(self, process: Process) -> Interval | None:
+        """Start an interval of silence of a rollout worker; return None for other processes."""
         witness = self._workers.get(process)
         if witness is None or not witness.worker:
             return None
-        spell = Spell(witness.worker, max(self.conductor.now_s, process.heard_until_s))
-        self.history.silent.append(spell)
-        return spell
+        interval = Interval(witness.worker, max(self.conductor.now_s, process.last_arrival_s))
+        self.history.silent.append(interval)
+        return interval
 
     async def _stage(self, name: str, stage: str, process: Process, stop: Stop) -> None:
         await stage_main.work_until(
@@ -377,10 +378,10 @@ class World:
         )
 
     async def _monitor(self, process: Process, stop: Stop) -> None:
-        """Asks every server how it is, again and again."""
-        me, where = worker_id("monitor"), self.scene.where
+        """Request the status of every server periodically."""
+        worker, where = worker_id("monitor"), self.scene.where
         clients = [
-            Client(address, worker=me, transport=self.network.transport(process))
+            Client(address, worker=worker, transport=self.network.transport(process))
             for address in (where.scheduler, *where.trajectories, where.parameters, *self._relays)
         ]
         while not stop.is_set():
@@ -397,26 +398,26 @@ class World:
     # --- time ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start everybody."""
+        """Start all processes."""
         for node in self.nodes.values():
             self.start(node)
-        self.conductor.after(POLL_INTERVAL_S, self._look)
+        self.conductor.after(POLL_INTERVAL_S, self._check_progress)
 
     def seq(self) -> int:
-        """Lines of the committed trace."""
+        """Return the number of lines of the committed trace."""
         disk = self.nodes["scheduler"].disk
         assert disk is not None
         return stored_head(SimWrite(disk.tables, [])).seq if "trace" in disk.tables else 0
 
     def settle(self) -> None:
-        """No fault that is armed happens any more, and damage that nobody has met yet is not judged."""
+        """Disarm pending faults, and exempt damage that no process has met yet."""
         self.machine.kill_at_rename = None
         for node in self.nodes.values():
             if node.disk is not None:
                 node.disk.kill_at = ""
 
     def finish(self) -> None:
-        """End the run after one more step: the trainer stops, and comes back with a last step."""
+        """End the run after one more step: the trainer stops, and restarts with a last step."""
         scene = self.scene
         scene.finishing = True
         scene.last_step = max((one.version for one in scene.journal.committed), default=0) + 1
@@ -425,52 +426,52 @@ class World:
                 node.process.loop.call_soon(node.stop.set, "SIGTERM")
 
     def closed(self) -> bool:
-        """The trainer has said that the run is over; nobody is started again then."""
+        """Return whether the trainer has finished the run; then no process is restarted."""
         if self.scene.finished:
             for node in self.nodes.values():
                 node.wanted = False
         return self.scene.finished
 
     def calm(self) -> bool:
-        """Whether nothing is wrong with any process, and no worker is still held back for what it failed at."""
-        sound = not self.troubles and self.conductor.now_s >= self.held_until_s
-        return sound and all(node.runs for node in self.nodes.values() if node.wanted)
+        """Return whether all processes are healthy, and no worker is still held back for its failures."""
+        undisturbed = not self.active_faults and self.conductor.now_s >= self.hold_until_s
+        return undisturbed and all(node.runs for node in self.nodes.values() if node.wanted)
 
-    def _look(self) -> None:
-        """See whether the scheduler works, and whether the run makes progress when nothing is in its way."""
+    def _check_progress(self) -> None:
+        """Check whether the scheduler works, and whether the run progresses while no fault is active."""
         now_s = self.conductor.now_s
         serving, node = self.history.serving, self.nodes["scheduler"]
         assert node.disk is not None
         works = node.runs and not (node.disk.full or node.disk.broken)
         if works and (not serving or serving[-1].until_s != float("inf")):
-            serving.append(Spell("scheduler", now_s))
+            serving.append(Interval("scheduler", now_s))
         elif not works and serving and serving[-1].until_s == float("inf"):
             serving[-1].until_s = now_s - POLL_INTERVAL_S
         progress = len(self.scene.journal.committed)
         if progress != self._progress:
-            self._progress, self._moved_s = progress, now_s
+            self._progress, self._progress_s = progress, now_s
         if not self.calm():
             self._calm_since_s = float("inf")
         elif self._calm_since_s == float("inf"):
             self._calm_since_s = now_s
-        if now_s - max(self._moved_s, self._calm_since_s) > self.patience_s and not self.scene.finishing:
-            self.history.stalls.append(f"nothing was trained from {self._moved_s:.1f} to {now_s:.1f}: {self._why}")
+        if now_s - max(self._progress_s, self._calm_since_s) > self.stall_timeout_s and not self.scene.finishing:
+            self.history.stalls.append(f"nothing was trained from {self._progress_s:.1f} to {now_s:.1f}: {self._why}")
             self.ended = True
         if not self.ended:
-            self.conductor.after(POLL_INTERVAL_S, self._look)
+            self.conductor.after(POLL_INTERVAL_S, self._check_progress)
 
     @property
-    def patience_s(self) -> float:
-        """The longest that a run without trouble may stand still.
+    def stall_timeout_s(self) -> float:
+        """The longest time that a run without active faults may stand still.
 
-        A prompt that no stage can judge is tried for some seconds, and several may follow each other in the last place
-        of a batch.
+        A prompt that no stage can judge is retried for some seconds, and several may follow each other in the last
+        place of a batch.
         """
         return 3 * self.scene.lease_s + BAD_PROMPTS_S
 
 
-def _out_of_place(rng: random.Random) -> list[bytes]:
-    """Messages that are well made and come from nobody who may say them."""
+def _misplaced_messages(rng: random.Random) -> list[bytes]:
+    """Return well-formed messages from senders that may not send them."""
     group, lease, worker = GroupId(rng.randrange(500)), LeaseId(rng.randrange(2_000)), WorkerId("stranger")
     term = TrainerTerm(rng.randrange(3))
     bodies: tuple[Request, ...] = (
@@ -484,24 +485,24 @@ def _out_of_place(rng: random.Random) -> list[bytes]:
     return [encode_request(10 + number, body) for number, body in enumerate(bodies)]
 
 
-def _heed_not(head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
-    """A stranger does not care for answers."""
+def _ignore(head: list[bytes], frames: list[memoryview], oversize: bool) -> None:
+    """Ignore a reply to a stranger."""
 
 
-def _is_of_store(error: BaseException) -> bool:
-    """Whether a store, and nothing else, ended the process."""
+def _is_store_error(error: BaseException) -> bool:
+    """Return whether a store, and nothing else, ended the process."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_of_store, cast("BaseExceptionGroup[BaseException]", error).exceptions))
+        return all(map(_is_store_error, cast("BaseExceptionGroup[BaseException]", error).exceptions))
     return isinstance(error, StoreError)
 
 
-def _story(error: BaseException) -> str:
-    """The error, and those inside a group of them."""
+def _describe(error: BaseException) -> str:
+    """Describe an error, and those inside a group of errors."""
     if isinstance(error, BaseExceptionGroup):
         inside = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return "; ".join(map(_story, inside))
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        place = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
-        trace = trace.tb_next
+        return "; ".join(map(_describe, inside))
+    traceback, place = error.__traceback__, ""
+    while traceback is not None:
+        place = f"{Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
     return f"{error!r} at {place}"

@@ -1,1 +1,1 @@
-"""What other systems would do with the same engines, trajectories and trainer: their rules, in the simulator only."""
+"""Rules of other systems, simulated with the same engines, trajectories and trainer."""

@@ -1,4 +1,4 @@
-"""Laminar: engines that never wait for each other, and whose last trajectories are put together."""
+"""Laminar: engines that never wait for each other, and whose last trajectories are packed together."""
 
 import math
 
@@ -9,17 +9,17 @@ REPACK_S = 5.0
 
 
 class Laminar(Rule):
-    """An engine that is empty takes the newest weights and its share of a batch; all of it is written by one version.
+    """An empty engine loads the newest weights and its share of a batch, which one version writes completely.
 
-    From the paper (arXiv 2510.12633: relays in section 4, repack in 5.1, 5.2 and Algorithm 1, staleness in section 6),
-    read at second hand, and a public re-implementation of Algorithm 1 (a fork of verl,
-    verl/experimental/trajectory_async/repack.py). Every 5 s, and when a version is out, among engines of one version:
-    one whose KV cache shrinks and that has room for more samples gives all it has to another such, the fullest that can
-    hold it; so it is empty, and begins anew. An engine is given no more samples than make its step longer (``k2 / k3``)
-    or than it decodes at once. Batches are taken in order of finishing.
+    Based on the paper (arXiv 2510.12633: relays in section 4, repack in 5.1, 5.2 and Algorithm 1, staleness in section
+    6), read at second hand, and on a public re-implementation of Algorithm 1 (a fork of verl,
+    verl/experimental/trajectory_async/repack.py). Every 5 s, and at each publish, among engines of one version: an
+    engine whose KV cache shrinks and that has room for more samples moves all its samples to another such engine, the
+    fullest that can hold them; then it is empty and starts again. An engine receives no more samples than lengthen its
+    step (``k2 / k3``) or than it decodes at once. Batches are taken in order of finishing.
 
-    Bound in versions: none, and none for the work ahead of the trainer either: where engines write more than it takes,
-    what waits for it grows older without end. The paper looks at the age at the finish, and reports at most 4.
+    Bound in versions: none, and none for the work ahead of the trainer either: where engines write more than the
+    trainer takes, waiting groups age without limit. The paper looks at the age at the finish, and reports at most 4.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -29,7 +29,7 @@ class Laminar(Rule):
         self._roofline = cost.k2 / cost.k3 if cost.k3 else math.inf
         self._kv_before = dict.fromkeys(pool.replicas, 0)
         self._pulls = {replica: replica.version for replica in pool.replicas}
-        """What each was told to load last."""
+        """The version that each replica was last ordered to load."""
         self._timed = False
 
     def begin(self) -> None:
@@ -63,43 +63,43 @@ class Laminar(Rule):
     def _repack(self) -> None:
         pool = self.pool
         pool.changed = True
-        held = {replica: replica.engine.seen().kv_tokens for replica in pool.replicas}
+        kv_tokens = {replica: replica.engine.state().kv_tokens for replica in pool.replicas}
         for version in sorted({replica.version for replica in pool.replicas}):
-            same = [replica for replica in pool.replicas if replica.version == version and replica.groups]
-            self._put_together([replica for replica in same if self._ramps_down(replica, held[replica])], held)
-        self._kv_before = held
+            replicas = [replica for replica in pool.replicas if replica.version == version and replica.groups]
+            self._pack([replica for replica in replicas if self._ramps_down(replica, kv_tokens[replica])], kv_tokens)
+        self._kv_before = kv_tokens
 
-    def _ramps_down(self, replica: Replica, held: int) -> bool:
-        return held < min(_capacity(replica), self._kv_before[replica]) and replica.active < self._most(replica)
+    def _ramps_down(self, replica: Replica, kv_tokens: int) -> bool:
+        return kv_tokens < min(_capacity(replica), self._kv_before[replica]) and replica.active < self._most(replica)
 
     def _most(self, replica: Replica) -> float:
         return min(replica.engine.slots, self._roofline)
 
-    def _put_together(self, candidates: list[Replica], held: dict[Replica, int]) -> None:
-        """Best fit, the emptiest first; one that was given something stays."""
-        held = dict(held)
+    def _pack(self, candidates: list[Replica], kv_tokens: dict[Replica, int]) -> None:
+        """Pack by best fit, the emptiest replica first; a replica that has received groups keeps its own."""
+        kv_tokens = dict(kv_tokens)
         active = {replica: replica.active for replica in candidates}
-        given: set[Replica] = set()
-        for source in sorted(candidates, key=lambda replica: held[replica]):
-            if source in given:
+        receivers: set[Replica] = set()
+        for source in sorted(candidates, key=lambda replica: kv_tokens[replica]):
+            if source in receivers:
                 continue
-            takers = [
-                taker
-                for taker in candidates
-                if taker is not source
-                and active[taker]
-                and held[taker] + held[source] <= _capacity(taker)
-                and active[taker] + active[source] <= self._most(taker)
+            targets = [
+                target
+                for target in candidates
+                if target is not source
+                and active[target]
+                and kv_tokens[target] + kv_tokens[source] <= _capacity(target)
+                and active[target] + active[source] <= self._most(target)
             ]
-            if not takers:
+            if not targets:
                 continue
-            taker = max(takers, key=lambda replica: held[replica])
+            target = max(targets, key=lambda replica: kv_tokens[replica])
             for group in tuple(source.groups):
-                self.pool.move(group, taker)
-            held[taker] += held[source]
-            active[taker] += active[source]
+                self.pool.move(group, target)
+            kv_tokens[target] += kv_tokens[source]
+            active[target] += active[source]
             active[source] = 0
-            given.add(taker)
+            receivers.add(target)
 
 
 def _capacity(replica: Replica) -> float:

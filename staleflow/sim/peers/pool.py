@@ -1,8 +1,9 @@
-"""What every peer works with: engines, groups under way, finished groups, and the version that is out.
+"""Common base of all peers: engines, groups in progress, finished groups, and the newest version.
 
-A rule (``rule.Rule``) decides; this carries out and counts. A group is the samples of one prompt on one engine, as in
-the service's own run; the n-th group begun here has the prompt and the lengths of the service's lease n. A prompt whose
-group is lost does not come back (no peer here deals it again), so what a rule loses is missing from what it trains.
+A rule (``rule.Rule``) decides; the pool carries out and counts. A group is the samples of one prompt on one engine, as
+in the service's own run; the n-th group started here has the prompt and the lengths of the service's lease n. A prompt
+whose group is lost does not come back (no peer here deals it again), so groups lost by a rule are missing from its
+training.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,48 +19,49 @@ from staleflow.sim.timeline import Timeline
 from staleflow.sim.workload import Workload
 
 LINEAGE = Lineage(0)
-"""Peers know no rollback."""
+"""Peers have no rollback."""
 
 
 class Group:
     """One prompt's samples."""
 
-    __slots__ = ("done", "id", "number", "over", "replica", "samples", "version")
+    __slots__ = ("id", "number", "over", "replica", "samples", "version", "written")
 
     def __init__(self, id: GroupId, number: LeaseId, replica: "Replica", samples: list[Sample]) -> None:
         self.id = id
         self.number = number
-        """From 1, in order of beginning."""
+        """Counted from 1, in order of starting."""
         self.replica = replica
-        """Where it is written."""
+        """The replica that writes it."""
         self.version = replica.version
-        """What it began with."""
+        """The version that it started with."""
         self.samples = samples
-        self.done: list[Sample] = []
+        self.written: list[Sample] = []
         self.over = False
-        """Written or lost: its engine is rid of it."""
+        """Written or lost: its engine no longer has it."""
 
     def oldest(self) -> Version:
-        """The oldest version that wrote any of its tokens; it is all there."""
-        return min(segment.version for sample in self.done for segment in sample.segments)
+        """Return the oldest version that wrote any of its tokens; all samples must be written."""
+        return min(segment.version for sample in self.written for segment in sample.segments)
 
 
 class Replica:
-    """An engine, and what it works on."""
+    """An engine and its groups."""
 
     def __init__(self, number: int, engine: SimEngine) -> None:
         self.number = number
         self.engine = engine
         self.version = Version(-1)
-        """What a sample that is submitted now begins with."""
+        """The version with which a sample submitted now starts."""
         self.groups: dict[Group, None] = {}
-        """Not over, in order of coming."""
+        """Unfinished groups, in order of arrival."""
         self.active = 0
         """Samples that run, wait, or are at a tool."""
 
 
 class Pool:
-    """``arrived`` is told of each group that may be trained, ``filtered`` of each that the filter refused instead."""
+    """State of one run. ``arrived`` is called with each group that may be trained, ``filtered`` with each that the
+    filter rejected."""
 
     def __init__(
         self,
@@ -75,21 +77,21 @@ class Pool:
         self.batch_size = config.trainer.batch_size
         self.max_staleness = config.staleness.max_staleness
         self.version = Version(-1)
-        """The newest that is out."""
+        """The newest published version."""
         self.step = 0
-        """The next step to be trained, so the number of steps begun."""
+        """The next step to be trained, which equals the number of steps started."""
         self.training = False
         self.running: dict[Group, None] = {}
-        """Begun and not rewarded, in order of beginning."""
+        """Started and not rewarded, in order of starting."""
         self.finished: dict[Group, None] = {}
-        """Could be trained, in order of finishing."""
-        self.begun: list[Group] = []
+        """Ready to be trained, in order of finishing."""
+        self.started: list[Group] = []
         self.steps: list[Sequence[Group]] = []
-        """The groups of each step that was begun."""
+        """The groups of each step that was started."""
         self.lost_tokens = 0
         self.filtered_tokens = 0
         self.changed = True
-        """Something happened that the rule has not seen."""
+        """Set by events that the rule has not handled yet."""
         self.fleet = fleet(config)
         self.replicas = [self._replica(number, on_update) for number in range(len(self.fleet))]
         self._arrived = arrived
@@ -115,23 +117,23 @@ class Pool:
     # --- groups ----------------------------------------------------------------------------------------------
 
     def upcoming(self) -> GroupId | None:
-        """The prompt of the next group; None at the end of the prompts."""
+        """Return the prompt of the next group; None at the end of the prompts."""
         first = self._prompts.upcoming(1)
         return first[0] if first else None
 
     def least_active(self) -> Replica:
-        """The replica with the fewest samples that run or wait; the first of several."""
+        """Return the replica with the fewest samples that run or wait; the first of several."""
         return min(self.replicas, key=lambda replica: replica.active)
 
     def begin(self, replica: Replica | None = None) -> bool:
-        """Begin the next group, on the least active replica by default; False at the end of the prompts."""
+        """Start the next group, on the least active replica by default; return False at the end of the prompts."""
         prompt = self._prompts.pop()
         if prompt is None:
             return False
-        number = LeaseId(len(self.begun) + 1)
+        number = LeaseId(len(self.started) + 1)
         replica = replica or self.least_active()
         group = Group(prompt, number, replica, self._workload.samples(prompt, number))
-        self.begun.append(group)
+        self.started.append(group)
         self.running[group] = None
         replica.groups[group] = None
         for sample in group.samples:
@@ -145,20 +147,20 @@ class Pool:
         replica.engine.submit(sample)
 
     def tokens(self, group: Group) -> int:
-        """What is written of a group by now."""
-        there = (self._at[sample][1].engine.written(sample) for sample in group.samples if sample in self._at)
-        return sum(there) + sum(sample.written for sample in group.done)
+        """Return the number of tokens written of a group by now."""
+        running = (self._at[sample][1].engine.written(sample) for sample in group.samples if sample in self._at)
+        return sum(running) + sum(sample.written for sample in group.written)
 
     def lose(self, group: Group) -> None:
-        """Throw a group away, running or finished, with its tokens."""
+        """Discard a group, running or finished, with its tokens."""
         if not group.over:
             self._clear(group)
-        self.lost_tokens += sum(sample.written for sample in group.done)
+        self.lost_tokens += sum(sample.written for sample in group.written)
         self.running.pop(group, None)
         self.finished.pop(group, None)
 
     def take(self, groups: Sequence[Group]) -> None:
-        """They are the batch of the next step."""
+        """Make ``groups`` the batch of the next step."""
         for group in groups:
             self.finished.pop(group, None)
         self.steps.append(groups)
@@ -166,7 +168,7 @@ class Pool:
         self.training = True
 
     def move(self, group: Group, to: Replica) -> None:
-        """Let another replica go on with a group: its samples leave at the next step, and are read in again there."""
+        """Let another replica continue a group: its samples leave at the next step and are prefilled again there."""
         del group.replica.groups[group]
         to.groups[group] = None
         group.replica = to
@@ -175,21 +177,22 @@ class Pool:
                 self._at[sample][1].engine.withdraw(sample)
 
     def _ended(self, sample: Sample) -> None:
-        """An engine is done with a sample: it moves on, or is written; the last one its group needs completes it."""
-        if sample not in self._at:  # thrown away in the same instant
+        """Handle a sample that left its engine: it moves on, or is written; the last one that its group needs completes
+        it."""
+        if sample not in self._at:  # discarded in the same instant
             return
         group, replica = self._at.pop(sample)
         replica.active -= 1
         if sample.written < sample.length:
             self._submit(group, sample)
             return
-        group.done.append(sample)
-        if len(group.done) == self._workload.group_size:
+        group.written.append(sample)
+        if len(group.written) == self._workload.group_size:
             self._clear(group)
             self.timeline.after(self.config.simulation.reward_s, lambda: self._rewarded(group))
 
     def _clear(self, group: Group) -> None:
-        """Its engine is rid of it; samples that are not written are thrown away."""
+        """Remove a group from its engine; its unwritten samples are discarded."""
         group.over = True
         del group.replica.groups[group]
         for sample in group.samples:
@@ -205,7 +208,7 @@ class Pool:
         del self.running[group]
         self.changed = True
         if self._workload.filtered(group.id, group.number):
-            self.filtered_tokens += sum(sample.written for sample in group.done)
+            self.filtered_tokens += sum(sample.written for sample in group.written)
             self._filtered(group)
         else:
             self._arrived(group)
@@ -213,7 +216,7 @@ class Pool:
     # --- weights ---------------------------------------------------------------------------------------------
 
     def load(self, replica: Replica) -> None:
-        """Let a replica have the newest weights, ``pull_s`` from now."""
+        """Let a replica load the newest weights, ``pull_s`` from now."""
         version, pull_s = self.version, self.config.simulation.pull_s
         if pull_s:
             self.timeline.after(pull_s, lambda: self._load(replica, version))
@@ -226,5 +229,5 @@ class Pool:
         self.changed = True
 
     def loaded(self) -> bool:
-        """Whether every replica has the newest weights."""
+        """Return whether every replica has the newest weights."""
         return all(replica.version == self.version for replica in self.replicas)

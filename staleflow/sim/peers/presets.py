@@ -22,4 +22,4 @@ PEERS: dict[str, type[Rule]] = {
     "trl": Trl,
     "laminar": Laminar,
 }
-"""In the order of the table: first those that lose nothing and keep a bound."""
+"""In the order of the table: first the systems that lose nothing and keep a bound."""

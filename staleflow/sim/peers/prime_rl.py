@@ -1,4 +1,4 @@
-"""prime-rl: what has become too old is cancelled while it runs, and swept while it waits."""
+"""prime-rl: groups that become too old are cancelled while they run, and swept while they wait."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,22 +9,22 @@ from staleflow.sim.peers.pool import Group, Pool
 from staleflow.sim.peers.rule import Rule
 
 TARGET_LAG = 1
-"""Batches that may be collected ahead of the version that is out."""
+"""Batches that may be collected ahead of the newest version."""
 
 
 class PrimeRl(Rule):
-    """Batch k takes groups in order of arrival, none older than ``max_staleness``; those that are, are thrown away.
+    """Batch k takes groups in order of arrival, none older than ``max_staleness``; older ones are discarded.
 
-    Read in PrimeIntellect-ai/prime-rl: src/prime_rl/orchestrator/dispatcher.py (at each version the groups in flight
+    Based on PrimeIntellect-ai/prime-rl: src/prime_rl/orchestrator/dispatcher.py (at each version the groups in flight
     that batch k could no longer take are cancelled whole), train_sink.py (waiting ones are swept), orchestrator.py (a
-    batch is sent once the version before the one it follows is out; nothing is begun while the batch being collected is
-    more than one ahead), concurrency.py (the cap on groups in flight). Engines load in place and go on with their KV
-    cache.
+    batch is sent once the version before the one it follows is published; no group starts while the batch being
+    collected is more than one ahead), concurrency.py (the cap on groups in flight). Engines load in place and keep
+    their KV cache.
 
-    Bound in versions: ``max_staleness`` (their ``max_off_policy_steps``), hard, for the version that a group began
-    with; paid in tokens, those of long groups first. Their cap on groups in flight fills the engines' memory; where
-    that is far more than the trainer needs nearly all would be swept, so here it is the kinder
-    ``(max_staleness + 1) * batch_size``.
+    Bound in versions: ``max_staleness`` (their ``max_off_policy_steps``), hard, for the version that a group started
+    with. The price is tokens, of long groups first. Their cap on groups in flight fills the engines' memory; where that
+    is far more than the trainer needs nearly all would be swept, so this model uses the kinder ``(max_staleness + 1) *
+    batch_size``.
     """
 
     on_update: ClassVar[OnUpdate] = "keep"

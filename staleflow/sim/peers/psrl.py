@@ -1,4 +1,4 @@
-"""PSRL, the system of the StaleFlow paper: the strict ledger, with its plainest routing."""
+"""PSRL, the system of the StaleFlow paper: the strict ledger with its simplest routing."""
 
 from collections.abc import Sequence
 
@@ -16,15 +16,15 @@ NO_SHA = "0" * 64
 
 
 class Psrl(Rule):
-    """A group begins when it fits into a buffer that its version may still enter; batch k is buffer k when it is full.
+    """A group starts when it fits into a buffer that its version may still enter; batch k is buffer k when it is full.
 
-    Read in Somoku/psrl: psrl/workers/ps/staleness_controller.py (reserve the latest admissible place, occupy the
-    earliest), and in the authors' simulator psrl-project/DryRun-RL: dryrun/simulator/policy/psrl.py, simulator.py (a
-    new group goes to the engine with the fewest active requests; every engine takes new weights at once). Their buffers
-    and this project's counters admit and train the same groups, so the shipped ``Machine`` stands for them. Left out,
-    as in their defaults: redundancy, migration, and what they began against stragglers.
+    Based on Somoku/psrl: psrl/workers/ps/staleness_controller.py (reserve the latest admissible place, occupy the
+    earliest), and the authors' simulator psrl-project/DryRun-RL: dryrun/simulator/policy/psrl.py, simulator.py (a new
+    group goes to the engine with the fewest active requests; every engine takes new weights at once). Their buffers and
+    this project's counters admit and train the same groups, so the shipped ``Machine`` represents them. Left out, as in
+    their defaults: redundancy, migration, and their measures against stragglers.
 
-    Bound in versions: ``max_staleness``, hard, for the version that a group began with. Nothing is lost; paid in
+    Bound in versions: ``max_staleness``, hard, for the version that a group started with. Nothing is lost. The price is
     waiting, since a batch of independent draws nearly always holds a very long trajectory.
     """
 
@@ -41,10 +41,10 @@ class Psrl(Rule):
             replica = self._reserve(group)
             if replica is None or not self.pool.begin(replica):
                 return
-            self._groups[group] = self.pool.begun[-1]
+            self._groups[group] = self.pool.started[-1]
 
     def _reserve(self, group: GroupId) -> Replica | None:
-        """The least active replica at whose version there is room."""
+        """Return the least active replica whose version has room, or None."""
         refused: set[Version] = set()
         for replica in sorted(self.pool.replicas, key=lambda replica: replica.active):
             if replica.version in refused:
@@ -86,13 +86,13 @@ class Psrl(Rule):
                 sha=NO_SHA,
                 nbytes=0,
                 truncated=False,
-                segments=tuple(segments_of(group.done)),
+                segments=tuple(segments_of(group.written)),
                 sequence_tokens=0,
             )
         )
 
     def _apply(self, event: Event) -> bool:
-        """Whether it was a reservation that was granted; what is sealed by it is kept."""
+        """Apply an event and keep the batch that it seals; return whether a reservation was granted."""
         effects = self._machine.apply(event, now_ms=0)
         for effect in effects:
             match effect:

@@ -1,4 +1,4 @@
-"""ROLL, its rule for agents: groups of the last steps, older ones are thrown away."""
+"""ROLL, its rule for agents: groups of the last steps; older ones are discarded."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ from staleflow.sim.peers.rule import Rule
 
 
 class RollAgentic(Rule):
-    """At each step groups that began more than ``max_staleness`` steps ago are thrown away, and others begin instead.
+    """At each step groups that started more than ``max_staleness`` steps ago are discarded, and others start instead.
 
-    ROLL's *agentic* rule, read in alibaba/ROLL: roll/distributed/scheduler/rollout_scheduler.py (each step brings a
-    batch of new groups, the first ``1 + max_staleness`` batches, their ``async_generation_ratio``; first come first
-    trained; groups past the window are removed at the step, and what still comes of them is ignored); weights reach all
-    engines at the step, what is under way goes on with them, its KV cache built anew. Of groups that are finished those
+    ROLL's *agentic* rule, based on alibaba/ROLL: roll/distributed/scheduler/rollout_scheduler.py (each step adds a
+    batch of new groups, the first ``1 + max_staleness`` batches, their ``async_generation_ratio``; first come, first
+    trained; groups past the window are removed at the step, and their later results are ignored). Weights reach all
+    engines at the step; running groups continue with them, after their KV cache is recomputed. Finished groups
     of the oldest step go first, as in the model of it in psrl-project/DryRun-RL, dryrun/simulator/policy (roll). Its
-    other pipeline, for single turns (generate_scheduler.py), waits for its stragglers instead, as a strict bound does.
+    other pipeline, for single turns (generate_scheduler.py), waits for its stragglers instead, like a strict bound.
 
-    Bound in versions: ``max_staleness``, hard; paid in tokens, those of long groups first.
+    Bound in versions: ``max_staleness``, hard. The price is tokens, of long groups first.
     """
 
     def begin(self) -> None:

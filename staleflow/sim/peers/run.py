@@ -1,7 +1,7 @@
-"""``simulate_peer``: a configuration and a peer's rule in, a ``Result`` out.
+"""``simulate_peer``: run a configuration under a peer's rule and return a ``Result``.
 
-The trainer is the service's: it takes a batch when it is free and there is one, works for ``simulated_step_s``, and the
-next version is out at the end of its step (or at its beginning, see ``simulation.publish``).
+The trainer is the service's: it takes a batch when it is free and there is one, works for ``simulated_step_s``, and
+publishes the next version at the end of its step (or at its beginning, see ``simulation.publish``).
 """
 
 from collections import Counter
@@ -60,7 +60,7 @@ class PeerRun:
         self._over = False
 
     def run(self, seconds: float | None = None) -> None:
-        """Until the last step is trained, ``seconds`` are over, or nothing can happen any more."""
+        """Run until the last step is trained, ``seconds`` have passed, or no event is left."""
         if seconds is not None:
             self.timeline.at(seconds, self._stop)
         self._publish()
@@ -76,7 +76,7 @@ class PeerRun:
         self._over = True
 
     def _settle(self) -> bool:
-        """Something happened: the trainer takes a batch if it can, and groups begin that may."""
+        """After an event, let the trainer take a batch if it can, and start the groups that may start."""
         if not self.pool.changed:
             return False
         self.pool.changed = False
@@ -120,7 +120,7 @@ def _row(step: int, began_s: float, ended_s: float, batch: Sequence[Group]) -> S
         ended_s=ended_s,
         staleness_mean=sum(ages) / len(ages),
         staleness_max=max(ages),
-        tokens=sum(sample.written for group in batch for sample in group.done),
+        tokens=sum(sample.written for group in batch for sample in group.written),
         masked=0,
     )
 
@@ -136,7 +136,7 @@ def _result(name: str, run: PeerRun) -> Result:
     ]
     generated = sum(engine.generated for engine in engines)
     drawn, of_drawn = _decided(pool)
-    trained = [sample.written for batch in batches for group in batch for sample in group.done]
+    trained = [sample.written for batch in batches for group in batch for sample in group.written]
     skip = config.staleness.max_staleness + 1
     lives = zip((replica.engine for replica in pool.replicas), engines, strict=True)
     return Result(
@@ -163,17 +163,18 @@ def _result(name: str, run: PeerRun) -> Result:
 
 
 def _decided(pool: Pool) -> tuple[list[int], list[int]]:
-    """Lengths drawn, and lengths trained of these: of groups that began before any that is undecided at the end.
+    """Return the lengths drawn, and the lengths trained of these, of groups that started before any that is undecided
+    at the end.
 
-    What is still under way then would be too long on average.
+    Groups still in progress at the end are too long on average.
     """
     undecided = min((group.version for group in [*pool.running, *pool.finished]), default=pool.version)
     trained = {group for batch in pool.steps for group in batch}
     drawn: list[int] = []
     of_drawn: list[int] = []
-    for group in pool.begun:
+    for group in pool.started:
         if group.version < undecided:
             drawn += [sample.length for sample in group.samples]
             if group in trained:
-                of_drawn += [sample.written for sample in group.done]
+                of_drawn += [sample.written for sample in group.written]
     return drawn, of_drawn

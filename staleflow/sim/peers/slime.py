@@ -1,4 +1,4 @@
-"""slime, asynchronous: one generation job ahead of the trainer; weights only between two jobs."""
+"""slime, asynchronous: one generation job ahead of the trainer; weights change only between two jobs."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,16 @@ from staleflow.sim.peers.rule import Rule
 
 
 class Slime(Rule):
-    """The job of batch k + 1 begins when batch k goes to the trainer, and is its first ``batch_size`` finished groups.
+    """The job of batch k + 1 starts when batch k goes to the trainer, and yields its first ``batch_size`` finished
+    groups.
 
-    Read in THUDM/slime: train_async.py (the order of jobs, and that weights wait for the job that runs, every
-    ``update_weights_interval`` steps; here that is ``max_staleness``, at least 1), slime/rollout/sglang_rollout.py (a
-    job begins ``over_sampling_batch_size`` groups, here ``batch_size`` times ``rollout.redundancy.groups``, again
-    whenever fewer than a batch of them could still pass the filter; when it has its batch the rest is aborted and,
-    without ``partial_rollout``, thrown away).
+    Based on THUDM/slime: train_async.py (the order of jobs; weights wait for the running job, every
+    ``update_weights_interval`` steps, here ``max_staleness``, at least 1), slime/rollout/sglang_rollout.py (a job
+    starts ``over_sampling_batch_size`` groups, here ``batch_size`` times ``rollout.redundancy.groups``, again whenever
+    fewer than a batch of them could still pass the filter; once it has its batch the rest is aborted and, without
+    ``partial_rollout``, discarded).
 
-    Bound in versions: the interval, by the shape of the loop: no group is under way when weights change. Paid in
+    Bound in versions: the interval, by the shape of the loop: no group is in progress when weights change. The price is
     waiting for the slowest group of each job.
     """
 
@@ -26,23 +27,23 @@ class Slime(Rule):
         self._interval = max(pool.max_staleness, 1)
         self._at_once = math.ceil(pool.batch_size * pool.config.rollout.redundancy.groups)
         self._jobs = 0
-        """Jobs begun; job k makes batch k."""
+        """Jobs started; job k makes batch k."""
         self._weights = Version(-1)
-        """What the engines were told to load."""
+        """The version that the engines were last ordered to load."""
         self._waiting = False
-        """Newer weights wait for the end of the job that runs."""
+        """True if newer weights wait for the end of the running job."""
 
     def begin(self) -> None:
         pool = self.pool
         if self._jobs == pool.step and self._loaded():
             self._jobs += 1
         if self._jobs == pool.step + 1:
-            self._go_on()
+            self._continue_job()
         if self._waiting and self.ready():
             self._take_weights()
 
-    def _go_on(self) -> None:
-        """The job of the next step: begin what it lacks, throw away what it has too many of."""
+    def _continue_job(self) -> None:
+        """Continue the job of the next step: start the groups that it lacks, discard surplus ones."""
         pool = self.pool
         while len(pool.running) + len(pool.finished) < pool.batch_size:
             if not all(pool.begin() for _ in range(self._at_once)):

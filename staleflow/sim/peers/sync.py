@@ -1,14 +1,14 @@
-"""Synchronous training: generate a batch, train it, take the weights."""
+"""Synchronous training: generate a batch, train it, load the weights."""
 
 from staleflow.sim.peers.rule import Rule
 
 
 class Sync(Rule):
-    """After each step, with the new weights everywhere, exactly one batch is begun, and all of it is waited for.
+    """After each step, with the new weights everywhere, exactly one batch starts, and training waits for all of it.
 
-    The usual loop without asynchrony; verl's default trainer, and what PSRL's documentation calls staleness 0
-    (Somoku/psrl, docs/design/staleness_control.md). A step lasts as long as its longest trajectory plus the training.
-    Bound in versions: 0, by construction. Nothing is lost.
+    The usual loop without asynchrony; verl's default trainer, and staleness 0 in PSRL's documentation (Somoku/psrl,
+    docs/design/staleness_control.md). A step lasts as long as its longest trajectory plus the training. Bound in
+    versions: 0, by construction. Nothing is lost.
     """
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""TRL, asynchronous GRPO: age is looked at when the trainer takes a group."""
+"""TRL, asynchronous GRPO: age is checked when the trainer takes a group."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,18 +8,18 @@ from staleflow.sim.peers.pool import Group
 from staleflow.sim.peers.rule import Rule
 
 QUEUE = 1024
-"""Samples that may wait for the trainer; nothing more begins then."""
+"""Samples that may wait for the trainer; no group starts beyond that."""
 
 
 class Trl(Rule):
-    """``max_staleness`` batches are always under way; a group that is too old is thrown away when the trainer takes it.
+    """``max_staleness`` batches are always in progress; a group that is too old is discarded when the trainer takes it.
 
-    Read in huggingface/trl: trl/experimental/async_grpo/async_rollout_worker.py (as many under way as
-    ``max_inflight_tasks``, whose default is ``max_staleness`` batches, here at least one; no other admission; a queue
-    of 1,024 samples), async_grpo_trainer.py (order of completion; dropped at the dequeue; engines load each step in
-    place and go on with their KV cache). They count completions and may train a group in part; here groups are counted.
+    Based on huggingface/trl: trl/experimental/async_grpo/async_rollout_worker.py (``max_inflight_tasks`` in progress,
+    by default ``max_staleness`` batches, here at least one; no other admission; a queue of 1,024 samples),
+    async_grpo_trainer.py (order of completion; dropped at the dequeue; engines load each step in place and keep their
+    KV cache). TRL counts completions and may train a group in part; this model counts groups.
 
-    Bound in versions: ``max_staleness``, hard at the dequeue; paid in tokens, those of long groups first.
+    Bound in versions: ``max_staleness``, hard at the dequeue. The price is tokens, of long groups first.
     """
 
     on_update: ClassVar[OnUpdate] = "keep"

@@ -16,10 +16,10 @@ def reserve(books: Books, e: ev.Reserve) -> None:
     if e.lease <= books.lease_hi:
         books.fail(Rule.I4, f"lease {e.lease} after lease {books.lease_hi}")
     books.lease_hi = max(books.lease_hi, e.lease)
-    held = books.groups.get(e.group)
-    if held is not None:
-        books.fail(Rule.MOVE, f"group {e.group} is reserved while {held.state.name}")
-        books.leave(e.group, held, for_good=False)
+    existing = books.groups.get(e.group)
+    if existing is not None:
+        books.fail(Rule.MOVE, f"group {e.group} is reserved while {existing.state.name}")
+        books.leave(e.group, existing, permanently=False)
     elif e.group in books.gone:
         books.fail(Rule.MOVE, f"group {e.group} is reserved again though its id is spent")
     if e.version < 0 or not books.survives(e.lineage, e.version):
@@ -38,7 +38,7 @@ def promote(books: Books, e: ev.Promote) -> None:
     ok = promoted is not None and promoted.spare and promoted.state is State.OCCUPIED
     books.expect(Rule.MOVE, ok, f"group {e.group} is promoted, but it is no occupied spare")
     if promoted is not None:
-        books.role(promoted, spare=False)
+        books.set_spare(promoted, spare=False)
     if e.demoted is UNSET:
         return
     demoted = books.groups.get(e.demoted)
@@ -46,7 +46,7 @@ def promote(books: Books, e: ev.Promote) -> None:
     ok = ok and (promoted is None or demoted is None or demoted.deadline <= promoted.deadline)
     books.expect(Rule.MOVE, ok, f"group {e.demoted} is demoted, but it is no leased group that is due no later")
     if demoted is not None:
-        books.role(demoted, spare=True)
+        books.set_spare(demoted, spare=True)
 
 
 def push(books: Books, e: ev.Push) -> None:
@@ -57,8 +57,8 @@ def push(books: Books, e: ev.Push) -> None:
         books.fail(Rule.MOVE, f"push of group {e.group}, which is {_state(group)}")
         return
     if (group.lease, group.worker) != (e.lease, e.worker):
-        held = f"lease {group.lease} of {group.worker}"
-        books.fail(Rule.I4, f"push of group {e.group} by lease {e.lease} of {e.worker}; it is held by {held}")
+        holder = f"lease {group.lease} of {group.worker}"
+        books.fail(Rule.I4, f"push of group {e.group} by lease {e.lease} of {e.worker}; it is held by {holder}")
     for segment in e.segments:
         if segment.version < group.version:
             books.fail(Rule.VERSION, f"group {e.group} of version {group.version} has tokens of {segment.version}")
@@ -93,7 +93,7 @@ def release(books: Books, e: ev.Release) -> None:
         books.fail(Rule.I4, f"release of lease {e.lease} of group {e.group}, which has lease {group.lease}")
     if e.why is ReleaseWhy.ROLLBACK:
         books.expect(Rule.ROLLBACK, not books.clean(group), f"group {e.group} survives, but was released")
-    books.leave(e.group, group, for_good=e.why in _RETIRING)
+    books.leave(e.group, group, permanently=e.why in _RETIRING)
 
 
 def drop(books: Books, e: ev.Drop) -> None:
@@ -107,7 +107,7 @@ def drop(books: Books, e: ev.Drop) -> None:
         books.expect(Rule.ROLLBACK, not books.clean(group), f"group {e.group} survives, but was dropped")
     if group.claimed and e.why is DropWhy.QUARANTINE:
         books.unclaim()
-    books.leave(e.group, group, for_good=True)
+    books.leave(e.group, group, permanently=True)
 
 
 def claim(books: Books, e: ev.Claim) -> None:

@@ -1,9 +1,9 @@
-"""Is a trace true? Reads ``trace.jsonl`` line by line and checks it against docs/consistency.md.
+"""Validate a trace: read ``trace.jsonl`` line by line and check it against docs/consistency.md.
 
-Two layers. Here: the file itself, that is hashes, numbers, incarnations and well-formed lines. In ``audit_rules``: what
-the lines say the ledger did, recounted with counters of its own; nothing of the ledger's code is asked.
+Two layers. This module checks the file: hashes, numbers, incarnations and well-formed lines. ``rules`` recounts the
+ledger's transitions with counters of its own, without any code of the ledger.
 
-Memory is that of the live groups, and of what a rollback to the oldest kept checkpoint could bring back.
+Memory is bounded by the live groups, and by the batches that a rollback to the oldest kept checkpoint could restore.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from staleflow.trace.events import SCHEMA, AnyEvent, Open
 from staleflow.trace.writer import NO_HASH
 
 MAX_VIOLATIONS = 1_000
-"""Violations that are kept with their reason; all of them are counted."""
+"""Maximum number of violations kept with their reason; all of them are counted."""
 
 
 class FileRule(StrEnum):
-    """What must hold for the file."""
+    """Rules of the file itself."""
 
     LINE = "every line is a well-formed event of this schema"
     CHAIN = "each line carries the hash of everything before it"
@@ -35,7 +35,7 @@ class FileRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that is not as it must be."""
+    """One violation of a rule."""
 
     rule: Rule | FileRule
     seq: int
@@ -44,18 +44,18 @@ class Violation:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What was found, and how much there was to find it in."""
+    """The findings of an audit, and the size of the checked trace."""
 
     lines: int = 0
     num_violations: int = 0
     violations: list[Violation] = field(default_factory=list[Violation])
     """The first ``MAX_VIOLATIONS``."""
     violated: Counter[str] = field(default_factory=Counter[str])
-    """How often each rule, by name, was violated: all of it."""
+    """Number of all violations, by name of the rule."""
     events: Counter[str] = field(default_factory=Counter[str])
     """Lines of each event; ``release`` and ``drop`` also by reason, ``reject`` by code."""
     checks: Counter[str] = field(default_factory=Counter[str])
-    """How often each rule, by name, had something to check."""
+    """Number of checks, by name of the rule."""
     states: dict[str, int] = field(default_factory=dict[str, int])
     staleness: dict[int, int] = field(default_factory=dict[int, int])
     """Groups sealed, by step - version."""
@@ -63,9 +63,9 @@ class AuditReport:
     tokens: int = 0
     masked_tokens: int = 0
     closed: bool = False
-    """The last incarnation ended in order."""
+    """True if the last incarnation closed in order."""
     last_hash: str = ""
-    """What the last line's chain comes to: it names the whole file."""
+    """The last hash of the chain, which identifies the whole file."""
 
     @property
     def ok(self) -> bool:
@@ -78,7 +78,7 @@ class AuditReport:
 
 
 class _Common(msgspec.Struct, frozen=True):
-    """The fields that every line has."""
+    """Fields of every line."""
 
     schema: int
     run: str
@@ -95,7 +95,7 @@ _event = msgspec.json.Decoder(AnyEvent)
 
 
 class Auditor:
-    """Takes lines one at a time; ``report`` may be asked for at any moment."""
+    """Takes lines one at a time; ``report`` may be called at any moment."""
 
     def __init__(self) -> None:
         self._report = AuditReport()
@@ -104,7 +104,7 @@ class Auditor:
         self._last: _Common | None = None
 
     def feed(self, line: bytes) -> None:
-        """One line, without its line feed."""
+        """Check one line, without its line feed."""
         self._report.lines += 1
         self._report.checks[FileRule.LINE.name] += 1
         try:
@@ -123,7 +123,7 @@ class Auditor:
         self._recount.event(event, common.seq)
 
     def report(self) -> AuditReport:
-        """The findings up to now."""
+        """Return the findings so far."""
         recount, report = self._recount, self._report
         recount.finish()
         report.states = recount.state_counts()
@@ -175,19 +175,19 @@ class Auditor:
 
 
 def audit(path: Path, *, growing: bool = False) -> AuditReport:
-    """Check a whole file. ``OSError`` if it cannot be read. ``growing``: unless the trace is closed, a last line
-    without its end is being written, and left out."""
+    """Check a whole file. Raise ``OSError`` if it cannot be read. ``growing`` skips a last line without a line feed,
+    which is still being written, unless the trace is closed."""
     auditor = Auditor()
     for line, whole in _lines(path):
         if whole:
             auditor.feed(line)
         elif not growing or auditor.report().closed:
-            auditor.feed(line + b"\0")  # a torn line is not an event, even if what is left of it looks like one
+            auditor.feed(line + b"\0")  # a torn line is not an event, even if its remainder looks like one
     return auditor.report()
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Each line without its line feed, and whether it had one."""
+    """Yield each line without its line feed, and whether it had one."""
     with path.open("rb") as file:
         for raw in file:
             yield raw.removesuffix(b"\n"), raw.endswith(b"\n")

@@ -1,4 +1,4 @@
-"""One event after the other through the rules, and what must hold between events."""
+"""Apply the rules to one event after the other, and check the conditions between events."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,13 +30,13 @@ _HANDLERS: dict[type, Callable[[Books, Any], object]] = {
     ev.Claim: groups.claim,
 }
 _AFTER_READY = (ev.Seal, ev.Promote, ev.Drop, ev.Release, ev.Publish, ev.Unseal, ev.Rollback)
-"""What a transaction may still do before it seals the step that is ready."""
+"""Events that may precede the seal of a ready step in the same transaction."""
 _IN_ROLLBACK = (ev.Release, ev.Drop, ev.Promote, ev.Seal)
 _CHANGES = (ev.Reserve, ev.Push, ev.Occupy, ev.Release, ev.Drop, ev.Promote, ev.Claim, ev.Seal, ev.Unseal, ev.Publish)
 
 
 class Recount:
-    """The rules, over one trace. ``fail`` gets a rule, what is wrong, and the seq of the line."""
+    """The rules, applied to one trace. ``fail`` takes a rule, the problem, and the seq of the line."""
 
     def __init__(self, fail: Callable[[Rule, str, int], None], checks: Counter[str]) -> None:
         self._seq = 0
@@ -48,7 +48,7 @@ class Recount:
         self._ready = False
         self._must_publish = False
         self._released = -1
-        """The group of the line before, if that was a release: it may be leased anew in the same transaction."""
+        """Group of the previous line, if that was a release: it may be leased again in the same transaction."""
         self._rolling_back = False
         self._replay: Batch | None = None
 
@@ -59,7 +59,7 @@ class Recount:
         if books.settings is None and not isinstance(e, ev.Open):
             books.fail(Rule.RECOVERY, "the trace does not begin with open")
             books.settings = _unknown()
-        self._between(e)
+        self._check_order(e)
         if isinstance(e, ev.Rollback):
             self._replay = steps.rollback(books, e)
             self._rolling_back = True
@@ -70,20 +70,20 @@ class Recount:
         handler = _HANDLERS.get(type(e))
         if handler is not None:
             handler(books, e)
-        self._note(e)
+        self._update_flags(e)
         if isinstance(e, _CHANGES) and not self._rolling_back:
             self._balance()
 
-    def _between(self, e: ev.AnyEvent) -> None:
-        """What the event before demands of this one."""
+    def _check_order(self, e: ev.AnyEvent) -> None:
+        """Check what the previous event requires of this one."""
         books = self.books
         if self._must_publish or isinstance(e, ev.Publish):
-            wanted = self._must_publish or (isinstance(e, ev.Publish) and e.version == 0)
-            books.expect(Rule.I5, wanted and isinstance(e, ev.Publish), "a consume and its publish belong together")
+            expected = self._must_publish or (isinstance(e, ev.Publish) and e.version == 0)
+            books.expect(Rule.I5, expected and isinstance(e, ev.Publish), "a consume and its publish belong together")
             self._must_publish = False
-        leased_anew = isinstance(e, ev.Reserve) and e.group == self._released
+        leased_again = isinstance(e, ev.Reserve) and e.group == self._released
         self._released = e.group if isinstance(e, ev.Release) else -1
-        if self._ready and not leased_anew and not isinstance(e, _AFTER_READY):
+        if self._ready and not leased_again and not isinstance(e, _AFTER_READY):
             books.fail(Rule.PROGRESS, f"step {books.step} was ready, but {type(e).__name__.lower()} came first")
             self._ready = False
         if self._rolling_back and not isinstance(e, _IN_ROLLBACK):
@@ -108,7 +108,7 @@ class Recount:
         self.tokens += e.tokens
         self.masked += e.masked_tokens
 
-    def _note(self, e: ev.AnyEvent) -> None:
+    def _update_flags(self, e: ev.AnyEvent) -> None:
         if isinstance(e, ev.Consume):
             self.steps = int(e.step) + 1
             self._must_publish = True
@@ -116,7 +116,7 @@ class Recount:
             self.closed = isinstance(e, ev.Close)
 
     def _balance(self) -> None:
-        """Hall's condition, conservation and readiness, after an event that can change them."""
+        """Check Hall's condition, conservation and readiness, after an event that can change them."""
         books = self.books
         books.count(Rule.I6)
         states = books.states
@@ -127,23 +127,23 @@ class Recount:
             books.reserves, books.occupies = reserved, books.drops + states[State.OCCUPIED] + later
         if not books.token_bound:
             books.count(Rule.I2)
-            if wrong := books.hall():
-                books.fail(Rule.I2, wrong)
+            if violation := books.hall():
+                books.fail(Rule.I2, violation)
         self._ready = not self._must_publish and books.ready()
 
     def finish(self) -> None:
-        """Nothing more follows for now."""
+        """Check the end of a rollback; called when no further line follows for now."""
         if self._rolling_back and self._replay is None:
             steps.rolled_back(self.books)
 
     def state_counts(self) -> dict[str, int]:
-        """Groups in each state at the end."""
+        """Return the number of groups in each state at the end."""
         counts = {state.name.lower(): self.books.states[state] for state in State}
         return counts | {"consumed": counts["consumed"] + self.books.consumed_total}
 
 
 def _unknown() -> ev.Open:
-    nothing = ev.Recovered(reserved=0, occupied=0, sealed=0, last_seq=0, lineage=0, version=-1)  # type: ignore[arg-type]
+    empty = ev.Recovered(reserved=0, occupied=0, sealed=0, last_seq=0, lineage=0, version=-1)  # type: ignore[arg-type]
     return ev.Open(
         max_staleness=0,
         batch_size=1,
@@ -154,5 +154,5 @@ def _unknown() -> ev.Open:
         lease_ms=1,
         protocol=0,
         config_sha="",
-        recovered=nothing,
+        recovered=empty,
     )

@@ -1,6 +1,6 @@
-"""The ledger as a trace tells it: plain records and counters, and the rules by name.
+"""The ledger as reconstructed from a trace: plain records and counters, and the rules by name.
 
-Independent of ``protocols.consistency`` on purpose: a mistake in the ledger must not be a mistake here too.
+Deliberately independent of ``protocols.consistency``: an error of the ledger must not be repeated here.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from staleflow.trace import events as ev
 
 
 class Rule(StrEnum):
-    """What must hold for the ledger. Each counts how often it had something to check."""
+    """Rules of the ledger. The number of checks of each is counted."""
 
     I1 = "no group is trained beyond the bound, and tokens that are too old are masked"
     I2 = "Hall's condition holds after every event"
@@ -22,16 +22,16 @@ class Rule(StrEnum):
     MOVE = "groups move only as the state table allows"
     VERSION = "leases and segments name published versions that survive, none older than the group's"
     ORDER = "a batch is the earliest deadlines, ties in order of occupation"
-    FENCE = "nobody acts under an old trainer term"
-    ROLLBACK = "a rollback takes what was abandoned, nothing else, and seals the replayed batch again unchanged"
+    FENCE = "no action is accepted under an old trainer term"
+    ROLLBACK = "a rollback removes exactly the abandoned groups, and seals the replayed batch again unchanged"
     DELIVERY = "only sealed batches are delivered, and each attempt is counted"
-    PULL = "an instance loads what was published"
-    RECOVERY = "an incarnation finds and leaves what the trace says"
-    PROGRESS = "a step that is ready is sealed at once"
+    PULL = "an instance loads the published bytes"
+    RECOVERY = "the state that an incarnation recovers and leaves matches the trace"
+    PROGRESS = "a ready step is sealed at once"
 
 
 class State(IntEnum):
-    """Where a group is. Released and dropped groups have no record."""
+    """State of a group. Released and dropped groups have no record."""
 
     LEASED = 0
     PUSHED = 1
@@ -41,7 +41,7 @@ class State(IntEnum):
 
 
 class Group:
-    """What is known of one group."""
+    """Record of one group."""
 
     __slots__ = (
         "claimed",
@@ -71,12 +71,12 @@ class Group:
         self.segments: list[ev.SegmentOf] = []
 
     def masked(self, below: int) -> int:
-        """Tokens of versions under ``below``."""
+        """Return the number of tokens of versions under ``below``."""
         return sum(segment.tokens for segment in self.segments if segment.version < below)
 
 
 class Batch:
-    """A sealed batch that may still matter."""
+    """A sealed batch that a later line may still refer to."""
 
     __slots__ = ("attempts", "consumed", "digest", "members", "step")
 
@@ -89,12 +89,12 @@ class Batch:
 
 
 class Ids:
-    """A growing set of numbers, one bit each, by the page."""
+    """A growing set of numbers, one bit each, in pages."""
 
     def __init__(self) -> None:
         self._pages: dict[int, int] = {}
         self._floor = 0
-        """Every page below it is full."""
+        """Every page below this one is full."""
 
     def add(self, number: int) -> None:
         page = number >> 12
@@ -110,7 +110,7 @@ class Ids:
 
 
 class Books:
-    """Every counter. ``fail`` takes a rule and what is wrong."""
+    """All records and counters. ``fail`` takes a rule and the problem."""
 
     def __init__(self, fail: Callable[[Rule, str], None], checks: Counter[str]) -> None:
         self.fail = fail
@@ -119,30 +119,31 @@ class Books:
         self.groups: dict[int, Group] = {}
         self.states: Counter[State] = Counter()
         self.due: Counter[int] = Counter()
-        """Counted live groups, the claimed ones left out, by deadline."""
+        """Counted live groups except claimed ones, by deadline."""
         self.due_occupied: Counter[int] = Counter()
         self.claimed: list[int] = []
         self.gone = Ids()
         """Groups that may never be leased again."""
         self.batches: dict[int, Batch] = {}
-        """Not void, newest last; consumed ones until no kept checkpoint needs them."""
+        """Batches that are not void, newest last; consumed ones until no kept checkpoint needs them."""
         self.batch_hi = self.lease_hi = self.term = self.order_hi = 0
         self.lineage = 0
         self.forks: dict[int, tuple[int, int]] = {}
-        """lineage -> the lineage that it left, and at which version."""
+        """lineage -> (lineage it forked from, version of the fork)."""
         self.version, self.step, self.kept = -1, 0, 0
         self.published: dict[tuple[int, int], str] = {}
         self.reserves = self.releases = self.occupies = self.drops = 0
         self.consumed_total = 0
         self.replaying = False
-        """The next seal repeats a batch of before the rollback, whatever is due earlier by now."""
+        """True if the next seal repeats a batch from before the rollback, even if other groups are due earlier by
+        now."""
 
     def count(self, rule: Rule) -> None:
-        """The rule has something to check now."""
+        """Count a check of ``rule``."""
         self._checks[rule.name] += 1
 
     def expect(self, rule: Rule, holds: bool, why: str) -> None:
-        """Check, for rules that are met seldom enough to spell out ``why`` each time."""
+        """Check a condition, for rules that are checked rarely enough to format ``why`` each time."""
         self._checks[rule.name] += 1
         if not holds:
             self.fail(rule, why)
@@ -177,7 +178,7 @@ class Books:
         group.state = state
         self._weigh(group, 1)
 
-    def role(self, group: Group, *, spare: bool) -> None:
+    def set_spare(self, group: Group, *, spare: bool) -> None:
         self._weigh(group, -1)
         group.spare = spare
         self._weigh(group, 1)
@@ -195,16 +196,16 @@ class Books:
                 self.claim(id, group, claimed=False)
         self.claimed.clear()
 
-    def leave(self, id: int, group: Group, *, for_good: bool) -> None:
+    def leave(self, id: int, group: Group, *, permanently: bool) -> None:
         self._weigh(group, -1)
         del self.groups[id]
-        if for_good:
+        if permanently:
             self.gone.add(id)
 
     # --- the surviving history -------------------------------------------------------------------------------
 
     def survives(self, lineage: int, version: int) -> bool:
-        """Whether that version is part of the surviving history."""
+        """Return whether that version is part of the surviving history."""
         at, top = self.lineage, self.version
         while at != lineage:
             if at not in self.forks:
@@ -214,7 +215,7 @@ class Books:
         return version <= top
 
     def clean(self, group: Group) -> bool:
-        """Whether nothing of a group was written by an abandoned version."""
+        """Return whether no part of a group was written by an abandoned version."""
         if not self.forks:
             return True
         return self.survives(group.lineage, group.version) and all(
@@ -224,7 +225,7 @@ class Books:
     # --- the window ------------------------------------------------------------------------------------------
 
     def hall(self) -> str:
-        """What contradicts Hall's condition; empty when it holds."""
+        """Return how Hall's condition is violated; empty if it holds."""
         total = len(self.claimed)
         for deadline in sorted(d for d, n in self.due.items() if n):
             total += self.due[deadline]
@@ -236,17 +237,17 @@ class Books:
         return ""
 
     def ready(self) -> bool:
-        """Whether the next step can be sealed: B are occupied, and what remains keeps Hall's condition."""
+        """Return whether the next step can be sealed: B groups are occupied, and the rest keeps Hall's condition."""
         seats = self.batch_size - len(self.claimed)
         if not self.term or self.step > self.version + 1 or self.due_occupied.total() < seats:
             return False
         if self.token_bound:
             return True
-        rest = taken = 0
+        rest = occupied = 0
         last = self.version + self.max_staleness
         for deadline in sorted(d for d, n in self.due.items() if n and self.step <= d <= last):
             rest += self.due[deadline]
-            taken += self.due_occupied[deadline]
-            if rest - min(taken, seats) > self.batch_size * (deadline - self.step):
+            occupied += self.due_occupied[deadline]
+            if rest - min(occupied, seats) > self.batch_size * (deadline - self.step):
                 return False
         return True

@@ -7,30 +7,30 @@ from staleflow.trace.audit.state import Batch, Books, Group, Rule, State
 
 
 def opened(books: Books, e: ev.Open) -> None:
-    known = books.settings
-    if known is not None:
-        same = (e.max_staleness, e.batch_size, e.bound) == (known.max_staleness, known.batch_size, known.bound)
+    settings = books.settings
+    if settings is not None:
+        same = (e.max_staleness, e.batch_size, e.bound) == (settings.max_staleness, settings.batch_size, settings.bound)
         books.expect(Rule.RECOVERY, same, "the bound or the batch size changed inside the run")
     books.settings = e
-    found, states = e.recovered, books.states
+    stored, states = e.recovered, books.states
     have = (states[State.LEASED] + states[State.PUSHED], states[State.OCCUPIED], states[State.SEALED])
-    recovered = (found.reserved, found.occupied, found.sealed)
-    books.expect(Rule.RECOVERY, recovered == have, f"recovered {recovered}, the trace says {have} are there")
-    where = (found.lineage, found.version)
+    recovered = (stored.reserved, stored.occupied, stored.sealed)
+    books.expect(Rule.RECOVERY, recovered == have, f"recovered {recovered}, the trace has {have}")
+    where = (stored.lineage, stored.version)
     at = (books.lineage, books.version)
-    books.expect(Rule.RECOVERY, where == at, f"recovered lineage and version {where}, the trace says {at}")
+    books.expect(Rule.RECOVERY, where == at, f"recovered lineage and version {where}, the trace has {at}")
 
 
 def closed(books: Books, e: ev.Close) -> None:
     states = books.states
     have = (states[State.LEASED] + states[State.PUSHED], states[State.OCCUPIED])
     left = (e.reserved, e.occupied)
-    books.expect(Rule.RECOVERY, left == have, f"closes with {left} reserved and occupied, the trace says {have}")
+    books.expect(Rule.RECOVERY, left == have, f"closes with {left} reserved and occupied, the trace has {have}")
 
 
 def fence(books: Books, term: int, what: str) -> None:
-    """Only the newest term may act."""
-    books.expect(Rule.FENCE, term == books.term and term > 0, f"{what} under term {term}; {books.term} is in charge")
+    """Check that a trainer's action comes from the newest term."""
+    books.expect(Rule.FENCE, term == books.term and term > 0, f"{what} under term {term}; {books.term} is current")
 
 
 def publish(books: Books, e: ev.Publish) -> None:
@@ -59,14 +59,14 @@ def join(books: Books, e: ev.Join) -> None:
 
 
 def rollback(books: Books, e: ev.Rollback) -> Batch | None:
-    """Back to a version; the batch that must be sealed again, if there was one."""
+    """Roll back to a version; return the batch that must be sealed again, if any."""
     target = e.to_version
     raised = (e.from_lineage, e.lineage) == (books.lineage, books.lineage + 1)
     books.expect(Rule.ROLLBACK, raised, f"lineage {e.from_lineage} -> {e.lineage} while {books.lineage} is current")
     possible = books.kept <= target <= books.version
     books.expect(Rule.ROLLBACK, possible, f"to version {target}; {books.kept} to {books.version} are possible")
     fence(books, e.trainer_term, "rollback")
-    if e.from_lineage < e.lineage:  # else it is told already, and nobody who goes back there would come to an end
+    if e.from_lineage < e.lineage:  # else already reported, and a cycle of forks would make survives() loop without end
         books.forks[e.lineage] = (e.from_lineage, target)
     books.lineage, books.version, books.step = e.lineage, target, target
     books.unclaim()
@@ -74,15 +74,15 @@ def rollback(books: Books, e: ev.Rollback) -> Batch | None:
     for number in [number for number, batch in books.batches.items() if batch.step >= target]:
         batch = books.batches.pop(number)
         for id in batch.members:
-            if (group := books.groups.get(id)) is None:  # told already, when it was sealed: nobody ever leased it
+            if (group := books.groups.get(id)) is None:  # already reported at its seal: the group was never leased
                 continue
-            books.role(group, spare=False)
+            books.set_spare(group, spare=False)
             books.move(group, State.OCCUPIED)
     return replay
 
 
 def rolled_back(books: Books) -> None:
-    """The transaction of a rollback is over: nothing of the abandoned future is left."""
+    """Check that no group of the abandoned future is left after the transaction of a rollback."""
     left = [id for id, group in books.groups.items() if group.state <= State.OCCUPIED and not books.clean(group)]
     books.expect(Rule.ROLLBACK, not left, f"{len(left)} groups of the abandoned future survive, group {left[:1]} first")
 
@@ -124,9 +124,9 @@ def _member(books: Books, e: ev.Seal, member: ev.MemberOf) -> Group | None:
         what = "nowhere" if group is None else f"{'a spare, ' if group.spare else ''}{group.state.name}"
         books.fail(Rule.MOVE, f"group {member.group} is sealed, but it is {what}")
         return None
-    said = (member.lease, member.lineage, member.version, member.sha)
-    if said != (group.lease, group.lineage, group.version, group.sha):
-        books.fail(Rule.I3, f"member {member.group} is not what was pushed")
+    member_facts = (member.lease, member.lineage, member.version, member.sha)
+    if member_facts != (group.lease, group.lineage, group.version, group.sha):
+        books.fail(Rule.I3, f"member {member.group} differs from its push")
     oldest = e.step - books.max_staleness
     if not books.token_bound and group.version < oldest:
         books.fail(Rule.I1, f"group {member.group} of version {group.version} in step {e.step}")
@@ -141,7 +141,7 @@ def _member(books: Books, e: ev.Seal, member: ev.MemberOf) -> Group | None:
 
 
 def _order(books: Books, ids: Sequence[int]) -> None:
-    """Members are the claimed ones first, then the earliest by (deadline, occupation)."""
+    """Check that the claimed groups come first, then the earliest by (deadline, occupation)."""
     books.count(Rule.ORDER)
     groups = books.groups
     if ids[: len(books.claimed)] != books.claimed:
@@ -213,5 +213,5 @@ def checkpoint(books: Books, e: ev.CheckpointKept) -> None:
         for id in books.batches.pop(number).members:
             group = books.groups.get(id)
             if group is not None:
-                books.leave(id, group, for_good=True)
+                books.leave(id, group, permanently=True)
                 books.consumed_total += 1

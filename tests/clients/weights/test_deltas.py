@@ -36,8 +36,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "boot_id", lambda: "another host")
     monkeypatch.setattr(weights, "CHUNK_BYTES", 100_000)
     monkeypatch.setattr(weights, "SPAN_BYTES", 100_000)
-    monkeypatch.setattr(weights, "PAYS_BELOW", float("inf"))
-    monkeypatch.setattr(weights.Ways, "delta_took", weights.Ways.whole_took)
+    monkeypatch.setattr(weights, "DELTA_MAX_BYTES_PER_S", float("inf"))
+    monkeypatch.setattr(weights.DeltaChoice, "delta_took", weights.DeltaChoice.whole_took)
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ async def test_no_delta_is_asked_for_where_it_does_not_pay_or_is_not_wanted(
     before = first()
     await publish(run, before, moved(before, 1))
     unwilling = reader(run, "reader.1", deltas=False)
-    monkeypatch.setattr(weights, "PAYS_BELOW", 0.0)
+    monkeypatch.setattr(weights, "DELTA_MAX_BYTES_PER_S", 0.0)
     for puller in (unwilling, reader(run, "reader.2")):
         same(await pulled(puller, 0), before)
         same(await pulled(puller, 1), moved(before, 1))

@@ -66,7 +66,7 @@ class Server(Client):
 
 
 async def test_the_base_is_still_one_after_a_relay_that_gave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("staleflow.net.weights.PAYS_BELOW", float("inf"))
+    monkeypatch.setattr("staleflow.net.weights.DELTA_MAX_BYTES_PER_S", float("inf"))
     remote, relay, root = Remote(), Server("tcp://127.0.0.1:1"), Server("tcp://127.0.0.1:2")
     await remote.release(await remote.fetch(relay, asked_for(0), manifest_of(0), watched=True))
     relay.is_gone = True

@@ -17,7 +17,7 @@ from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
 from staleflow.clients.trainer.data.fetch import Fetcher
 from staleflow.clients.weights import Publisher, Puller, mapped
 from staleflow.clients.weights import local_upload as written
-from staleflow.net.adaptive_chunks import Portion
+from staleflow.net.adaptive_chunks import AdaptiveChunk
 from staleflow.net.client import Client
 from staleflow.protocols.consistency.ids import Lineage, Version, WorkerId
 from staleflow.protocols.wire.messages import Assign, Done, PartialFrames, PutPartial, Result
@@ -153,7 +153,7 @@ async def test_groups_that_move_arrive_over_a_slow_link(make_run: Callable[..., 
         moved.append(msgspec.structs.replace(assign, partial=assign.lease, partial_sha=partial_sha(partial, frames)))
     async with slow_link(run.where.trajectories[0], SLOW) as link, asyncio.timeout(WITHIN_S):
         rows, came = await arrived(
-            run.client(link.address, rollout.worker), Portion(ROWS_BYTES), moved, Recipe.of(run.config)
+            run.client(link.address, rollout.worker), AdaptiveChunk(ROWS_BYTES), moved, Recipe.of(run.config)
         )
     assert [row["prompt"] for row in rows] == [f"{assign.group} + 1" for assign in moved]
     for assign in moved:

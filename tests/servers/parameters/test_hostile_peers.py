@@ -50,7 +50,7 @@ def key(version: int) -> VersionKey:
 async def test_a_relay_that_answers_pings_and_gives_nothing_is_left(
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "STALLED_S", 0.5)
+    monkeypatch.setattr(weights, "STALL_TIMEOUT_S", 0.5)
     await grown.grow("relay-0")
 
     asked: list[VersionKey] = []
@@ -66,7 +66,7 @@ async def test_a_relay_that_answers_pings_and_gives_nothing_is_left(
 
 
 async def test_a_relay_that_gives_a_byte_at_a_time_is_left(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "STALLED_S", 0.5)
+    monkeypatch.setattr(weights, "STALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(weights, "MIN_BYTES", 200_000)
     await grown.grow("relay-0")
     read, asked = Arrivals.read, list[VersionKey]()
@@ -135,7 +135,7 @@ async def test_a_relay_of_another_staleflow_ends_no_reader(grown: Grown, monkeyp
 async def test_a_relay_below_one_that_gives_nothing_has_its_bytes_from_the_parameter_server(
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "STALLED_S", 0.5)
+    monkeypatch.setattr(weights, "STALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(tree, "FANOUT", 1)
     for name in ("relay-0", "relay-1"):
         await grown.grow(name)

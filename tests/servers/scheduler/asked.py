@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.net.endpoint import Call, Peer
-from staleflow.net.permissions import Role, objection
+from staleflow.net.permissions import Role, denial_reason
 from staleflow.protocols.consistency.effects import Code
 from staleflow.protocols.consistency.ids import (
     BatchId,
@@ -66,7 +66,7 @@ class Asked:
 
     def ask(self, name: str, role: Role, body: Request, *, key: str = "", id: int = 0) -> Reply | None:
         """The answer; None while it waits. ``key``: the name of the peer's key. ``id``: that of an earlier request."""
-        if (why := objection(role, name, body)) is not None:
+        if (why := denial_reason(role, name, body)) is not None:
             return Refusal(code=Code.DENIED, detail=why)
         self.last_id = self.last_id if id else self.last_id + 1
         holder = [role.encode(), (key or role).encode()]

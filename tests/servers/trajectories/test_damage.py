@@ -229,4 +229,4 @@ async def test_a_page_header_that_ends_a_shard_is_named_when_it_is_started_again
     run.process("trajectories", 0)
     code, said = await asyncio.to_thread(run.ended, "trajectories-0")
     assert code == 2
-    assert f"{file} is damaged: who reads all of it is ended by SIGABRT" in said
+    assert f"{file} is damaged: reading all of it raises SIGABRT" in said

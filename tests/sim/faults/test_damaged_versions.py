@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from staleflow.sim.faults.__main__ import told
+from staleflow.sim.faults.__main__ import describe
 from staleflow.sim.faults.plan import plan_of
 from staleflow.sim.faults.run import run_plan
 
@@ -14,5 +14,5 @@ def test_a_newest_version_that_nobody_can_load_is_published_again() -> None:
     plan = replace(plan_of(ON_POLICY), kinds=("flip a byte of the weights",), every_s=3.0)
     assert plan.config.staleness.max_staleness == 0
     found = run_plan(plan, 600)
-    assert found.ok, told(found)
+    assert found.ok, describe(found)
     assert found.counts["a damaged version was published again"] >= 1

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 
-from staleflow.sim.faults.__main__ import told
+from staleflow.sim.faults.__main__ import describe
 from staleflow.sim.faults.plan import KINDS
 from staleflow.sim.faults.reconcile import Rule
 from staleflow.sim.faults.run import Outcome, run_seed
@@ -40,7 +40,7 @@ def outcome(seed: int) -> Outcome:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_full_of_faults_keeps_every_promise(seed: int) -> None:
     found = outcome(seed)
-    assert found.ok, told(found)
+    assert found.ok, describe(found)
     assert found.events >= EVENTS
 
 

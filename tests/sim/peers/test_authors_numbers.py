@@ -64,7 +64,7 @@ def test_roll() -> None:
     thrown_away: list[float] = []
     for run in runs:
         pool = run.pool
-        over = len(pool.begun) - len(pool.running) - len(pool.finished)
+        over = len(pool.started) - len(pool.running) - len(pool.finished)
         thrown_away.append(1 - sum(map(len, pool.steps)) / over)
     assert [steps_per_min(run) for run in runs] == pytest.approx([2.957] * 3, abs=0.01)
     assert mean(thrown_away) == pytest.approx(0.172, abs=0.01)

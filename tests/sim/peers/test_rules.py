@@ -49,13 +49,13 @@ def ages(run: PeerRun) -> list[int]:
 def lost(run: PeerRun) -> list[Group]:
     pool = run.pool
     kept = {*pool.running, *pool.finished, *(group for batch in pool.steps for group in batch)}
-    return [group for group in pool.begun if group not in kept]
+    return [group for group in pool.started if group not in kept]
 
 
 def began(run: PeerRun, count: int) -> list[Group]:
     for _ in range(count):
         run.pool.begin()
-    return run.pool.begun
+    return run.pool.started
 
 
 # --- every peer -------------------------------------------------------------------------------------------------------
@@ -86,10 +86,10 @@ def test_every_token_is_trained_or_lost_or_filtered_or_still_there(name: str) ->
     of = tail(group_size=2, engines=3, slots=6, kv_tokens=1500, filter_share=0.2, **world)
     run = ran(name, redundant(of, samples=1.5))
     pool = run.pool
-    trained = sum(sample.written for batch in pool.steps for group in batch for sample in group.done)
+    trained = sum(sample.written for batch in pool.steps for group in batch for sample in group.written)
     there = sum(pool.tokens(group) for group in (*pool.running, *pool.finished))
-    generated = sum(replica.engine.seen().generated for replica in pool.replicas)
-    begun = sum(len(group.samples) for group in pool.begun)
+    generated = sum(replica.engine.state().generated for replica in pool.replicas)
+    begun = sum(len(group.samples) for group in pool.started)
     assert pool.filtered_tokens > 0
     # a sample that is aborted leaves at the end of the step that runs, with one token more
     assert 0 <= generated - (trained + there + pool.lost_tokens + pool.filtered_tokens) <= begun
@@ -106,7 +106,7 @@ def test_a_run_ends_with_its_prompts(name: str) -> None:
     of = tail(rows=10)
     run = PeerRun(msgspec.structs.replace(of, prompts=msgspec.structs.replace(of.prompts, epochs=1)), name)
     run.run()
-    assert sorted(group.id for group in run.pool.begun) == list(range(10))
+    assert sorted(group.id for group in run.pool.started) == list(range(10))
     assert len(run.rows) == 2 or (name not in LOSSLESS and len(run.rows) == (10 - len(lost(run))) // 4)
 
 
@@ -147,7 +147,7 @@ def test_a_peer_nobody_knows_is_refused_with_those_that_are_known() -> None:
 def test_a_synchronous_step_takes_its_longest_trajectory_and_then_the_training() -> None:
     run = ran("sync", tail(steps=8))
     took = [after.ended_s - before.ended_s for before, after in pairwise(run.rows)]
-    longest = [max(group.done[0].length for group in batch) for batch in run.pool.steps]
+    longest = [max(group.written[0].length for group in batch) for batch in run.pool.steps]
     assert took == pytest.approx([0.01 * tokens + 0.5 for tokens in longest[1:]])
     assert set(ages(run)) == {0}
 
@@ -176,7 +176,7 @@ def test_psrl_trains_what_the_shipped_service_trains(publish: str, bound: int, t
 @pytest.mark.parametrize("bound", [0, 2])
 def test_areal_begins_up_to_the_bound_plus_version_plus_one_batches_and_no_group_more(bound: int) -> None:
     run = ran("areal", tail(max_staleness=bound))
-    room = [group.number - (bound + group.version + 1) * 4 for group in run.pool.begun]
+    room = [group.number - (bound + group.version + 1) * 4 for group in run.pool.started]
     assert max(room) == 0
     assert room.count(0) == 40  # and all of them, at each version
 
@@ -197,12 +197,12 @@ def test_prime_rl_collects_one_batch_ahead_of_the_trainer_and_begins_nothing_bey
     run.run(seconds=900.0)
     assert (run.pool.step, len(run.rule.batch()), run.rule.batch()) == (1, 4, ())
     assert not run.pool.running
-    assert len(run.pool.begun) <= 4 + 4 + 8 - 1
+    assert len(run.pool.started) <= 4 + 4 + 8 - 1
 
 
 def test_prime_rl_cancels_at_a_version_what_could_not_be_trained_any_more() -> None:
     run = ran("prime-rl", tail())
-    cancelled = [group for group in lost(run) if len(group.done) < 1]
+    cancelled = [group for group in lost(run) if len(group.written) < 1]
     assert cancelled
     assert {group.version for group in run.pool.running} <= {run.pool.version, run.pool.version - 1}
 
@@ -213,13 +213,13 @@ def test_prime_rl_cancels_at_a_version_what_could_not_be_trained_any_more() -> N
 def test_verl_begins_a_window_of_groups_between_two_synchronisations() -> None:
     run = ran("verl", tail(max_staleness=2))
     for version in range(40):
-        assert sum(group.version <= version for group in run.pool.begun) == version * 4 + (1 + 2) * 4
+        assert sum(group.version <= version for group in run.pool.started) == version * 4 + (1 + 2) * 4
 
 
 def test_verl_has_at_most_sixteen_groups_an_engine_under_way() -> None:
     run = PeerRun(tail(batch_size=40, engines=2, slots=64), "verl")
     run.run(seconds=0.01)
-    assert len(run.pool.begun) == 32
+    assert len(run.pool.started) == 32
 
 
 # --- slime ------------------------------------------------------------------------------------------------------------
@@ -228,7 +228,9 @@ def test_verl_has_at_most_sixteen_groups_an_engine_under_way() -> None:
 @pytest.mark.parametrize("publish", ["end", "start"])
 def test_slime_has_one_job_ahead_and_no_group_of_two_versions(publish: str) -> None:
     run = ran("slime", tail(publish=publish))
-    versions = [{segment.version for group in batch for segment in group.done[0].segments} for batch in run.pool.steps]
+    versions = [
+        {segment.version for group in batch for segment in group.written[0].segments} for batch in run.pool.steps
+    ]
     assert versions == [{max(step - 1, 0)} for step in range(40)]
 
 
@@ -274,7 +276,7 @@ def test_trl_always_has_the_bound_times_a_batch_under_way() -> None:
 
 def test_trl_drops_at_the_dequeue_and_nowhere_else() -> None:
     run = ran("trl", tail())
-    assert all(group.done for group in lost(run))
+    assert all(group.written for group in lost(run))
     assert max(ages(run)) == 1
 
 
@@ -289,7 +291,7 @@ def test_trl_stops_at_a_full_queue() -> None:
 
 def test_laminar_writes_a_trajectory_with_one_version_wherever_it_goes() -> None:
     run = ran("laminar", tail(batch_size=16, engines=4, lengths={"mean_tokens": 400.0}, longest=4000))
-    done = [group.done[0] for batch in run.pool.steps for group in batch]
+    done = [group.written[0] for batch in run.pool.steps for group in batch]
     assert {len(sample.segments) for sample in done} == {1}
     assert [sample.written for sample in done] == [sample.length for sample in done]
 

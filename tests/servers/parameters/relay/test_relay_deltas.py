@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("hosts")
 async def test_a_delta_of_a_tensor_is_given_before_the_whole_version_is_here(
     grown: Grown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "PAYS_BELOW", float("inf"))
+    monkeypatch.setattr(weights, "DELTA_MAX_BYTES_PER_S", float("inf"))
     held, later = asyncio.Event(), ParameterService._later_delta  # pyright: ignore[reportPrivateUsage]
     nbytes = LARGE["first"].nbytes
 

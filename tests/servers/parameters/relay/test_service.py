@@ -179,7 +179,7 @@ async def test_a_relay_whose_source_leaves_hangs_below_another(grown: Grown, mon
 
 
 async def test_the_next_version_reaches_a_relay_as_what_changed(grown: Grown, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PAYS_BELOW", float("inf"))
+    monkeypatch.setattr(weights, "DELTA_MAX_BYTES_PER_S", float("inf"))
     asked: list[GetDelta] = []
     make = Deltas.make
 

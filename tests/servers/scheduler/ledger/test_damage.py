@@ -82,7 +82,7 @@ async def test_a_page_header_that_ends_the_scheduler_is_named_when_it_is_started
     world.spawn()
     code, said = world.ended()
     assert code == 2, said
-    assert f"{file} is damaged: who reads all of it is ended by SIGABRT" in said
+    assert f"{file} is damaged: reading all of it raises SIGABRT" in said
     file.write_bytes(whole)
     world.start()
     assert (await world.status())["ledger"]["sealed"] == 2

@@ -214,7 +214,7 @@ def test_a_worker_is_its_roles_and_its_keys_if_only_its_role_is_known_after_a_re
     its_own, another = "rollout/key-of-a", "a has another key"
     theirs = [("monitor/m", Role.MONITOR), ("stage/s", Role.STAGE), ("server/s", Role.SERVER)]
     for known in (True, False):
-        says = run.service.not_its_name
+        says = run.service.name_conflict
         assert says("a", Role.ROLLOUT, its_own) is None
         assert says("a", Role.ROLLOUT, "rollout/evil") == (another if known else None)
         assert [says("a", role, key) for key, role in theirs] == [
