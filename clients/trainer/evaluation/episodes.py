@@ -16,7 +16,7 @@ from typing import Any
 
 from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
-from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerSpeech
+from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerChatTemplate
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
@@ -59,7 +59,7 @@ class EpisodeEvaluation:
     async def _run(self, model: Any, stopping: Stopping) -> list[Played | None]:
         config, stops = self._config, stop_ids(model, self._tokenizer)
         engine = EngineThread(TransformersEngine(model, stops, slots=config.rollout.max_inflight))
-        environments = Environments(config, engine, TokenizerSpeech(self._tokenizer), Recipe.of(config))
+        environments = Environments(config, engine, TokenizerChatTemplate(self._tokenizer), Recipe.of(config))
         try:
             await environments.start()
             async with reward_stage(config.reward, self._decode) as reward:

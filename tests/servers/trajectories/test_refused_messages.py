@@ -49,7 +49,7 @@ class Scheduler:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registrars, "BUSY_S", 0.01)
+    monkeypatch.setattr(registrars, "BUSY_RETRY_INTERVAL_S", 0.01)
     monkeypatch.setattr(shards, "RETRY_INTERVAL_S", 0.01)
 
 

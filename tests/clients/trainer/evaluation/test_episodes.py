@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from staleflow.clients.rollout.engines.thread import CLOSE_S
+from staleflow.clients.rollout.engines.thread import CLOSE_TIMEOUT_S
 from staleflow.clients.trainer.backends.base import OutOfMemory, Stopped
 from staleflow.clients.trainer.evaluation.factory import open_evaluation
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
@@ -125,7 +125,7 @@ def test_asked_to_end_it_ends_once_the_engine_has_let_go_of_the_model(
     def slow(**inputs: Any) -> Any:
         if not begun.is_set():
             begun.set()
-            time.sleep(CLOSE_S + 0.5)
+            time.sleep(CLOSE_TIMEOUT_S + 0.5)
         return forward(**inputs)
 
     monkeypatch.setattr(one.model, "forward", slow)
