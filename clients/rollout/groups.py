@@ -30,7 +30,7 @@ class Recipe:
 
     group_size: int
     started: int
-    """Number of samples started. GroupSamples beyond ``group_size`` are redundant, and the last ones are aborted."""
+    """Number of samples started. Samples beyond ``group_size`` are redundant, and the last ones are aborted."""
     sampling: Sampling
     seed: int
 

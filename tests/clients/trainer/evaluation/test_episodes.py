@@ -149,8 +149,8 @@ def test_an_engine_that_fails_ends_it_with_the_reason(
     with pytest.raises(OutOfMemory if memory else RuntimeError) as error:
         evaluated(one)
     told = (
-        "version 0: out of memory while it answers the held-out prompts. A run's configuration is fixed: begin a new "
-        "one with rollout.max_inflight below 64, and model.path at the newest checkpoint if there is one; its "
+        "version 0: out of memory during the evaluation on the held-out prompts. A run's configuration is fixed: start "
+        "a new one with rollout.max_inflight below 64, and model.path at the newest checkpoint if there is one; its "
         "optimizer starts afresh "
     )
     assert str(error.value) == (f"{told}({reason})" if memory else reason)
