@@ -26,7 +26,7 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How to generate the groups of a run."""
+    """Generation parameters of the groups of a run."""
 
     group_size: int
     started: int

@@ -148,6 +148,7 @@ class Worker:
             if self._engine.stuck_s() > STUCK_TIMEOUT_S:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
+            # Clear before reading the state: a version loaded during the request then triggers another report.
             self._report_now.clear()
             report = Report(
                 worker=self._me, ack=self._ack, held=list(self._leases), stats=self._stats(), wait_ms=self._report_ms
@@ -169,7 +170,7 @@ class Worker:
     def _execute(self, commands: Commands) -> None:
         assigned: dict[int, list[ActiveLease]] = {}
         for number, command in enumerate(commands.commands, start=commands.first):
-            if number > self._ack:
+            if number > self._ack:  # commands are sent again until a report acknowledges them
                 self._ack = number
                 self._command(command, assigned)
         for shard, active in assigned.items():

@@ -75,7 +75,7 @@ class Damage:
 
 
 class Overtaken(Exception):
-    """A later lineage has saved this version, or removed the directory being written; the text says which."""
+    """A later lineage has saved this version, or removed the directory being written; the text gives the cause."""
 
 
 class Checkpoints:

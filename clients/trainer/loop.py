@@ -124,12 +124,12 @@ class TrainingLoop:
         while True:
             before = self._checkpoints.paths()
             try:
-                path, state, joined = self._join_newest(refused)
+                path, state, reply = self._join_newest(refused)
                 break
             except BadVersion as error:
                 if self._checkpoints.paths() == before:  # otherwise another trainer has saved one meanwhile: retry
                     raise self._nothing_left(refused, str(error)) from error
-        self._state = msgspec.structs.replace(state, lineage=joined.lineage)
+        self._state = msgspec.structs.replace(state, lineage=reply.lineage)
         source = "the initial model" if path is None else str(path)
         for damage in self._checkpoints.set_aside(self._state):
             version, _, _ = damage.path.name.partition(".")
@@ -141,7 +141,7 @@ class TrainingLoop:
         self._backend.load(path)
         self._saved = self._state  # version 0 needs no checkpoint, as the model directory serves as one
         self._checkpoints.drop_after(self._state, refused)
-        if joined.version < 0:
+        if reply.version < 0:
             self._client.publish_initial(self._backend.weights())
         else:
             self._client.holds(self._backend.weights())

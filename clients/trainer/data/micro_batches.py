@@ -81,35 +81,39 @@ class MicroBatchStream(BatchStream):
 
     async def micro_batches(self, step: Step) -> AsyncGenerator[MicroBatch]:
         """Yield the micro-batches of one step; ``NoBatch`` or ``Drained`` if it can never be complete."""
-        held: list[MemberRef] = []
+        delivered: list[MemberRef] = []
         backoff, attempt = Backoff(0.05, 1.0), 0
         while True:
-            answer = await self._more(step, held)
+            answer = await self._more(step, delivered)
             sealed = answer if isinstance(answer, Batch) else None
-            begins = sealed is None or (sealed.members[: len(held)] == held and len(held) < len(sealed.members))
+            begins = sealed is None or (
+                sealed.members[: len(delivered)] == delivered and len(delivered) < len(sealed.members)
+            )
             if answer is None or not begins:
-                log.warning("step %d restarts: its batch no longer begins with its first %d groups", step, len(held))
-                held = []
+                log.warning(
+                    "step %d restarts: its batch no longer begins with its first %d groups", step, len(delivered)
+                )
+                delivered = []
                 continue
-            members = answer.members if sealed is None else answer.members[len(held) :]
+            members = answer.members if sealed is None else answer.members[len(delivered) :]
             for start in range(0, len(members), self._size):
                 part = members[start : start + self._size]
                 header = _header(answer, part)
                 data = await self.data(header)
                 if data is None:
                     attempt += 1
-                    held = []
+                    delivered = []
                     await asyncio.sleep(backoff.delay_s(attempt))
                     break
                 ends = sealed is not None and start + self._size >= len(members)
-                yield MicroBatch(data=data, first=not held, batch=sealed if ends else None, header=header)
+                yield MicroBatch(data=data, first=not delivered, batch=sealed if ends else None, header=header)
                 if ends:
                     return
-                held += part
+                delivered += part
 
-    async def _more(self, step: Step, held: Sequence[MemberRef]) -> Batch | Claims | None:
-        """Request the next groups; return None if the batch no longer begins with ``held``."""
-        leases = [member.lease for member in held]
+    async def _more(self, step: Step, delivered: Sequence[MemberRef]) -> Batch | Claims | None:
+        """Request the next groups; return None if the batch no longer begins with ``delivered``."""
+        leases = [member.lease for member in delivered]
         ask = GetClaims(trainer_term=self._trainer_term, step=step, held=leases, count=self._size)
         try:
             reply = await self.next(ask)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 NO_BATCH = -1
 """Sent instead of a batch number by a rank with a stop request."""
 MISSING, FETCHED = 0, 1
-"""Whether this rank could fetch its share of a micro-batch."""
+"""Fetch outcome of this rank's share of a micro-batch."""
 
 
 class Order(IntEnum):

@@ -18,7 +18,7 @@ GROWTH = 64
 
 @dataclass(slots=True)
 class PassPlan:
-    """How the current forward pass uses the cache; shared by all layers."""
+    """Cache usage of the current forward pass; shared by all layers."""
 
     slots: int
     capacity: int = 0
