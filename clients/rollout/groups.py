@@ -1,6 +1,6 @@
-"""One group from prompt to payload: its samples through the engine, the first ones to end as columns.
+"""One group from prompt to payload: generate its samples and turn the first ones to end into columns.
 
-A group may leave before it is done, as the samples so far, and go on from them at another instance (or here again).
+A group may leave the worker before it is finished, as the samples so far, and continue at another instance (or here).
 """
 
 import asyncio
@@ -26,11 +26,11 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How every group of a run is written."""
+    """Generation parameters of the groups of a run."""
 
     group_size: int
     started: int
-    """Samples that are started; those beyond ``group_size`` are redundant, and the last ones are aborted."""
+    """Number of samples started. Samples beyond ``group_size`` are redundant, and the last ones are aborted."""
     sampling: Sampling
     seed: int
 
@@ -45,116 +45,124 @@ class Recipe:
         )
 
     def capacity(self, slots: int) -> int:
-        """Groups in flight that keep ``slots`` rows busy although samples of a group end at different times."""
+        """Return the groups in flight that keep ``slots`` rows busy, as samples of a group end at different times."""
         return groups_held(slots, self.started)
 
     def sample_seed(self, assign: Assign, sample: int, origin: LeaseId | None = None) -> int:
-        """Of one sample's draws. A new lease draws anew: a group that was too long once need not be so again. One that
-        goes on with what an earlier lease wrote goes on with the draws of that one, its ``origin``."""
+        """Return the seed of one sample.
+
+        A new lease uses new seeds, as a group that was too long once need not be so again. A group that continues the
+        tokens of an earlier lease also continues that lease's seeds; ``origin`` is that lease.
+        """
         entropy = (self.seed, assign.group, origin or assign.lease, sample)
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
 
 
 @dataclass(slots=True)
-class Held:
-    """A lease that the worker works on."""
+class ActiveLease:
+    """A lease that the worker is producing."""
 
     assign: Assign
     requests: list[int] = field(default_factory=list[int])
-    """Those that the engine has."""
+    """Requests that the engine has."""
     interrupted: bool = False
     leaving: bool = False
-    """It is to go on elsewhere."""
+    """The group must continue at another instance."""
     on_interrupt: Callable[[], None] | None = None
-    """Called once when it is interrupted: whoever has more to end than ``requests``."""
+    """Called once on an interrupt, by producers that must end more than ``requests``."""
     pushing: bool = False
-    """Its samples are done; the lease now belongs to the push."""
+    """The samples are finished; the lease now belongs to the push."""
     task: "asyncio.Task[None] | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A group as another instance left it."""
+class PartialGroup:
+    """A group in the state in which another instance left it."""
 
     origin: LeaseId
-    """The lease that it began under."""
+    """The lease under which it was started."""
     payload: GroupPayload
-    """All samples that were started; what has not ended is marked interrupted, and may have no token."""
+    """All started samples. Unfinished ones are marked interrupted and may have no tokens."""
 
     def fits(self, prompt_ids: NDArray[np.int32], recipe: Recipe) -> bool:
-        """Whether a group of this prompt and recipe can go on from it."""
+        """Return whether a group of this prompt and recipe can continue from it."""
         return self.payload.num_samples == recipe.started and np.array_equal(self.payload.prompt_ids, prompt_ids)
 
     def newest(self) -> tuple[Lineage, Version] | None:
-        """The newest weights that wrote any of it; None when nothing is written."""
+        """Return the newest weights that generated any of it; None if it has no tokens."""
         rows = self.payload.segments
         return max(((Lineage(int(row[1])), Version(int(row[2]))) for row in rows), default=None)
 
 
-class Samples:
-    """The samples of one group in the making."""
+class GroupSamples:
+    """The samples of one group while it is produced."""
 
     def __init__(
-        self, engine: AsyncEngine, held: Held, prompt_ids: NDArray[np.int32], recipe: Recipe, begun: Begun | None = None
+        self,
+        engine: AsyncEngine,
+        active: ActiveLease,
+        prompt_ids: NDArray[np.int32],
+        recipe: Recipe,
+        partial: PartialGroup | None = None,
     ) -> None:
-        """``begun`` is left aside when it is not of this prompt and recipe."""
+        """``partial`` is ignored if its prompt or recipe differs."""
         self._engine = engine
-        self._held = held
+        self._active = active
         self._prompt_ids = prompt_ids
         self._recipe = recipe
-        self.origin = held.assign.lease
+        self.origin = active.assign.lease
         self._samples = [Trajectory(id=n, segments=(), finish=Finish.INTERRUPTED) for n in range(recipe.started)]
-        if begun is not None and begun.fits(prompt_ids, recipe):
-            self.origin = begun.origin
-            self._samples = trajectories(begun.payload)
+        if partial is not None and partial.fits(prompt_ids, recipe):
+            self.origin = partial.origin
+            self._samples = trajectories(partial.payload)
 
-    async def go_on(self) -> bool:
-        """True when ``group_size`` samples have ended, the others aborted; False when it is to leave before they have.
+    async def run(self) -> bool:
+        """Generate until ``group_size`` samples have ended, then abort the others. Return False if it must leave.
 
-        ``RequestError`` when one cannot be served.
+        Raise ``RequestError`` if a sample cannot be served.
         """
         while True:
-            left = [sample.id for sample in self._samples if not self._over(sample)]
+            left = [sample.id for sample in self._samples if not self._is_over(sample)]
             if len(self._samples) - len(left) >= self._recipe.group_size:
                 return True
-            if self._held.leaving and not self._held.interrupted:
+            if self._active.leaving and not self._active.interrupted:
                 return False
             await self._write(left)
 
     def payload(self) -> GroupPayload:
-        """The group that is done."""
-        done = [sample for sample in self._samples if self._over(sample)]
+        """Return the finished group."""
+        done = [sample for sample in self._samples if self._is_over(sample)]
         return payload(self._prompt_ids, done[: self._recipe.group_size])
 
-    def begun(self) -> Begun:
-        """The group as it stands."""
-        return Begun(origin=self.origin, payload=payload(self._prompt_ids, self._samples))
+    def partial(self) -> PartialGroup:
+        """Return the group in its current state."""
+        return PartialGroup(origin=self.origin, payload=payload(self._prompt_ids, self._samples))
 
-    def _over(self, sample: Trajectory) -> bool:
-        """Whether it ended by itself, or by an interrupt, which leaves nobody without a token."""
-        return sample.finish is not Finish.INTERRUPTED or (self._held.interrupted and bool(sample.segments))
+    def _is_over(self, sample: Trajectory) -> bool:
+        """Return whether a sample is finished. An interrupt finishes it only once it has a token."""
+        return sample.finish is not Finish.INTERRUPTED or (self._active.interrupted and bool(sample.segments))
 
     async def _write(self, left: Sequence[int]) -> None:
-        """Give these samples to the engine until enough have ended, or all of them are back."""
+        """Generate these samples until enough have ended, or until the engine has returned all of them."""
         requests = {request_id(): sample for sample in left}
         tasks = [asyncio.ensure_future(self._engine.generate(self._request(*item))) for item in requests.items()]
-        self._held.requests = list(requests)
+        self._active.requests = list(requests)
         missing = self._recipe.group_size - (len(self._samples) - len(left))
         try:
-            await asyncio.sleep(0)  # each task has said its request by now
-            if self._held.interrupted:
-                interrupt(self._engine, self._held)
-            elif self._held.leaving:
-                leave(self._engine, self._held)
+            await asyncio.sleep(0)  # let each task submit its request: the engine ignores unknown ids
+            if self._active.interrupted:
+                interrupt(self._engine, self._active)
+            elif self._active.leaving:
+                leave(self._engine, self._active)
             for ended in asyncio.as_completed(tasks):
                 trajectory = await ended
                 sample = requests[trajectory.id]
                 self._samples[sample] = replace(trajectory, id=sample)
-                missing -= self._over(self._samples[sample])
+                missing -= self._is_over(self._samples[sample])
                 if not missing:
                     break
         finally:
-            self._held.requests = []
+            self._active.requests = []
             await _cancelled(tasks)
 
     def _request(self, id: int, sample: int) -> Request:
@@ -162,54 +170,54 @@ class Samples:
             id=id,
             prompt_ids=self._prompt_ids,
             sampling=self._recipe.sampling,
-            seed=self._recipe.sample_seed(self._held.assign, sample, self.origin),
+            seed=self._recipe.sample_seed(self._active.assign, sample, self.origin),
             prefix=self._samples[sample].segments,
         )
 
 
 async def first_ended(tasks: Sequence["asyncio.Task[Ended]"], count: int) -> list[Ended]:
-    """The results of the first ``count`` to end, in that order; the others are cancelled. One that fails fails all."""
-    done: list[Ended] = []
+    """Return the results of the first ``count`` to end, in that order, and cancel the others. A failure fails all."""
+    results: list[Ended] = []
     try:
         for ended in asyncio.as_completed(tasks):
-            done.append(await ended)
-            if len(done) == count:
+            results.append(await ended)
+            if len(results) == count:
                 break
     finally:
         await _cancelled(tasks)
-    return done
+    return results
 
 
 async def _cancelled(tasks: Sequence["asyncio.Task[Ended]"]) -> None:
-    """Returns when none of them runs any more."""
+    """Cancel the tasks and return once none of them runs."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def request_id() -> int:
-    """Unique in this worker."""
+    """Return an id that is unique in this worker."""
     return next(_ids)
 
 
-def interrupt(engine: AsyncEngine, held: Held) -> None:
-    """Finish with the tokens so far; before anything is started, as soon as it is."""
-    held.interrupted = True
-    for request in held.requests:
+def interrupt(engine: AsyncEngine, active: ActiveLease) -> None:
+    """Finish with the tokens so far; a group that has not started finishes as soon as it has."""
+    active.interrupted = True
+    for request in active.requests:
         engine.interrupt(request)
-    if held.on_interrupt is not None:
-        held.on_interrupt()
+    if active.on_interrupt is not None:
+        active.on_interrupt()
 
 
-def leave(engine: AsyncEngine, held: Held) -> None:
-    """Come back with the tokens so far, to go on elsewhere."""
-    held.leaving = True
-    for request in held.requests:
+def leave(engine: AsyncEngine, active: ActiveLease) -> None:
+    """Return with the tokens so far, to continue at another instance."""
+    active.leaving = True
+    for request in active.requests:
         engine.interrupt(request, least=0)
 
 
 def payload(prompt_ids: NDArray[np.int32], samples: Sequence[Trajectory]) -> GroupPayload:
-    """The columns of a group. Every token was written by the policy, so the loss mask is 1 throughout."""
+    """Return the columns of a group. The policy generated every token, so the loss mask is 1 throughout."""
     lengths = [sum(len(s.token_ids) for s in trajectory.segments) for trajectory in samples]
     segments = [
         (sample, segment.lineage, segment.version, len(segment.token_ids))
@@ -228,12 +236,12 @@ def payload(prompt_ids: NDArray[np.int32], samples: Sequence[Trajectory]) -> Gro
 
 
 def trajectories(group: GroupPayload) -> list[Trajectory]:
-    """The samples of a group by number: what ``payload`` was made of."""
-    found: dict[int, list[TokenSegment]] = {sample: [] for sample in range(group.num_samples)}
+    """Return the samples of a group in order: the inverse of ``payload``."""
+    segments_of: dict[int, list[TokenSegment]] = {sample: [] for sample in range(group.num_samples)}
     start = 0
     for sample, lineage, version, tokens in group.segments.tolist():
         end = start + tokens
-        found[sample].append(
+        segments_of[sample].append(
             TokenSegment(
                 lineage=Lineage(lineage),
                 version=Version(version),
@@ -244,10 +252,10 @@ def trajectories(group: GroupPayload) -> list[Trajectory]:
         start = end
     return [
         Trajectory(id=sample, segments=tuple(segments), finish=Finish(int(group.finish[sample])))
-        for sample, segments in found.items()
+        for sample, segments in segments_of.items()
     ]
 
 
 def truncated(group: GroupPayload) -> bool:
-    """Whether an interrupt cut any of its samples."""
+    """Return whether an interrupt cut any of the group's samples."""
     return Finish.INTERRUPTED in group.finish.tolist()

@@ -1,4 +1,4 @@
-"""``staleflow attach rollout``: one engine, joined to a run until the run drains or a signal ends it."""
+"""``staleflow attach rollout``: one engine, attached to a run until the run drains or a signal ends it."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from staleflow.clients.attachment import attach as attach_to
 from staleflow.clients.rollout.engines.base import AsyncEngine
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
-from staleflow.clients.rollout.episodes.chat.template import ByteSpeech
+from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate
 from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.worker import Encode, Worker
@@ -30,11 +30,11 @@ from staleflow.protocols.wire.messages import Attach
 log = logging.getLogger(__name__)
 
 OpenEngine = Callable[[Config, Path], Awaitable[tuple[AsyncEngine, Encode]]]
-"""Return an engine, and how prompts become its token ids."""
+"""Return an engine and the function that converts prompts to its token ids."""
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
-    """Run one rollout worker; the exit code."""
+    """Run one rollout worker and return its exit code."""
 
     async def main(stop: Stop) -> None:
         transport = client_sockets(config.security, Role.ROLLOUT)
@@ -53,7 +53,7 @@ async def work_until(
     opened: OpenEngine,
     transport: Transport,
 ) -> None:
-    """Work until stopped or until the run has drained. ``opened`` makes the engine, inside the running loop."""
+    """Work until stopped or until the run has drained. ``opened`` creates the engine inside the running loop."""
     stopped = asyncio.ensure_future(stop.wait())
     work = asyncio.ensure_future(_work(stop, config, run_dir, name, scheduler, opened, transport))
     await asyncio.wait((stopped, work), return_when=asyncio.FIRST_COMPLETED)
@@ -92,12 +92,14 @@ async def _work(
             capacity=recipe.capacity(config.rollout.max_inflight),
             pid=os.getpid(),
         )
-        found = await attach_to(to_scheduler, hello, parameters=True)
-        log.info("attached to run %s as %s, %s engine, %d groups", found.run, me, config.rollout.engine, hello.capacity)
-        shards = [Client(address, worker=me, transport=transport) for address in found.shards]
+        attached = await attach_to(to_scheduler, hello, parameters=True)
+        log.info(
+            "attached to run %s as %s, %s engine, %d groups", attached.run, me, config.rollout.engine, hello.capacity
+        )
+        shards = [Client(address, worker=me, transport=transport) for address in attached.shards]
         deltas = config.parameters.delta != "off"
         direct = config.parameters.transport == "direct"
-        puller = Puller(found.parameters, worker=me, transport=transport, deltas=deltas, direct=direct)
+        puller = Puller(attached.parameters, worker=me, transport=transport, deltas=deltas, direct=direct)
         closing += [*shards, puller]
         worker = Worker(me, to_scheduler, shards, puller, engine, encode, recipe, environments)
         why = "failed"
@@ -115,7 +117,7 @@ async def _work(
 
 
 async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encode]:
-    """The configured engine and how prompts become its token ids. ``ConfigError`` when the model cannot be read."""
+    """Return the configured engine and its prompt encoder. ``ConfigError`` if the model cannot be read."""
     rollout = config.rollout
     drain = rollout.on_update == "drain"
     match rollout.engine:
@@ -134,16 +136,16 @@ async def open_engine(config: Config, run_dir: Path) -> tuple[AsyncEngine, Encod
 
 
 def open_environments(config: Config, run_dir: Path, engine: AsyncEngine, recipe: Recipe) -> Environments | None:
-    """The run's environment, to be started; None for plain prompts."""
+    """Return the run's environments, not yet started; None for plain prompts."""
     if not config.environment.run:
         return None
     if config.rollout.engine == "simulated":
-        return Environments(config, engine, ByteSpeech(), recipe)
-    from staleflow.clients.rollout.episodes.chat.tokenizer import open_speech
+        return Environments(config, engine, ByteChatTemplate(), recipe)
+    from staleflow.clients.rollout.episodes.chat.tokenizer import open_chat_template
 
-    return Environments(config, engine, open_speech(model_dir(config, run_dir)), recipe)
+    return Environments(config, engine, open_chat_template(model_dir(config, run_dir)), recipe)
 
 
 def text_bytes(prompt: str) -> NDArray[np.int32]:
-    """Token ids for an engine without a tokenizer."""
+    """Return the token ids of a prompt for an engine without a tokenizer."""
     return np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)

@@ -1,7 +1,7 @@
-"""Versions from the parameter server into the engine, one at a time, the newest order first.
+"""Load versions from the parameter server into the engine, one at a time, the newest order first.
 
-Consumes orders; produces loaded weights, and tells the scheduler how it went. The engine goes on while bytes arrive and
-stops for the load itself, between two steps.
+Consumes orders; produces loaded weights and reports each result to the scheduler. The engine continues while bytes
+arrive and stops only for the load itself, between two steps.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Pulls:
-    """What is loaded and what is wanted. ``on_loaded`` is called after each load that worked."""
+    """The loaded and the ordered version. ``on_loaded`` is called after each successful load."""
 
     def __init__(
         self, me: WorkerId, scheduler: Client, puller: Puller, engine: AsyncEngine, on_loaded: Callable[[], None]
@@ -31,31 +31,31 @@ class Pulls:
         self._puller = puller
         self._engine = engine
         self._on_loaded = on_loaded
-        self._wanted: tuple[Lineage, Version] | None = None
+        self._ordered_version: tuple[Lineage, Version] | None = None
         self._ordered = asyncio.Event()
         self._ended = asyncio.Event()
-        """Set, and made anew, when a pull ends."""
+        """Set, and replaced by a new event, when a pull ends."""
 
     def order(self, lineage: Lineage, version: Version) -> None:
-        """Load these next; an order that has not begun is forgotten."""
-        self._wanted = (lineage, version)
+        """Load this version next, replacing an order that has not started."""
+        self._ordered_version = (lineage, version)
         self._ordered.set()
 
-    async def reached(self, lineage: Lineage, version: Version) -> bool:
-        """True once these weights or newer ones are loaded; False when they are not on their way."""
+    async def wait_loaded(self, lineage: Lineage, version: Version) -> bool:
+        """Wait until these weights or newer ones are loaded; return False if they are neither loaded nor ordered."""
         while self.loaded < (lineage, version):
-            if self._wanted is None or self._wanted < (lineage, version):
+            if self._ordered_version is None or self._ordered_version < (lineage, version):
                 return False
             await self._ended.wait()
         return True
 
     async def run(self) -> None:
-        """Pull for ever."""
+        """Execute orders until cancelled."""
         while True:
             await self._ordered.wait()
             self._ordered.clear()
-            if self._wanted is not None and self._wanted != self.loaded:
-                await self._pull(*self._wanted)
+            if self._ordered_version is not None and self._ordered_version != self.loaded:
+                await self._pull(*self._ordered_version)
 
     async def _pull(self, lineage: Lineage, version: Version) -> None:
         sha, ok, way = "", False, ""
@@ -68,13 +68,14 @@ class Pulls:
             self._on_loaded()
             log.info("version %d of lineage %d is loaded, %s", version, lineage, way)
         except (Refused, ProtocolError, CorruptWeights, LoadError) as error:
-            log.error("version %d of lineage %d is not loaded: %s", version, lineage, error)
-            if self._wanted == (lineage, version):
-                self._wanted = None
+            log.error("version %d of lineage %d not loaded: %s", version, lineage, error)
+            if self._ordered_version == (lineage, version):
+                self._ordered_version = None
+        # Replace the event before setting it: a waiter that still needs another version then waits for the new event.
         ended, self._ended = self._ended, asyncio.Event()
         ended.set()
         try:
             message = Pulled(worker=self._me, lineage=lineage, version=version, sha=sha, ok=ok)
             await self._scheduler.ask(message, Done, timeout_s=None)
         except Refused as no:
-            log.warning("the news of version %d is refused: %s", version, no)
+            log.warning("report of version %d rejected: %s", version, no)

@@ -1,9 +1,9 @@
-"""Finished groups on their way to one shard.
+"""Push finished groups to one shard.
 
-Consumes payloads from the groups' tasks; produces one verdict for each. While one message waits for its answer the next
-ones gather, so the engine never waits for a push, and a slow shard gets fewer, larger messages; none larger than its
-connection carries in a moment, unless one group is. Where the shard is on the same host a message only names where the
-payload has been written. A shard that had no room for a group is sent no payload before it has said that there is some.
+Consumes payloads from the groups' tasks; produces one verdict for each. While a message waits for its reply, the next
+groups gather, so the engine never waits for a push, and a slow shard gets fewer but larger messages. A message is
+limited to what its connection transmits in a moment, unless it holds a single group. If the shard is on the same host,
+a message only names the place of the payload. A shard that had no room gets no payload before it reports room.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 MAX_GROUPS = 64
 MAX_BYTES = 32 << 20
-BUSY_S = 0.5
-"""A group that the shard did not take is not offered again sooner; others are."""
+BUSY_RETRY_INTERVAL_S = 0.5
+"""Minimum time before a group that the shard rejected for lack of room is offered again. Others go ahead."""
 
 
 @dataclass(slots=True, eq=False)
-class Finished:
+class FinishedGroup:
     assign: Assign
     named: dict[str, Array]
     truncated: bool
     place: Place | None = None
-    """Where it is written; None: it is sent in frames, or has not been written yet."""
+    """Location of the payload in a slab; None: it is sent in frames, or has not been written yet."""
     in_frames: bool = False
-    """It has to be sent in frames."""
+    """The payload must be sent in frames."""
     due_s: float = 0.0
-    """It is not offered sooner."""
+    """Earliest time of the next attempt, in the event loop's clock."""
 
     @property
     def nbytes(self) -> int:
@@ -46,11 +46,11 @@ class Finished:
 
     @property
     def frame_bytes(self) -> int:
-        """Of what is sent."""
+        """Return the bytes that the push sends in frames."""
         return self.nbytes if self.place is None else 0
 
     def item(self, worker: WorkerId) -> tuple[PushItem, list[memoryview]]:
-        """What is said of it, and its frames."""
+        """Return the push message of the group, and its frames."""
         specs, frames = ([], []) if self.place is not None else specs_and_frames(self.named)
         group, lease = self.assign.group, self.assign.lease
         item = PushItem(
@@ -60,7 +60,7 @@ class Finished:
 
 
 class Pusher:
-    """One shard's queue. ``settled`` is called once for each group, with what became of it; not for a dropped one."""
+    """The queue of one shard. ``settled`` is called once with each group's verdict, except for dropped groups."""
 
     def __init__(
         self,
@@ -69,34 +69,34 @@ class Pusher:
         settled: Callable[[Assign, Result], None],
         slabs: SlabWriter | None = None,
     ) -> None:
-        """``slabs``: of that shard; without them everything is sent in frames."""
+        """``slabs``: writer for that shard; without it, everything is sent in frames."""
         self._shard = shard
         self._slabs = slabs
         self._worker = worker
         self._settled = settled
         self._portion = AdaptiveChunk(MAX_BYTES)
-        self._queue: list[Finished] = []
+        self._queue: list[FinishedGroup] = []
         self._filled = asyncio.Event()
         self.idle = asyncio.Event()
-        """Set while nothing waits and nothing is under way."""
+        """Set while no group is queued or being pushed."""
         self.idle.set()
 
     def put(self, assign: Assign, group: GroupPayload) -> None:
-        self._queue.append(Finished(assign, group.to_arrays(), truncated(group)))
+        self._queue.append(FinishedGroup(assign, group.to_arrays(), truncated(group)))
         self._filled.set()
         self.idle.clear()
 
     def drop(self, assign: Assign) -> bool:
-        """Forget a group that has not been sent; False when it is too late."""
+        """Remove a queued group; return False if it is already being pushed."""
         for place, finished in enumerate(self._queue):
             if finished.assign.lease == assign.lease:
                 del self._queue[place]
-                self._over(finished)
+                self._release_place(finished)
                 return True
         return False
 
     async def run(self) -> None:
-        """Push for ever."""
+        """Push groups until cancelled."""
         most = MAX_GROUPS
         while True:
             await self._filled.wait()
@@ -114,60 +114,60 @@ class Pusher:
                     self._queue = batch + self._queue
                     continue
                 if busy:
-                    self._put_off(busy, behind=most == 1)
-                    await self._room()
-                most = 1 if busy else MAX_GROUPS  # room for one group is not yet room for all
+                    self._delay(busy, behind=most == 1)
+                    await self._wait_for_room()
+                most = 1 if busy else MAX_GROUPS  # room for one group does not yet mean room for all
             self.idle.set()
 
-    def _take(self, most: int) -> list[Finished]:
-        """As many as fit into one message, at least one; none when no group may be offered now."""
+    def _take(self, most: int) -> list[FinishedGroup]:
+        """Remove and return the groups that fit into one message, at least one; none if no group is due."""
         now_s = asyncio.get_running_loop().time()
         batch = [finished for finished in self._queue if finished.due_s <= now_s][:most]
         batch = batch[: fitting([finished.nbytes for finished in batch], MAX_BYTES)]
         self._queue = [finished for finished in self._queue if finished not in batch]
         return batch
 
-    def _put_off(self, busy: list[Finished], *, behind: bool) -> None:
-        """``behind``: others are offered before them, which may find room."""
-        due_s = asyncio.get_running_loop().time() + BUSY_S
+    def _delay(self, busy: list[FinishedGroup], *, behind: bool) -> None:
+        """Queue the groups again with a delay. With ``behind``, others go first, as they may fit into the room left."""
+        due_s = asyncio.get_running_loop().time() + BUSY_RETRY_INTERVAL_S
         for finished in busy:
             finished.due_s = due_s
         self._queue = self._queue + busy if behind else busy + self._queue
 
     async def _until_due(self) -> None:
-        """Wait until a group may be offered, or another one comes."""
+        """Wait until a group is due or a new one arrives."""
         self._filled.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(min(finished.due_s for finished in self._queue)):
                 await self._filled.wait()
 
-    async def _room(self) -> None:
-        """Returns once the shard has room. Meanwhile every group waits here, where ``drop`` finds it."""
-        with suppress(Refused):  # who pushes is refused, too
+    async def _wait_for_room(self) -> None:
+        """Return once the shard has room. All groups stay queued meanwhile, so that ``drop`` can remove them."""
+        with suppress(Refused):  # the following push then gets the same rejection and reports it
             await self._shard.ask(PushGroups(items=[]), Results, timeout_s=None)
 
-    async def _write(self, batch: list[Finished]) -> None:
-        """Put what is to be pushed where the shard finds it, as far as there is room."""
+    async def _write(self, batch: list[FinishedGroup]) -> None:
+        """Write payloads into a slab while there is room; the others go in frames."""
         for finished in batch:
             if self._slabs is not None and finished.place is None and not finished.in_frames:
                 finished.place = await self._slabs.write(pieces(finished.named))
 
-    def _over(self, finished: Finished) -> None:
-        """Nobody will look for it in its slab on account of this push."""
+    def _release_place(self, finished: FinishedGroup) -> None:
+        """Release the group's place, as no reply to this push can refer to it any more."""
         if finished.place is not None and self._slabs is not None:
             self._slabs.settled(finished.place)
             finished.place = None
 
-    def _send_in_frames(self, batch: list[Finished]) -> None:
-        """The shard has begun anew and knows nothing of these slabs."""
+    def _send_in_frames(self, batch: list[FinishedGroup]) -> None:
+        """Switch to frames: the shard has restarted and does not know these slabs."""
         if self._slabs is not None:
             self._slabs.abandon()
         for finished in batch:
-            self._over(finished)
+            self._release_place(finished)
             finished.in_frames = True
 
-    async def _push(self, batch: list[Finished]) -> list[Finished]:
-        """Send; those that the shard is too busy for come back."""
+    async def _push(self, batch: list[FinishedGroup]) -> list[FinishedGroup]:
+        """Send a batch and return the groups that the shard was too busy for."""
         items = [finished.item(self._worker) for finished in batch]
         message = PushGroups(items=[item for item, _ in items])
         frames = [frame for _, more in items for frame in more]
@@ -180,22 +180,22 @@ class Pusher:
                 self._send_in_frames(batch)
                 return await self._push(batch)
             results = [Result(code=no.code, detail=no.detail)] * len(batch)
-        busy: list[Finished] = []
+        busy: list[FinishedGroup] = []
         for finished, result in zip(batch, results, strict=True):
             if result.code is Code.BUSY:
                 busy.append(finished)
             else:
-                self._over(finished)
+                self._release_place(finished)
                 self._settled(finished.assign, result)
         return busy
 
 
 def fitting(sizes: Sequence[int], most: int) -> int:
-    """How many of the first fit together, at least one."""
-    taken, total = 0, 0
+    """Return how many of the first sizes fit into ``most`` together, at least one."""
+    fit, total = 0, 0
     for size in sizes:
         total += size
-        if taken and total > most:
+        if fit and total > most:
             break
-        taken += 1
-    return taken
+        fit += 1
+    return fit

@@ -1,7 +1,7 @@
-"""Groups that change their instance: what was written goes to the group's shard and comes from there with its row.
+"""Groups that change their instance: their samples so far travel through the group's shard, with its prompt row.
 
-A group that could not leave stays, under its lease, with everything it has. One whose samples were lost on the way is
-begun anew under its new lease. Either way each lease is written by one worker.
+A group that could not leave stays under its lease with all its tokens. A group whose samples were lost on the way
+starts over under its new lease. Either way, only one worker generates under each lease.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from staleflow.clients.rollout.groups import Begun, Recipe
+from staleflow.clients.rollout.groups import PartialGroup, Recipe
 from staleflow.net.adaptive_chunks import AdaptiveChunk, Stuck
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused, Unavailable
@@ -33,70 +33,75 @@ from staleflow.protocols.wire.tensors import specs_and_frames
 
 log = logging.getLogger(__name__)
 
-PUT_S = 2.0
-"""A shard that takes longer to take samples over is too busy: the group stays."""
-ROWS_BYTES = 64 << 20
-"""Most of one answer."""
+PUT_TIMEOUT_S = 2.0
+"""Maximum time for a shard to accept samples; a slower shard is too busy, and the group stays."""
+MAX_ROWS_BYTES = 64 << 20
+"""Maximum bytes of one reply."""
 
 
-async def hand_over(assign: Assign, begun: Begun, shard: Client, scheduler: Client) -> bool:
-    """Give a group up as it stands. True when its lease is over; False when the group is to go on here."""
-    specs, frames = specs_and_frames(begun.payload.to_arrays())
-    partial = PartialFrames(origin=begun.origin, frames=specs)
+async def hand_over(assign: Assign, group: PartialGroup, shard: Client, scheduler: Client) -> bool:
+    """Give up a group in its current state. Return True if its lease is over, False if the group continues here."""
+    specs, frames = specs_and_frames(group.payload.to_arrays())
+    partial = PartialFrames(origin=group.origin, frames=specs)
     put = PutPartial(group=assign.group, lease=assign.lease, partial=partial)
-    lineage, version = begun.newest() or (assign.lineage, assign.version)
+    lineage, version = group.newest() or (assign.lineage, assign.version)
     op = RegisterYield(
         group=assign.group, lease=assign.lease, lineage=lineage, version=version, sha=partial_sha(partial, frames)
     )
     try:
-        await shard.ask(put, Done, frames, timeout_s=PUT_S)
-        # Whether it has left is for the scheduler to say, however long that takes: two must not write under one lease.
+        await shard.ask(put, Done, frames, timeout_s=PUT_TIMEOUT_S)
+        # Only the scheduler decides whether the group has left, so wait without a limit: two workers must never
+        # generate under one lease.
         result = (await scheduler.ask(Operations(ops=[op]), Results, timeout_s=None)).results[0]
     except (Refused, Unavailable) as no:
-        log.info("group %d, lease %d, stays: %s", assign.group, assign.lease, no)
+        log.info("group %d, lease %d stays here: %s", assign.group, assign.lease, no)
         return False
     if result.code in (None, Code.STALE_LEASE):
         return True
-    log.info("group %d, lease %d, stays: %s", assign.group, assign.lease, result.detail)
+    log.info("group %d, lease %d stays here: %s", assign.group, assign.lease, result.detail)
     return False
 
 
-async def arrived(
+async def fetch_rows(
     shard: Client, portion: AdaptiveChunk, assigns: Sequence[Assign], recipe: Recipe
-) -> tuple[list[dict[str, Any]], dict[LeaseId, Begun]]:
-    """The prompt row of each, and by lease what other instances wrote of them; as many at once as the connection
-    carries in a moment. ``Refused``."""
+) -> tuple[list[dict[str, Any]], dict[LeaseId, PartialGroup]]:
+    """Return the prompt row of each group, and the partial samples of other instances by lease.
+
+    Requests are split so that each reply is small enough for the connection to carry in a moment. Raise ``Refused``.
+    """
     rows: list[dict[str, Any]] = []
-    begun: dict[LeaseId, Begun] = {}
+    partials: dict[LeaseId, PartialGroup] = {}
     while rest := assigns[len(rows) :]:
         try:
-            answer, frames = await _asked(shard, portion, rest)
+            answer, frames = await _request_rows(shard, portion, rest)
         except Stuck:
             continue
-        begun |= _begun(rest, answer, frames, recipe)
+        partials |= _partials(rest, answer, frames, recipe)
         rows += answer.rows
-    return rows, begun
+    return rows, partials
 
 
-async def _asked(shard: Client, portion: AdaptiveChunk, assigns: Sequence[Assign]) -> tuple[Rows, list[memoryview]]:
-    """What the shard has of the first of these. ``Refused``, ``Stuck``."""
+async def _request_rows(
+    shard: Client, portion: AdaptiveChunk, assigns: Sequence[Assign]
+) -> tuple[Rows, list[memoryview]]:
+    """Request the rows of these groups; the reply may cover only the first ones. Raise ``Refused`` or ``Stuck``."""
     partials = [assign.partial for assign in assigns] if any(assign.partial for assign in assigns) else []
     ask = GetRows(groups=[assign.group for assign in assigns], partials=partials, most_bytes=portion.nbytes)
     clock = asyncio.get_running_loop().time
     began, call = clock(), shard.call(ask, timeout_s=None)
     answer, frames = await portion.watch(shard, call, ask.most_bytes, divisible=len(assigns) > 1)
     if not isinstance(answer, Rows) or not 0 < len(answer.rows) <= len(assigns):
-        raise Refused(Code.MALFORMED, f"{shard.address} did not answer with the rows it was asked for")
+        raise Refused(Code.MALFORMED, f"{shard.address} did not reply with the requested rows")
     whole = len(answer.rows) == len(assigns)
     portion.took(sum(frame.nbytes for frame in frames) if whole else ask.most_bytes, clock() - began)
     return answer, frames
 
 
-def _begun(
+def _partials(
     assigns: Sequence[Assign], answer: Rows, frames: Sequence[memoryview], recipe: Recipe
-) -> dict[LeaseId, Begun]:
-    """By lease, what other instances wrote of the first of these: exactly what they told the scheduler."""
-    begun: dict[LeaseId, Begun] = {}
+) -> dict[LeaseId, PartialGroup]:
+    """Return the partial samples by lease, checked against the hash that the earlier worker sent to the scheduler."""
+    partials: dict[LeaseId, PartialGroup] = {}
     limits = PayloadLimits(sampled_tokens=recipe.sampling.max_new_tokens)
     start = 0
     for assign, partial in zip(assigns, answer.partials, strict=False):
@@ -105,12 +110,12 @@ def _begun(
             try:
                 mine = frames[start:end]
                 if partial_sha(partial, mine) != assign.partial_sha:
-                    raise ProtocolError(Code.CONFLICT, f"lease {assign.partial} wrote something else than what came")
+                    raise ProtocolError(Code.CONFLICT, f"the samples of lease {assign.partial} do not match their hash")
                 payload = check_partial(partial, mine, lease=assign.partial, limits=limits, samples=recipe.started)
-                begun[assign.lease] = Begun(origin=partial.origin, payload=payload)
+                partials[assign.lease] = PartialGroup(origin=partial.origin, payload=payload)
             except ProtocolError as error:
-                log.warning("group %d begins anew: %s", assign.group, error)
+                log.warning("group %d starts over: %s", assign.group, error)
             start = end
         elif assign.partial:
-            log.info("group %d begins anew: what lease %d wrote is lost", assign.group, assign.partial)
-    return begun
+            log.info("group %d starts over: the samples of lease %d are lost", assign.group, assign.partial)
+    return partials

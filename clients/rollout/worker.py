@@ -1,13 +1,14 @@
-"""One rollout instance of a run: the scheduler's commands to an engine, finished groups to the shards.
+"""One rollout instance of a run: execute the scheduler's commands on an engine and push finished groups to the shards.
 
-Consumes commands (held reports), prompt rows and versions; produces pushed groups. Each waits for its own thing only:
+Consumes commands (from long-polled reports), prompt rows and versions; produces pushed groups. Each part waits only for
+its own input:
 
-- the report loop renews the leases and says what is held. It keeps still while a step of the engine takes long, so the
-  leases of an engine that hangs expire as those of a dead one do;
-- a group's task runs from row to payload; what goes wrong inside it costs that group alone, named in the release;
+- the report loop renews the leases and reports which are held. It pauses while an engine step takes long, so the
+  leases of a hung engine expire like those of a dead one;
+- a group's task runs from row to payload; an error inside it costs only that group and is named in the release;
 - pulls and pushes run beside the engine, which waits for neither.
 
-A scheduler or shard that is away is waited for; what the engine holds goes on meanwhile.
+If the scheduler or a shard is unreachable, the worker waits for it while the engine continues.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from numpy.typing import NDArray
 from staleflow.clients.rollout.engines.base import AsyncEngine, EngineError, RequestError
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
-from staleflow.clients.rollout.groups import Begun, Held, Recipe, Samples, interrupt, leave
+from staleflow.clients.rollout.groups import ActiveLease, GroupSamples, PartialGroup, Recipe, interrupt, leave
 from staleflow.clients.rollout.pulls import Pulls
 from staleflow.clients.rollout.pushes import Pusher
 from staleflow.clients.rollout.slab_writer import SlabWriter
-from staleflow.clients.rollout.transfers import ROWS_BYTES, arrived, hand_over
+from staleflow.clients.rollout.transfers import MAX_ROWS_BYTES, fetch_rows, hand_over
 from staleflow.clients.weights import Puller
 from staleflow.configs.errors import ConfigError
 from staleflow.net.adaptive_chunks import AdaptiveChunk
@@ -58,22 +59,22 @@ log = logging.getLogger(__name__)
 
 Encode = Callable[[str], NDArray[np.int32]]
 
-STUCK_S = 1.0
-"""A step that takes longer renews no lease until it returns."""
+STUCK_TIMEOUT_S = 1.0
+"""A longer engine step renews no lease until it returns."""
 POLL_INTERVAL_S = 0.05
-REPORT_S = 1.0
-DRAIN_S = 5.0
-"""How long a worker of a run that drains goes on with what it holds: the servers it would go to end as well."""
-LEAVE_S = 2.0
-"""How long a worker that leaves waits for its last pushes, and then for the answer to its goodbye."""
+REPORT_INTERVAL_S = 1.0
+DRAIN_TIMEOUT_S = 5.0
+"""Maximum time to finish held groups of a draining run; the servers that would take them end as well."""
+LEAVE_TIMEOUT_S = 2.0
+"""Time limit for the last pushes of a leaving worker, and then for its detach request."""
 
 
 class RowError(Exception):
-    """A prompt row that cannot be written from."""
+    """The prompt row is invalid."""
 
 
 class Worker:
-    """Owns the held leases; made and used inside one event loop."""
+    """Owns the held leases. Create and use it inside one event loop."""
 
     def __init__(
         self,
@@ -86,12 +87,12 @@ class Worker:
         recipe: Recipe,
         environments: Environments | None = None,
         *,
-        report_s: float = REPORT_S,
+        report_s: float = REPORT_INTERVAL_S,
     ) -> None:
         self._me = me
         self._scheduler = scheduler
         self._shards = shards
-        self._portions = [AdaptiveChunk(ROWS_BYTES) for _ in shards]
+        self._portions = [AdaptiveChunk(MAX_ROWS_BYTES) for _ in shards]
         self._engine = engine
         self._encode = encode
         self._recipe = recipe
@@ -99,64 +100,65 @@ class Worker:
         self._report_ms = round(report_s * 1000)
         self._pulls = Pulls(me, scheduler, puller, engine, self._loaded)
         self._pushers = [Pusher(shard, me, self._settled, SlabWriter(shard, me)) for shard in shards]
-        self._held: dict[LeaseId, Held] = {}
+        self._leases: dict[LeaseId, ActiveLease] = {}
         self._ack = 0
         self._draining = False
         self._report_now = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushing: list[asyncio.Task[None]] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._said = RateLimitedLog()
-        self.counts = {"pushed": 0, "moved": 0, "thrown_away": 0, "released": 0, "loaded": 0}
+        self._log_limiter = RateLimitedLog()
+        self.counts = {"pushed": 0, "moved": 0, "discarded": 0, "released": 0, "loaded": 0}
 
     async def run(self) -> None:
-        """Work until the run has drained; raise what ended it otherwise. Cancel it to stop early, then ``leave``."""
+        """Work until the run has drained, or raise the error that ended it. To stop early, cancel, then ``leave``."""
         self._spawn(self._reports())
         self._spawn(self._pulls.run())
         self._pushing = [self._spawn(pusher.run()) for pusher in self._pushers]
         await asyncio.wait((self._end, self._engine.failure), return_when=asyncio.FIRST_COMPLETED)
-        if self._engine.failure.done() and self._held:
-            groups = ", ".join(str(held.assign.group) for held in self._held.values())
-            log.error("the engine of %s failed; the leases of its groups go back: %s", self._me, groups)
+        if self._engine.failure.done() and self._leases:
+            groups = ", ".join(str(active.assign.group) for active in self._leases.values())
+            log.error("engine of %s failed, releasing the leases of its groups: %s", self._me, groups)
         for end in (self._engine.failure, self._end):
             if end.done():
                 end.result()
 
     async def leave(self, why: str) -> None:
-        """Stop, give finished groups a moment to arrive, say goodbye: the scheduler releases what is still held."""
+        """Stop, wait briefly for finished groups to arrive, and detach; the scheduler releases the remaining leases."""
         for task in self._tasks.difference(self._pushing):
             task.cancel()
         try:
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 for pusher in self._pushers:
                     await pusher.idle.wait()
         except TimeoutError:
-            log.warning("finished groups are left behind: a trajectory server does not answer")
+            log.warning("finished groups not delivered: a trajectory server does not reply")
         for task in self._pushing:
             task.cancel()
         try:
-            await self._scheduler.ask(Detach(worker=self._me, why=why), Done, timeout_s=LEAVE_S)
+            await self._scheduler.ask(Detach(worker=self._me, why=why), Done, timeout_s=LEAVE_TIMEOUT_S)
         except (Refused, Unavailable, ProtocolError) as error:
-            log.warning("left without a goodbye: %s", error)
+            log.warning("detach failed: %s", error)
         log.info("left (%s): %s", why, ", ".join(f"{count} {name}" for name, count in self.counts.items()))
 
     # --- reports and commands ---
 
     async def _reports(self) -> None:
         while True:
-            if self._engine.stuck_s() > STUCK_S:
+            if self._engine.stuck_s() > STUCK_TIMEOUT_S:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
+            # Clear before reading the state: a version loaded during the request then triggers another report.
             self._report_now.clear()
             report = Report(
-                worker=self._me, ack=self._ack, held=list(self._held), stats=self._stats(), wait_ms=self._report_ms
+                worker=self._me, ack=self._ack, held=list(self._leases), stats=self._stats(), wait_ms=self._report_ms
             )
             answer = asyncio.ensure_future(self._scheduler.ask(report, Commands, timeout_s=None))
             wake = asyncio.ensure_future(self._report_now.wait())
             try:
                 await asyncio.wait((answer, wake), return_when=asyncio.FIRST_COMPLETED)
                 if answer.done():
-                    self._obey(answer.result())
+                    self._execute(answer.result())
             except Refused as no:
                 if no.code is Code.FENCED:
                     raise ConfigError("rollout worker", self._me, no.detail) from no
@@ -165,48 +167,48 @@ class Worker:
                 answer.cancel()
                 wake.cancel()
 
-    def _obey(self, commands: Commands) -> None:
-        assigned: dict[int, list[Held]] = {}
+    def _execute(self, commands: Commands) -> None:
+        assigned: dict[int, list[ActiveLease]] = {}
         for number, command in enumerate(commands.commands, start=commands.first):
-            if number > self._ack:
+            if number > self._ack:  # commands are sent again until a report acknowledges them
                 self._ack = number
                 self._command(command, assigned)
-        for shard, held in assigned.items():
-            self._spawn(self._start(shard, held))
+        for shard, active in assigned.items():
+            self._spawn(self._start(shard, active))
         if commands.drain and not self._draining:
-            asyncio.get_running_loop().call_later(DRAIN_S, self._finish)
+            asyncio.get_running_loop().call_later(DRAIN_TIMEOUT_S, self._finish)
         self._draining = commands.drain
         self._check_drained()
 
-    def _command(self, command: Command, assigned: dict[int, list[Held]]) -> None:
+    def _command(self, command: Command, assigned: dict[int, list[ActiveLease]]) -> None:
         match command:
             case Assign():
-                if command.lease not in self._held:
-                    held = self._held[command.lease] = Held(command)
-                    assigned.setdefault(command.shard, []).append(held)
+                if command.lease not in self._leases:
+                    active = self._leases[command.lease] = ActiveLease(command)
+                    assigned.setdefault(command.shard, []).append(active)
             case Pull():
                 self._pulls.order(command.lineage, command.version)
             case Interrupt():
-                if (cut := self._held.get(command.lease)) is not None:
+                if (cut := self._leases.get(command.lease)) is not None:
                     interrupt(self._engine, cut)
             case Yield():
-                if (leaving := self._held.get(command.lease)) is not None and self._environments is None:
+                if (leaving := self._leases.get(command.lease)) is not None and self._environments is None:
                     leave(self._engine, leaving)
             case Abort():
                 self._abort(command.lease)
 
     def _abort(self, lease: LeaseId) -> None:
-        held = self._held.get(lease)
-        if held is None or (held.pushing and not self._pushers[held.assign.shard].drop(held.assign)):
-            return  # over, or its push is under way and will tell
-        if held.task is not None:
-            held.task.cancel()
-        self._forget(held.assign)
+        active = self._leases.get(lease)
+        if active is None or (active.pushing and not self._pushers[active.assign.shard].drop(active.assign)):
+            return  # finished, or its push is in progress and will report the outcome
+        if active.task is not None:
+            active.task.cancel()
+        self._drop_lease(active.assign)
 
     def _stats(self) -> InstanceStats:
         stats, engine, environments = self._engine.stats(), self._engine, self._environments
         lineage, version = self._pulls.loaded
-        fetching = sum(held.task is None for held in self._held.values())  # their rows are on the way
+        fetching = sum(active.task is None for active in self._leases.values())  # their rows have not arrived yet
         return InstanceStats(
             lineage=lineage,
             version=version,
@@ -226,67 +228,71 @@ class Worker:
 
     # --- groups ---
 
-    async def _start(self, shard: int, assigned: list[Held]) -> None:
-        """Fetch the rows and let each group's task begin."""
+    async def _start(self, shard: int, assigned: list[ActiveLease]) -> None:
+        """Fetch the rows and start each group's task."""
         try:
-            assigns = [held.assign for held in assigned]
-            rows, begun = await arrived(self._shards[shard], self._portions[shard], assigns, self._recipe)
+            assigns = [active.assign for active in assigned]
+            rows, partial = await fetch_rows(self._shards[shard], self._portions[shard], assigns, self._recipe)
         except Refused as no:
-            for held in assigned:
-                self._give_up(held, f"its prompt row is refused: {no}")
+            for active in assigned:
+                self._give_up(active, f"its prompt row is refused: {no}")
             return
-        for held, row in zip(assigned, rows, strict=True):
-            if held.assign.lease in self._held:
-                held.task = self._spawn(self._produce(held, row, begun.get(held.assign.lease)))
+        for active, row in zip(assigned, rows, strict=True):
+            if active.assign.lease in self._leases:
+                active.task = self._spawn(self._produce(active, row, partial.get(active.assign.lease)))
 
-    async def _produce(self, held: Held, row: Mapping[str, Any], begun: Begun | None) -> None:
-        assign = held.assign
+    async def _produce(self, active: ActiveLease, row: Mapping[str, Any], partial: PartialGroup | None) -> None:
+        assign = active.assign
         try:
-            if not await self._pulls.reached(assign.lineage, assign.version):
-                self._give_up(held, f"version {assign.version} is not loaded here")
+            if not await self._pulls.wait_loaded(assign.lineage, assign.version):
+                self._give_up(active, f"version {assign.version} is not loaded here")
                 return
             if self._environments is None:
-                group = await self._written(held, self._prompt_ids(row), begun)
+                group = await self._generate(active, self._prompt_ids(row), partial)
             else:
-                group = await self._environments.produce(held, row)
+                group = await self._environments.produce(active, row)
             if group is not None:
                 self._pushers[assign.shard].put(assign, group)
         except (RowError, RequestError) as error:
-            self._give_up(held, str(error), hopeless=True)
+            self._give_up(active, str(error), hopeless=True)
             return
         except EpisodeFailed as error:
-            self._give_up(held, f"at {self._me}, {error}")
+            self._give_up(active, f"at {self._me}, {error}")
             return
-        except ProtocolError as error:  # after a rollback the engine goes back to an older version inside a sample
-            self._give_up(held, f"what {self._me} wrote is no payload: {error}")
+        except ProtocolError as error:  # after a rollback, the engine loads an older version within a sample
+            self._give_up(active, f"invalid payload from {self._me}: {error}")
             return
         if group is None:
             self.counts["moved"] += 1
-            self._forget(assign)
+            self._drop_lease(assign)
             return
-        held.pushing = True
+        active.pushing = True
 
-    async def _written(self, held: Held, prompt_ids: NDArray[np.int32], begun: Begun | None) -> GroupPayload | None:
-        """The group once its samples have ended; None when it goes on elsewhere.
+    async def _generate(
+        self, active: ActiveLease, prompt_ids: NDArray[np.int32], partial: PartialGroup | None
+    ) -> GroupPayload | None:
+        """Return the group once its samples have ended; None if it continues elsewhere.
 
-        What newer weights than the loaded ones began is begun anew: versions never fall within a sample.
+        Samples started by newer weights than the loaded ones start over, since versions never decrease in a sample.
         """
-        if begun is not None and (newest := begun.newest()) and not await self._pulls.reached(*newest):
-            begun = None
+        if partial is not None and (newest := partial.newest()) and not await self._pulls.wait_loaded(*newest):
+            partial = None
         try:
-            return await self._through(held, prompt_ids, begun)
+            return await self._run_samples(active, prompt_ids, partial)
         except RequestError as error:
-            if begun is None:
+            if partial is None:
                 raise
-            log.warning("group %d begins again without what another worker wrote: %s", held.assign.group, error)
-            return await self._through(held, prompt_ids, None)
+            log.warning("group %d starts over without the samples of another worker: %s", active.assign.group, error)
+            return await self._run_samples(active, prompt_ids, None)
 
-    async def _through(self, held: Held, prompt_ids: NDArray[np.int32], begun: Begun | None) -> GroupPayload | None:
-        samples = Samples(self._engine, held, prompt_ids, self._recipe, begun)
-        while not await samples.go_on():
-            if await hand_over(held.assign, samples.begun(), self._shards[held.assign.shard], self._scheduler):
+    async def _run_samples(
+        self, active: ActiveLease, prompt_ids: NDArray[np.int32], partial: PartialGroup | None
+    ) -> GroupPayload | None:
+        samples = GroupSamples(self._engine, active, prompt_ids, self._recipe, partial)
+        while not await samples.run():
+            if await hand_over(active.assign, samples.partial(), self._shards[active.assign.shard], self._scheduler):
                 return None
-            held.leaving = False
+            active.leaving = False
         return samples.payload()
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> NDArray[np.int32]:
@@ -296,23 +302,23 @@ class Worker:
         return self._encode(prompt)
 
     def _settled(self, assign: Assign, result: Result) -> None:
-        """The shard's verdict on a push."""
+        """Handle the shard's verdict on a push."""
         if result.code is None or result.code is Code.DUPLICATE:
             self.counts["pushed"] += 1
-            self._forget(assign)
+            self._drop_lease(assign)
         elif result.code in (Code.STALE_LEASE, Code.STALE):
-            self.counts["thrown_away"] += 1
-            log.info("group %d, lease %d: thrown away, %s", assign.group, assign.lease, result.detail or result.code)
-            self._forget(assign)
-        elif (held := self._held.get(assign.lease)) is not None:
-            self._give_up(held, f"its push is refused: {result.code.value} {result.detail}")
+            self.counts["discarded"] += 1
+            log.info("group %d, lease %d: discarded, %s", assign.group, assign.lease, result.detail or result.code)
+            self._drop_lease(assign)
+        elif (active := self._leases.get(assign.lease)) is not None:
+            self._give_up(active, f"its push was rejected: {result.code.value} {result.detail}")
 
-    def _give_up(self, held: Held, detail: str, *, hopeless: bool = False) -> None:
-        """Release a lease that cannot be served, here at all when it is hopeless. Held until the scheduler knows."""
-        assign = held.assign
+    def _give_up(self, active: ActiveLease, detail: str, *, hopeless: bool = False) -> None:
+        """Release a lease that is unservable here, or anywhere if ``hopeless``; held until the scheduler confirms."""
+        assign = active.assign
         self.counts["released"] += 1
-        if (more := self._said.due()) is not None:
-            log.warning("group %d, lease %d: given up, %s%s", assign.group, assign.lease, detail, more)
+        if (more := self._log_limiter.due()) is not None:
+            log.warning("group %d, lease %d: released, %s%s", assign.group, assign.lease, detail, more)
         why, detail = ReleaseWhy.ABORTED, f"group {assign.group}: {detail}"
         op = RegisterRelease(group=assign.group, lease=assign.lease, why=why, detail=detail, hopeless=hopeless)
         self._spawn(self._release(assign, op))
@@ -321,16 +327,16 @@ class Worker:
         try:
             await self._scheduler.ask(Operations(ops=[op]), Results, timeout_s=None)
         except Refused as no:
-            log.warning("group %d: its release is refused: %s", assign.group, no)
-        self._forget(assign)
+            log.warning("group %d: release rejected: %s", assign.group, no)
+        self._drop_lease(assign)
 
-    def _forget(self, assign: Assign) -> None:
-        """The lease is over."""
-        self._held.pop(assign.lease, None)
+    def _drop_lease(self, assign: Assign) -> None:
+        """End a lease on this worker."""
+        self._leases.pop(assign.lease, None)
         self._check_drained()
 
     def _check_drained(self) -> None:
-        if self._draining and not self._held:
+        if self._draining and not self._leases:
             self._finish()
 
     def _finish(self) -> None:
@@ -338,7 +344,7 @@ class Worker:
             self._end.set_result(None)
 
     def _loaded(self) -> None:
-        """New weights: the scheduler may assign groups of that version from now on."""
+        """Report new weights at once, as the scheduler may now assign groups of that version."""
         self.counts["loaded"] += 1
         self._report_now.set()
 
@@ -351,7 +357,7 @@ class Worker:
         return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """A task that fails ends the worker; the error of an engine is told by the engine itself."""
+        """End the worker if a task fails; the engine reports its own errors through ``failure``."""
         self._tasks.discard(task)
         if task.cancelled():
             return

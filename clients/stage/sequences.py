@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.trainer.data.batch import micro_batches
+from staleflow.clients.trainer.data.batch import padded_passes
 from staleflow.protocols.wire.trajectory import GroupPayload
 
 
@@ -29,7 +29,7 @@ class Rows:
 
     def passes(self, micro_tokens: int) -> Iterator[tuple[NDArray[np.int64], int]]:
         """Yield the rows of each pass through the model and their width: at most ``micro_tokens`` after padding."""
-        for which in micro_batches(self.ends, micro_tokens):
+        for which in padded_passes(self.ends, micro_tokens):
             yield which, int(self.ends[which].max())
 
     def columns(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:

@@ -1,1 +1,1 @@
-"""The process that learns: takes sealed batches, trains, publishes the next version."""
+"""The trainer process: consume sealed batches, train, publish the next version."""

@@ -1,11 +1,12 @@
-"""Checkpoints as directories: complete or absent, checked when read, the oldest removed.
+"""Checkpoints as directories: complete or absent, verified when read, the oldest removed.
 
 ``checkpoints/<version>/`` holds the backend's files and ``checkpoint.json``: the trainer's scalars and the size and
-sha256 of every file. It is written under a name that no reader looks at and no other writer has, synced, and renamed; a
-trainer killed at any instant leaves its older checkpoints as they were.
+sha256 of every file. It is written under a unique name that readers ignore, synced, and renamed; a trainer killed at
+any instant leaves its older checkpoints intact.
 
-Nothing fences a disk: a trainer whose successor has joined may still write here. So what the run counts on stays: older
-checkpoints go once the run has taken a newer one, and what a later lineage wrote is neither removed nor replaced.
+A disk has no fencing: a trainer whose successor has joined may still write here. Therefore the checkpoints that the run
+relies on stay: older ones are removed only after the run has accepted a newer one, and those of a later lineage are
+neither removed nor replaced.
 """
 
 import hashlib
@@ -32,12 +33,12 @@ _CHUNK = 1 << 20
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The scalars of a trainer: where it is, and what it counted."""
+    """The scalars of a trainer: its position and its counters."""
 
     lineage: Lineage = Lineage(0)
     version: Version = Version(0)
     last_batch: BatchId = BatchId(0)
-    """The batch that made ``version``; 0 for none."""
+    """The batch that produced ``version``; 0 for none."""
     last_digest: str = ""
     tokens_trained: int = 0
     bad_steps: int = 0
@@ -53,7 +54,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``checkpoint.json`` says."""
+    """The content of ``checkpoint.json``."""
 
     schema: int
     run: str
@@ -62,36 +63,38 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class DamagedCheckpoint(Exception):
-    """A directory that is no complete checkpoint; the text says what is wrong with it."""
+    """The directory is not a complete checkpoint; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A damaged checkpoint, what is wrong with it, and where it lies."""
+    """A damaged checkpoint, its location and the reason."""
 
     path: Path
     why: str
 
 
 class Overtaken(Exception):
-    """A later lineage has saved this version, or has removed what was being written; the text says which."""
+    """A later lineage has saved this version, or removed the directory being written; the text gives the cause."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``folder``. One writer that counts; those that it has fenced may still write."""
+    """The checkpoints of one run, in ``folder``. Only one writer is valid, but fenced trainers may still write."""
 
     def __init__(self, folder: Path, *, run: str, keep: int) -> None:
         self.folder = folder
         self._run = run
         self.keep = keep
         self.damaged: list[Damage] = []
-        """The checkpoints that ``newest`` found damaged, the newest first."""
+        """The checkpoints that ``newest`` found damaged, newest first."""
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint with the files that ``write`` puts into the directory it is given; it is durable then.
-        Older ones stay until ``tidy``. ``Overtaken``: nothing was changed."""
+        """Write a durable checkpoint with the files that ``write`` puts into the given directory.
+
+        Older checkpoints stay until ``tidy``. ``Overtaken``: nothing was changed.
+        """
         final = self.folder / str(state.version)
-        part = self._unnamed(state.version, state.lineage)
+        part = self._temporary_name(state.version, state.lineage)
         make_folder(self.folder)
         part.mkdir()
         try:
@@ -101,7 +104,7 @@ class Checkpoints:
             (part / HEAD).write_bytes(seal(head))
             sync_tree(part)
             self._replace(part, final, state.lineage)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a folder that is gone
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a missing folder
             if part.exists():
                 raise
             raise Overtaken(f"a trainer of a later lineage has removed {part}") from error
@@ -110,7 +113,7 @@ class Checkpoints:
     def tidy(self, state: TrainerState, oldest: Version) -> None:
         """Delete the oldest checkpoints, and those of fenced trainers after ``state``, which the run has registered.
 
-        The run can still go back to ``oldest``: that one stays, however many lie after it.
+        The run can still roll back to ``oldest``, so that one stays, regardless of the number of later ones.
         """
         for path in [path for path in self.paths() if int(path.name) <= state.version][self.keep :]:
             if int(path.name) < oldest:
@@ -118,7 +121,7 @@ class Checkpoints:
         self.drop_after(state)
 
     def newest(self) -> Iterator[tuple[Path, TrainerState]]:
-        """Complete checkpoints of this run, the newest first; damaged ones are left out and put into ``damaged``."""
+        """Yield the complete checkpoints of this run, newest first; collect damaged ones in ``damaged``."""
         self.damaged.clear()
         for path in self.paths():
             try:
@@ -127,43 +130,45 @@ class Checkpoints:
                 self.damaged.append(Damage(path, str(damage)))
 
     def set_aside(self, state: TrainerState) -> list[Damage]:
-        """Rename the damaged checkpoints, which no reader looks at then; a person decides what becomes of them.
+        """Rename the damaged checkpoints, so that readers ignore them and an operator can inspect them.
 
-        A later lineage than that of ``state`` may have replaced one meanwhile: that one stays.
+        A checkpoint that a later lineage than that of ``state`` has replaced meanwhile stays.
         """
 
-        def older(found: TrainerState | None) -> bool:
-            return found is None or found.lineage <= state.lineage
+        def older(other: TrainerState | None) -> bool:
+            return other is None or other.lineage <= state.lineage
 
         renamed: list[Damage] = []
         for damage in self.damaged:
             aside = damage.path.with_name(f"{damage.path.name}.{secrets.token_hex(4)}{_DAMAGED}")
-            if self._taken(damage.path, aside, older) is not None:
+            if self._move_if(damage.path, aside, older) is not None:
                 renamed.append(Damage(aside, damage.why))
         self.damaged.clear()
         return renamed
 
     def newest_model(self) -> Path | None:
-        """The newest directory whose model is what was written, whatever happened to the other files there."""
+        """Return the newest directory whose model is intact, regardless of its other files."""
         return next((path for path in self.paths() if self._holds_model(path)), None)
 
     def read(self, path: Path) -> TrainerState:
-        """The scalars of a checkpoint, after every file of it was checked. ``DamagedCheckpoint`` says what is wrong."""
+        """Verify every file of a checkpoint and return its scalars. ``DamagedCheckpoint`` gives the reason."""
         head = self._head(path)
         _check(path, head.files)
         return head.state
 
     def drop_after(self, state: TrainerState, refused: Collection[TrainerState] = ()) -> None:
-        """Remove the checkpoints of later versions whose lineage is earlier, or that the run has ``refused``: they
-        belong to a history that is gone. With them what such a history had half written."""
+        """Remove later versions of earlier lineages, and those that the run has ``refused``.
 
-        def gone(found: TrainerState | None) -> bool:
-            return found is None or found.lineage < state.lineage or found in refused
+        They belong to an abandoned history. Its unfinished checkpoints are removed as well.
+        """
+
+        def obsolete(other: TrainerState | None) -> bool:
+            return other is None or other.lineage < state.lineage or other in refused
 
         for path in self.paths():
-            aside = self._unnamed(Version(int(path.name)), state.lineage)
-            if int(path.name) > state.version and self._taken(path, aside, gone) is not None:
-                log.warning("checkpoint %s belongs to a history that is gone: removed", path)
+            aside = self._temporary_name(Version(int(path.name)), state.lineage)
+            if int(path.name) > state.version and self._move_if(path, aside, obsolete) is not None:
+                log.warning("checkpoint %s removed: its history was abandoned", path)
                 shutil.rmtree(aside, ignore_errors=True)
         for path in self.folder.glob(f"*{_PART}"):
             _, lineage, *_ = path.name.split(".")
@@ -171,7 +176,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _head(self, path: Path) -> Head:
-        """``DamagedCheckpoint`` unless it is one of this run."""
+        """Read ``checkpoint.json``. ``DamagedCheckpoint`` unless the checkpoint belongs to this run."""
         head = self._read_head(path)
         if head.run != self._run:
             raise DamagedCheckpoint(f"it belongs to run {head.run}, not to {self._run}")
@@ -195,75 +200,75 @@ class Checkpoints:
         return "config.json" in files
 
     def _is_foreign(self, path: Path) -> bool:
-        """Whether another run has written it."""
+        """Return whether another run wrote the checkpoint."""
         try:
             return self._read_head(path).run != self._run
         except DamagedCheckpoint:
             return False
 
-    def _found(self, path: Path) -> TrainerState | None:
-        """Who wrote it, as far as that can be read."""
+    def _state_of(self, path: Path) -> TrainerState | None:
+        """Return the writer's state, or None if it is unreadable."""
         try:
             return self._head(path).state
         except DamagedCheckpoint:
             return None
 
-    def _unnamed(self, version: Version, lineage: Lineage) -> Path:
-        """A name that no reader looks at, and nobody else has."""
+    def _temporary_name(self, version: Version, lineage: Lineage) -> Path:
+        """Return a unique name that readers ignore."""
         return self.folder / f"{version}.{lineage}.{secrets.token_hex(4)}{_PART}"
 
     def paths(self) -> list[Path]:
-        """Checkpoints, whole or damaged, the newest first. Those of other runs are neither used nor removed."""
+        """Return checkpoints, complete or damaged, newest first. Those of other runs are neither used nor removed."""
         if not self.folder.is_dir():
             return []
-        found = [path for path in self.folder.iterdir() if path.name.isdecimal() and path.is_dir()]
-        found = [path for path in found if not self._is_foreign(path)]
-        return sorted(found, key=lambda path: -int(path.name))
+        candidates = [path for path in self.folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+        candidates = [path for path in candidates if not self._is_foreign(path)]
+        return sorted(candidates, key=lambda path: -int(path.name))
 
     def _replace(self, part: Path, final: Path, lineage: Lineage) -> None:
-        """A directory cannot be renamed over another one: what a fenced trainer left there steps aside first."""
-        unnamed = self._unnamed(Version(int(final.name)), lineage)
-        aside = self._taken(final, unnamed, lambda found: found is None or found.lineage <= lineage)
+        """Rename ``part`` to ``final``, first moving a fenced trainer's directory away: a rename cannot replace one."""
+        temporary = self._temporary_name(Version(int(final.name)), lineage)
+        aside = self._move_if(final, temporary, lambda other: other is None or other.lineage <= lineage)
         try:
             part.rename(final)
         except OSError as error:
-            found = self._found(final)
-            if found is None or found.lineage <= lineage:
+            other = self._state_of(final)
+            if other is None or other.lineage <= lineage:
                 raise
             shutil.rmtree(part, ignore_errors=True)
-            raise Overtaken(f"version {found.version} of lineage {found.lineage} lies at {final}") from error
+            raise Overtaken(f"version {other.version} of lineage {other.lineage} lies at {final}") from error
         sync_path(self.folder)
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _taken(self, path: Path, aside: Path, gone: Callable[[TrainerState | None], bool]) -> Path | None:
-        """Rename ``path`` to ``aside`` if it was ``gone``, and return that; None if it was not, or does not exist."""
-        if not path.exists() or self._is_foreign(path) or not gone(self._found(path)):
+    def _move_if(self, path: Path, aside: Path, obsolete: Callable[[TrainerState | None], bool]) -> Path | None:
+        """Rename ``path`` to ``aside`` if ``obsolete`` is true of its state; return ``aside``, or None if not moved."""
+        if not path.exists() or self._is_foreign(path) or not obsolete(self._state_of(path)):
             return None
         try:
             path.rename(aside)
         except FileNotFoundError:
             return None
-        if gone(self._found(aside)):
+        if obsolete(self._state_of(aside)):
             return aside
-        aside.rename(path)  # a successor had put it there between the two lines
+        aside.rename(path)  # a successor replaced it between the check and the rename: undo
         return None
 
 
 def _check(folder: Path, files: dict[str, StoredFile]) -> None:
     for name, stored in files.items():
         try:
-            found = _stored(folder / name)
+            actual = _stored(folder / name)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{name} is missing") from None
-        except OSError as error:  # a block of the disk that cannot be read
+        except OSError as error:  # for example an unreadable disk block
             raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from error
-        if found != stored:
-            raise DamagedCheckpoint(f"{name} is not what was written")
+        if actual != stored:
+            raise DamagedCheckpoint(f"{name} does not match its checksum")
 
 
 def _is_model(name: str) -> bool:
-    """Whether ``from_pretrained`` reads this file; the other tensors are an optimizer's, or random states."""
+    """Return whether ``from_pretrained`` reads this file; other tensors are optimizer or random states."""
     return name.startswith("model") or not name.endswith(".safetensors")
 
 

@@ -8,8 +8,8 @@
             trainer.commit(model.state_dict())   # returns when version step + 1 exists
         trainer.finished()
 
-Blocking; the sockets live on a loop in a thread of their own, so heartbeats and the next batch go on while a step
-computes. Every call may raise ``Fenced``: another trainer has joined, and nothing that this one does counts any more.
+Calls block. The sockets run on an event loop in a separate thread, so heartbeats and the next batch continue during a
+step. Every call may raise ``Fenced``: another trainer has joined, and calls of this one have no effect any more.
 ``join`` and ``commit`` may raise ``BadVersion``, ``batches`` and ``stream`` ``NoBatch``.
 """
 
@@ -27,7 +27,7 @@ import uvloop
 from staleflow.clients.attachment import attach
 from staleflow.clients.trainer.backends.base import Drained, Published, Stopped
 from staleflow.clients.trainer.data.batch import TrainBatch
-from staleflow.clients.trainer.data.micro_batches import Piece, PieceStream
+from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.clients.trainer.prefetch import BatchStream
 from staleflow.clients.weights import Publisher
 from staleflow.net.client import Client, worker_id
@@ -58,15 +58,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COMMIT_GRACE_S = 5.0
-"""Once asked to end, a commit under way may take this long."""
-CROWDED_SHARE = 0.5
-"""Of a trajectory server's map. Beyond it consumed payload should go, which only a checkpoint lets happen."""
+COMMIT_TIMEOUT_S = 5.0
+"""Maximum duration of a commit in progress after a stop request."""
+CROWDED_FRACTION = 0.5
+"""Fraction of a trajectory server's map above which consumed payload should be freed, which needs a checkpoint."""
 STATUS_TIMEOUT_S = 1.0
 POLL_INTERVAL_S = 5.0
-"""After waiting so long for a batch: is the newest version still whole?"""
-FAREWELL_GRACE_S = 1.0
-"""Once asked to end, nothing else that is said waits longer than this."""
+"""Wait for a batch after which the newest version is checked for damage."""
+SEND_TIMEOUT_S = 1.0
+"""Maximum duration of all other messages after a stop request."""
 
 
 class Fenced(Exception):
@@ -74,17 +74,17 @@ class Fenced(Exception):
 
 
 class BadVersion(Exception):
-    """The run does not take these weights, nor what would come of them; the text says why."""
+    """The run rejects these weights and everything derived from them; the text is the reason."""
 
 
 class Cancellable(Protocol):
-    """Work in the background."""
+    """Cancellable background work."""
 
     def cancel(self) -> object: ...
 
 
 class Background(Protocol):
-    """The loop behind a caller that blocks. ``LoopThread``, or virtual time in ``staleflow.sim.faults``."""
+    """The event loop behind a blocking caller: ``LoopThread``, or virtual time in ``staleflow.sim.faults``."""
 
     closed: bool
 
@@ -93,20 +93,20 @@ class Background(Protocol):
         ...
 
     def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
-        """Return the result; once asked to stop, ``late()`` is raised ``grace_s`` seconds after."""
+        """Return the result; after a stop request, raise ``late()`` once ``grace_s`` seconds have passed."""
         ...
 
     def stop_waiting(self) -> None:
-        """End what waits, soon; from any thread."""
+        """End all waits soon; may be called from any thread."""
         ...
 
     def close(self, last: Callable[[], None]) -> None:
-        """Run ``last`` on the loop and end what is left."""
+        """Run ``last`` on the loop and end the remaining work."""
         ...
 
 
 class TrainerClient:
-    """One trainer of one run. Not safe for threads, but for ``interrupt``."""
+    """One trainer of one run. Not thread-safe, except ``interrupt``."""
 
     def __init__(
         self,
@@ -120,19 +120,19 @@ class TrainerClient:
         direct: str = "",
         background: Background | None = None,
     ) -> None:
-        """``transport``: with the trainer's key. Without one, the environment's STALEFLOW_KEY names it, if any.
-        ``direct``: ``tcp://host:port`` (0: any) where engines get the newest version from this process itself."""
+        """``transport``: contains the trainer's key. By default STALEFLOW_KEY in the environment names the key, if set.
+        ``direct``: ``tcp://host:port`` (0: any) where this process serves the newest version to engines itself."""
         self.worker = worker_id(name)
         self._place = (rank, world)
         self.same: Callable[[TrainBatch], bool] = _always
-        """Whether the other ranks have the same batch; if not, it is fetched again."""
-        self.share: Callable[[Piece], bool] = _always
-        """Whether the other ranks have their shares of the piece; if not, its step begins again."""
+        """Return whether the other ranks have the same batch; if not, it is fetched again."""
+        self.share: Callable[[MicroBatch], bool] = _always
+        """Return whether the other ranks have their shares of the micro-batch; if not, its step restarts."""
         self.model = ModelLimits()
-        """What the model can read, for a trainer that knows: set before ``join``. Trajectory servers refuse groups that
-        exceed it, and one that is fetched all the same is quarantined."""
+        """Limits of the model, if known; set them before ``join``. Trajectory servers reject groups that exceed them,
+        and such a group that is fetched anyway is quarantined."""
         self.on_wait: Callable[[], None] = lambda: None
-        """Called each time a batch, or the next of its groups, has been waited for so long that it is worth a look."""
+        """Called at each ``POLL_INTERVAL_S`` spent waiting for a batch or its next groups."""
         self._name = name
         self._config_sha = config_sha
         self._thread: Background = background or LoopThread()
@@ -141,22 +141,22 @@ class TrainerClient:
         self._shards: list[Client] = []
         self._publisher: Publisher | None = None
         self._direct = direct
-        self._joined: JoinReply | None = None
+        self._join_reply: JoinReply | None = None
         self.version = Version(0)
-        """Of the weights that the trainer holds, as far as the run knows."""
+        """Version of the trainer's weights, as known to the run."""
         self._lineage = Lineage(0)
-        """Of that version: the run's own has moved on after a rollback."""
-        self._held: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
-        """Its weights as they were published, and the batch that made them."""
+        """Lineage of that version; the run's own lineage is higher after a rollback."""
+        self._published: tuple[Mapping[str, Any] | Published, BatchId | None] | None = None
+        """The weights as published, and the batch that produced them."""
         self._current: TrainBatch | Batch | None = None
         self._void = False
-        """The batch or piece that was given out last holds groups that are quarantined."""
+        """The last batch or micro-batch contains quarantined groups."""
         self.waited_s = 0.0
-        """Seconds for which the last batch let the trainer wait."""
+        """Seconds that the trainer waited for the last batch."""
         self.run = ""
         """The run's identity, once attached."""
         self.drained = ""
-        """Why ``batches`` or ``stream`` ended early, when the run was drained; ``finished`` comes next."""
+        """Why ``batches`` or ``stream`` ended early if the run was drained; call ``finished`` next."""
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +165,7 @@ class TrainerClient:
         self.close()
 
     def attach(self) -> AttachReply:
-        """Become known to the run; waits for its servers. ``join`` does it when it was not done before."""
+        """Attach to the run and wait for its servers. ``join`` attaches if necessary."""
         request = Attach(
             worker=self.worker, name=self._name, role="trainer", config_sha=self._config_sha, pid=os.getpid()
         )
@@ -180,38 +180,38 @@ class TrainerClient:
     def join(self, lineage: Lineage, version: Version) -> JoinReply:
         """Take over with the weights of (lineage, version), (0, 0) being the initial model. Older trainers are fenced.
 
-        From an older version the run rolls back to it. The answer's version is -1 while nothing is published: then
-        ``publish_initial`` comes next. ``BadVersion`` when the run cannot go on from there.
+        From an older version, the run rolls back to it. The reply's version is -1 while nothing is published; call
+        ``publish_initial`` next. ``BadVersion`` if the run cannot continue from there.
         """
         if self._publisher is None:
             self.attach()
         request = Join(trainer=self.worker, lineage=lineage, version=version, model=self.model)
         try:
-            self._joined = self._wait(self._scheduler.ask(request, JoinReply, timeout_s=None))
+            self._join_reply = self._wait(self._scheduler.ask(request, JoinReply, timeout_s=None))
         except Refused as refused:
             if refused.code is Code.BAD_VERSION:
                 raise BadVersion(f"version {version} of lineage {lineage}: {refused.detail}") from refused
             raise
         self.version, self._lineage = version, lineage
-        return self._joined
+        return self._join_reply
 
     def publish_initial(self, weights: Mapping[str, Any] | Published) -> None:
-        """Publish version 0; rollout begins."""
+        """Publish version 0, which starts rollout."""
         self._publish(weights, self._new_lineage, Version(0), None)
 
     def holds(self, weights: Mapping[str, Any] | Published) -> None:
-        """These are the weights of the version joined with: published again if the parameter server lacks them.
+        """Provide the weights of the joined version, which are published again if the parameter server lacks them.
 
-        It deletes the versions of all checkpoints but the newest; rollout waits for the one of an older checkpoint.
+        The server deletes the versions of all checkpoints but the newest, while rollout waits for the joined version.
         """
-        self._held = weights, None
-        self._mend()
+        self._published = weights, None
+        self._republish_damaged()
 
     def batches(self, steps: int) -> Generator[TrainBatch]:
-        """The batch of every step up to ``steps``, one fetched ahead; each must be committed before the next.
+        """Yield the batch of every step up to ``steps``, prefetching one; each must be committed before the next.
 
-        Ends early after ``interrupt``, and when the run was drained, which sets ``drained``. Leaving a batch
-        uncommitted keeps it: the next trainer that joins is served it again.
+        Ends early after ``interrupt``, and when the run was drained, which sets ``drained``. An uncommitted batch is
+        kept and served to the next trainer that joins.
         """
         stream, end = self.follow(self._term, self.version, steps)
         started = time.monotonic()
@@ -219,7 +219,7 @@ class TrainerClient:
             while self.version < steps:
                 try:
                     batch = self._next(stream.get)
-                    if not (self._stands(stream, batch) and self.same(batch)):
+                    if not (self._check_current(stream, batch) and self.same(batch)):
                         end()
                         stream, end = self.follow(self._term, self.version, steps)
                         continue
@@ -231,7 +231,7 @@ class TrainerClient:
                 self.waited_s = time.monotonic() - started
                 self._current = batch
                 yield batch
-                if self._taken_back():
+                if self._pop_void():
                     end()
                     stream, end = self.follow(self._term, self.version, steps)
                 self._check_committed(batch)
@@ -239,22 +239,23 @@ class TrainerClient:
         finally:
             end()
 
-    def stream(self, steps: int, *, size: int = 1) -> Generator[Piece]:
-        """The batch of every step up to ``steps``, in pieces of ``size`` whole groups, each as soon as it may be used.
+    def stream(self, steps: int, *, size: int = 1) -> Generator[MicroBatch]:
+        """Yield each step's batch in micro-batches of ``size`` whole groups, each as soon as it is available.
 
-        Gradients of a step's pieces add up; the piece that has ``batch`` completes it, and must be committed before the
-        next. A piece that is ``first`` voids what was made of earlier ones of its step. Otherwise as ``batches``.
+        The gradients of a step's micro-batches add up. The one with ``batch`` set completes the step and must be
+        committed before the next. One with ``first`` set voids the results of the step's earlier ones. Otherwise as
+        ``batches``.
         """
         if self._place[1] > 1 and self.share is _always:
-            raise RuntimeError("the other ranks must be told of every piece: set share")
+            raise RuntimeError("share is not set; with several ranks, it must announce every micro-batch to the others")
         stream, feeding = self._feeding(self.version, steps, size)
         try:
             while self.version < steps:
                 started = time.monotonic()
                 try:
-                    piece = self._next(stream.piece)
-                    stands = piece.batch is None or self._stands(stream, piece.batch)
-                    if not (stands and self.share(piece)):
+                    micro_batch = self._next(stream.micro_batch)
+                    current = micro_batch.batch is None or self._check_current(stream, micro_batch.batch)
+                    if not (current and self.share(micro_batch)):
                         feeding.cancel()
                         stream, feeding = self._feeding(self.version, steps, size)
                         continue
@@ -264,65 +265,67 @@ class TrainerClient:
                     self._end_drained(drained)
                     return
                 self.waited_s = time.monotonic() - started
-                self._current = piece.batch
-                yield piece
-                if self._taken_back():
+                self._current = micro_batch.batch
+                yield micro_batch
+                if self._pop_void():
                     feeding.cancel()
                     stream, feeding = self._feeding(self.version, steps, size)
-                elif piece.batch is not None:
-                    self._check_committed(piece.batch)
+                elif micro_batch.batch is not None:
+                    self._check_committed(micro_batch.batch)
         finally:
             feeding.cancel()
 
     def _end_drained(self, drained: Drained) -> None:
         self.drained = str(drained)
-        log.info("no further batch comes after version %d: the run was drained (%s)", self.version, drained)
+        log.info("run drained after version %d (%s), no further batch follows", self.version, drained)
 
     def quarantine(self, groups: Sequence[GroupId], why: str) -> None:
-        """Give up groups of the batch or piece that was given out last: they cannot be trained.
+        """Give up untrainable groups of the last batch or micro-batch.
 
-        They are dropped for good, and the batch is sealed again without them: ``batches`` gives it out next, ``stream``
-        its first piece. What was made of the step so far is void. ``NoBatch`` if too many fail one after another.
+        They are dropped permanently, and the batch is sealed again without them: ``batches`` yields it next, ``stream``
+        its first micro-batch. The step's results so far are void. ``NoBatch`` if too many groups fail in a row.
         """
         log.error("quarantined: %s", why)
         self._wait(self._stream(self._term).quarantine(groups, why))
         self._current, self._void = None, True
 
-    def _taken_back(self) -> bool:
+    def _pop_void(self) -> bool:
         void, self._void = self._void, False
         return void
 
-    def _feeding(self, version: Version, steps: int, size: int) -> tuple[PieceStream, Cancellable]:
-        """Pieces from the step of that version on, and what ends their coming."""
-        stream = self.pieces(self._term, size)
-        return stream, self._thread.start(stream.feed_pieces(Step(version), steps))
+    def _feeding(self, version: Version, steps: int, size: int) -> tuple[MicroBatchStream, Cancellable]:
+        """Start the micro-batches from the step of that version on; return them and the handle that stops them."""
+        stream = self.micro_batches(self._term, size)
+        return stream, self._thread.start(stream.feed_micro_batches(Step(version), steps))
 
-    def pieces(self, term: TrainerTerm, size: int = 1) -> PieceStream:
-        """Pieces of a term that has joined: rank 0 asks for them, the others for their shares of each."""
+    def micro_batches(self, term: TrainerTerm, size: int = 1) -> MicroBatchStream:
+        """Return the micro-batches of a joined term: rank 0 requests them, the others their shares of each."""
         rank, world = self._place
-        return PieceStream(self._scheduler, self._shards, term, size=size, rank=rank, world=world, model=self.model)
+        return MicroBatchStream(
+            self._scheduler, self._shards, term, size=size, rank=rank, world=world, model=self.model
+        )
 
-    def _stands(self, stream: BatchStream, batch: TrainBatch | Batch) -> bool:
-        stands = self._wait(stream.stands(batch))
-        if not stands:
-            log.warning("batch %d of step %d was taken back, another is fetched", batch.batch, batch.step)
-        return stands
+    def _check_current(self, stream: BatchStream, batch: TrainBatch | Batch) -> bool:
+        current = self._wait(stream.is_current(batch))
+        if not current:
+            log.warning("batch %d of step %d was revoked, fetching its replacement", batch.batch, batch.step)
+        return current
 
     def _next(self, coming: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What comes next. Nothing may, while the newest version is damaged at the server and loaded by nobody."""
-        while (found := self._wait(within(POLL_INTERVAL_S, coming()))) is None:
-            self._mend()
+        """Return the next item. Repairs the newest version meanwhile: no item arrives while rollout cannot load it."""
+        while (item := self._wait(within(POLL_INTERVAL_S, coming()))) is None:
+            self._republish_damaged()
             self.on_wait()
-        return found
+        return item
 
-    def _mend(self) -> None:
-        """Publish the newest version once more if its bytes were lost or damaged."""
+    def _republish_damaged(self) -> None:
+        """Publish the newest version again if its bytes were lost or damaged."""
         assert self._publisher is not None
         lineage, version = self._lineage, self.version
-        looked = within(STATUS_TIMEOUT_S, self._publisher.damaged(lineage, version))
-        if not self._wait(looked) or self._held is None:
+        check = within(STATUS_TIMEOUT_S, self._publisher.damaged(lineage, version))
+        if not self._wait(check) or self._published is None:
             return
-        weights, batch = self._held
+        weights, batch = self._published
         log.warning(
             "version %d of lineage %d is lost or damaged at the parameter server: published again", version, lineage
         )
@@ -338,12 +341,12 @@ class TrainerClient:
         return BatchStream(self._scheduler, self._shards, term, rank=rank, world=world, model=self.model)
 
     def follow(self, term: TrainerTerm, version: Version, steps: int) -> tuple[BatchStream, Callable[[], object]]:
-        """Batches of a term that rank 0 has joined, from the step of that version on, and what ends their coming."""
+        """Start the batches of rank 0's term from that version on; return them and a function that stops them."""
         stream = self._stream(term)
         return stream, self._thread.start(stream.feed(Step(version), steps)).cancel
 
     def wait(self, call: Coroutine[Any, Any, T]) -> T:
-        """Its result. ``Stopped`` after ``interrupt``, ``Fenced`` when another trainer has joined."""
+        """Return the result of ``call``. ``Stopped`` after ``interrupt``, ``Fenced`` if another trainer has joined."""
         return self._wait(call)
 
     def _check_committed(self, batch: TrainBatch | Batch) -> None:
@@ -351,11 +354,11 @@ class TrainerClient:
             raise RuntimeError(f"batch {batch.batch} of step {batch.step} was not committed")
 
     def commit(self, weights: Mapping[str, Any] | Published) -> Version:
-        """Publish what the current batch made of the weights; its data is spent and the new version is returned.
+        """Publish the weights trained on the current batch, which consumes the batch; return the new version.
 
-        ``weights``: a ``state_dict``, or NumPy arrays with bfloat16 as its bits in uint16; also one that gathers them
-        while it is gone through. ``BadVersion``: the batch was taken back while it was trained. What it made of the
-        weights is void; a trainer must join again from a checkpoint.
+        ``weights``: a ``state_dict``, NumPy arrays with bfloat16 as its bits in uint16, or an iterable that gathers
+        them. ``BadVersion``: the batch was revoked during the step. These weights are void; the trainer must join again
+        from a checkpoint.
         """
         batch = self._current
         if batch is None:
@@ -365,76 +368,76 @@ class TrainerClient:
         except Refused as refused:
             if refused.code is not Code.BAD_VERSION:
                 raise
-            lost = f"step {batch.step}: batch {batch.batch} was taken back while it was trained, the step is void"
-            raise BadVersion(f"{lost}; go on from the newest checkpoint ({refused.detail})") from refused
+            lost = f"step {batch.step}: batch {batch.batch} was revoked while it was trained, the step is void"
+            raise BadVersion(f"{lost}; resume from the newest checkpoint ({refused.detail})") from refused
         self._current = None
         return self.version
 
     def checkpointed(self, lineage: Lineage, version: Version, *, keep: int = 1) -> Version | None:
-        """Register a checkpoint: this trainer can come back at it, and at the ``keep`` - 1 registered before it.
+        """Register a checkpoint: the trainer can resume from it, and from the ``keep`` - 1 registered before it.
 
-        Returns the oldest version that the run keeps payload for; checkpoints before it may be deleted. None when the
-        scheduler did not acknowledge: then delete nothing.
+        Return the oldest version for which the run keeps payload; checkpoints before it may be deleted. Return None if
+        the scheduler did not acknowledge; delete nothing then.
         """
         request = RegisterCheckpoint(trainer_term=self._term, lineage=lineage, version=version, keep=keep)
-        registered = self._say(self._scheduler.ask(request, RegisterCheckpointReply, timeout_s=None))
+        registered = self._send(self._scheduler.ask(request, RegisterCheckpointReply, timeout_s=None))
         return None if registered is None else registered.oldest
 
     def crowded(self) -> bool:
-        """Whether a trajectory server is so full that pushes may soon be refused; False if one does not say."""
-        return any(float(values["used_share"]) >= CROWDED_SHARE for values in self._shard_values())
+        """Return whether a trajectory server may soon reject pushes for lack of room; False if one does not reply."""
+        return any(float(values["used_share"]) >= CROWDED_FRACTION for values in self._shard_values())
 
     def full(self) -> bool:
-        """Whether a trajectory server refuses pushes for want of room; False if one does not say."""
+        """Return whether a trajectory server rejects pushes for lack of room; False if one does not reply."""
         return any(values["full"] for values in self._shard_values())
 
     def _shard_values(self) -> list[dict[str, Any]]:
         try:
-            return self._wait(self._statuses(), grace_s=FAREWELL_GRACE_S)
+            return self._wait(self._statuses(), grace_s=SEND_TIMEOUT_S)
         except (Stopped, Unavailable):
             return []
 
     async def _statuses(self) -> list[dict[str, Any]]:
-        asked = [shard.ask(GetStatus(), Status, timeout_s=STATUS_TIMEOUT_S) for shard in self._shards]
-        return [status.values for status in await asyncio.gather(*asked)]
+        requests = [shard.ask(GetStatus(), Status, timeout_s=STATUS_TIMEOUT_S) for shard in self._shards]
+        return [status.values for status in await asyncio.gather(*requests)]
 
     def metrics(self, step: Step, values: Mapping[str, float]) -> None:
-        """Numbers for the run's metrics file."""
-        self._say(self._scheduler.ask(Metrics(worker=self.worker, step=step, values=dict(values)), Done, timeout_s=30))
+        """Send numbers for the run's metrics file."""
+        self._send(self._scheduler.ask(Metrics(worker=self.worker, step=step, values=dict(values)), Done, timeout_s=30))
 
     def finished(self, error: str = "", term: TrainerTerm | None = None) -> None:
-        """The last step is done, or the run cannot go on: it drains. ``term``: that of rank 0, for another rank."""
-        told = Finished(trainer_term=self._term if term is None else term, error=error)
-        self._say(self._scheduler.ask(told, Done, timeout_s=30))
+        """Drain the run after the last step, or after ``error``. ``term``: rank 0's, if another rank calls it."""
+        message = Finished(trainer_term=self._term if term is None else term, error=error)
+        self._send(self._scheduler.ask(message, Done, timeout_s=30))
 
     def interrupt(self) -> None:
-        """End what waits, soon; from any thread or signal handler."""
+        """End all waits soon; may be called from any thread or signal handler."""
         self._thread.stop_waiting()
 
     def close(self) -> None:
-        """Leave the run. May be called again."""
+        """Leave the run. Idempotent."""
         if self._thread.closed:
             return
         if self.run:
-            self._say(self._scheduler.ask(Detach(worker=self.worker, why="closed"), Done, timeout_s=FAREWELL_GRACE_S))
+            self._send(self._scheduler.ask(Detach(worker=self.worker, why="closed"), Done, timeout_s=SEND_TIMEOUT_S))
         self._thread.close(self._close_sockets)
 
     @property
-    def joined(self) -> tuple[TrainerTerm, Version]:
-        """The term, and the version that it began with."""
+    def current_term(self) -> tuple[TrainerTerm, Version]:
+        """Return the term, and the version with which it started."""
         return self._term, self.version
 
     @property
     def _new_lineage(self) -> Lineage:
-        if self._joined is None:
+        if self._join_reply is None:
             raise RuntimeError("join first")
-        return self._joined.lineage
+        return self._join_reply.lineage
 
     @property
     def _term(self) -> TrainerTerm:
-        if self._joined is None:
+        if self._join_reply is None:
             raise RuntimeError("join first")
-        return self._joined.trainer_term
+        return self._join_reply.trainer_term
 
     def _publish(
         self, weights: Mapping[str, Any] | Published, lineage: Lineage, version: Version, batch: BatchId | None
@@ -447,19 +450,21 @@ class TrainerClient:
             version=version,
             batch=batch,
         )
-        self._wait(publish, grace_s=COMMIT_GRACE_S, late=self._not_in_time)
+        self._wait(publish, grace_s=COMMIT_TIMEOUT_S, late=self._not_in_time)
         self.version, self._lineage = version, lineage
-        self._held = weights, batch
+        self._published = weights, batch
 
     def _not_in_time(self) -> Exception:
-        return Unavailable("the parameter server", COMMIT_GRACE_S, "asked to end while a version was being published")
+        return Unavailable(
+            "the parameter server", COMMIT_TIMEOUT_S, "stop requested while a version was being published"
+        )
 
-    def _say(self, call: Coroutine[Any, Any, T]) -> T | None:
-        """Send something whose loss costs only the reader of a log. None when it was not acknowledged."""
+    def _send(self, call: Coroutine[Any, Any, T]) -> T | None:
+        """Send a message whose loss is harmless. Return None if it was not acknowledged."""
         try:
-            return self._wait(call, grace_s=FAREWELL_GRACE_S)
+            return self._wait(call, grace_s=SEND_TIMEOUT_S)
         except (Stopped, Unavailable) as error:
-            log.warning("the scheduler did not hear it: %r", error)
+            log.warning("message not acknowledged by the scheduler: %r", error)
             return None
 
     def _wait(
@@ -480,7 +485,7 @@ class TrainerClient:
 
 
 async def within(seconds: float, call: Coroutine[Any, Any, T]) -> T | None:
-    """Its result, or None when that takes longer; then it is cancelled."""
+    """Return the result of ``call``; cancel it and return None after ``seconds``."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -496,7 +501,7 @@ def _always(_: object) -> bool:
 
 
 def as_weights(weights: Mapping[str, Any] | Published) -> Published:
-    """Arrays as they are; torch tensors as arrays."""
+    """Convert torch tensors to arrays; return arrays unchanged."""
     if not isinstance(weights, Mapping):
         return weights
     given = cast(Mapping[str, Any], weights)
@@ -510,7 +515,7 @@ def as_weights(weights: Mapping[str, Any] | Published) -> Published:
 async def until_stop(
     work: Coroutine[Any, Any, T], stopping: asyncio.Event, grace_s: float, late: Callable[[], Exception]
 ) -> T:
-    """Return the result of ``work``; ``late()`` is raised ``grace_s`` seconds after ``stopping``."""
+    """Return the result of ``work``; raise ``late()`` if it has not finished ``grace_s`` seconds after ``stopping``."""
     task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -525,7 +530,7 @@ async def until_stop(
 
 
 class LoopThread:
-    """A loop in a thread of its own, for a caller that blocks."""
+    """An event loop in its own thread, for a blocking caller."""
 
     def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
@@ -535,11 +540,11 @@ class LoopThread:
         self.closed = False
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run in the background; the answer can be cancelled."""
+        """Run in the background; the returned future can be cancelled."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, work: Coroutine[Any, Any, T], grace_s: float, late: Callable[[], Exception]) -> T:
-        """The result; once asked to stop, ``late()`` is raised ``grace_s`` seconds after."""
+        """Return the result; after a stop request, raise ``late()`` once ``grace_s`` seconds have passed."""
         waiting = until_stop(work, self._stopping, grace_s, late)
         return asyncio.run_coroutine_threadsafe(waiting, self._loop).result()
 
@@ -548,7 +553,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     def close(self, last: Callable[[], None]) -> None:
-        """Run ``last`` on the loop, end what is left, and end the thread."""
+        """Run ``last`` on the loop, cancel the remaining tasks, and end the thread."""
         self.closed = True
         asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,13 +1,13 @@
-"""The life of a trainer: resume, join, then batch after batch until the last step. No torch, no sockets of its own.
+"""The lifecycle of a trainer: resume, join, then batch after batch until the last step. No torch or sockets here.
 
-Consumes: the sealed batch of step k, waits for it. Produces: version k + 1, and with it the end of batch k. A trainer
-that is killed anywhere comes back at its newest whole checkpoint and is served the same batches again.
+Consumes and waits for: the sealed batch of step k. Produces: version k + 1, which ends batch k. A trainer that is
+killed at any point restarts from its newest complete checkpoint and is served the same batches again.
 
-A step whose loss or gradient is not finite changes nothing but the version: its batch is consumed, the weights are
-published as they were. The third such step in a row is not consumed, and the run stops with its batch kept.
+A step whose loss or gradient is not finite changes only the version number: its batch is consumed, and the weights are
+published unchanged. The third such step in a row is not consumed, and the run stops with its batch kept.
 
-A step whose batch was taken back meanwhile has moved the weights for nothing: they are neither published nor saved, and
-``BadVersion`` ends the trainer. The run goes on, and so does the trainer that is started next.
+If a batch is revoked during its step, the updated weights are void: they are neither published nor saved, and
+``BadVersion`` ends the trainer. The run continues with the trainer that is started next.
 """
 
 import logging
@@ -25,7 +25,7 @@ from staleflow.clients.trainer.checkpoint import Checkpoints, Overtaken, Trainer
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.data.batch import TrainBatch
 from staleflow.clients.trainer.samples import Samples
-from staleflow.clients.trainer.steps import Computed, Steps
+from staleflow.clients.trainer.steps import ComputedStep, Steps
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import Lineage, Step, Version
@@ -33,17 +33,17 @@ from staleflow.protocols.wire.messages import JoinReply
 
 log = logging.getLogger(__name__)
 
-BAD_IN_A_ROW = 3
-"""So many steps without a finite gradient are no accident."""
+MAX_BAD_STEPS = 3
+"""A series of this length without a finite gradient is not an accident."""
 
 
 class GaveUp(Exception):
-    """The run cannot go on; the text says why."""
+    """The run cannot continue; the text is the reason."""
 
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of one step, by what they went into."""
+    """Seconds of one step by activity."""
 
     wait_for_batch: float = 0.0
     train: float = 0.0
@@ -62,7 +62,7 @@ class _Times:
 
 
 class TrainingLoop:
-    """One trainer. ``stop`` is set from outside; ``run`` then ends with a checkpoint of the last whole step."""
+    """One trainer. After ``stop`` is set from outside, ``run`` ends with a checkpoint of the last complete step."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TrainingLoop:
         stop: threading.Event,
         samples: Samples | None = None,
     ) -> None:
-        """``steps``: how batches become steps of the backend. ``samples``: None where tokens mean nothing."""
+        """``steps``: turns batches into steps of the backend. ``samples``: None if tokens have no meaning."""
         self._config = config
         self._steps = steps
         self._client = client
@@ -86,13 +86,13 @@ class TrainingLoop:
         self._state = TrainerState()
         self._saved: TrainerState | None = None
         self._oldest = Version(0)
-        """The run keeps payload since this version, as far as this trainer knows."""
+        """The oldest version for which the run keeps payload, as known to this trainer."""
 
     def run(self) -> None:
         """Train up to the last step, until the run is drained, or until ``stop``.
 
-        ``GaveUp`` after the run was told why. After ``Fenced`` and ``BadVersion`` what the backend holds is no version
-        of the run: nothing is saved.
+        Raise ``GaveUp`` after reporting the reason to the run. After ``Fenced`` or ``BadVersion`` nothing is saved,
+        since the backend's weights are not a version of the run.
         """
         self._resume()
         self._client.on_wait = self._make_room
@@ -103,7 +103,7 @@ class TrainingLoop:
             if self._state.version < self._config.trainer.steps and not self._client.drained:
                 raise Stopped
         except Stopped:
-            log.info("asked to end at version %d", self._state.version)
+            log.info("stopped on request at version %d", self._state.version)
             self._save()
         except OutOfMemory as error:
             if error.can_save:
@@ -119,17 +119,17 @@ class TrainingLoop:
             self._client.finished()
 
     def _resume(self) -> None:
-        """Join with the newest whole checkpoint that the service takes, or with the initial model."""
+        """Join with the newest complete checkpoint that the service accepts, or with the initial model."""
         refused: dict[TrainerState, str] = {}
         while True:
             before = self._checkpoints.paths()
             try:
-                path, state, joined = self._join_newest(refused)
+                path, state, reply = self._join_newest(refused)
                 break
             except BadVersion as error:
-                if self._checkpoints.paths() == before:  # else another trainer has saved one meanwhile
+                if self._checkpoints.paths() == before:  # otherwise another trainer has saved one meanwhile: retry
                     raise self._nothing_left(refused, str(error)) from error
-        self._state = msgspec.structs.replace(state, lineage=joined.lineage)
+        self._state = msgspec.structs.replace(state, lineage=reply.lineage)
         source = "the initial model" if path is None else str(path)
         for damage in self._checkpoints.set_aside(self._state):
             version, _, _ = damage.path.name.partition(".")
@@ -139,30 +139,30 @@ class TrainingLoop:
             )
         log.info("resumed from %s", source)
         self._backend.load(path)
-        self._saved = self._state  # the model directory is the checkpoint of version 0
+        self._saved = self._state  # version 0 needs no checkpoint, as the model directory serves as one
         self._checkpoints.drop_after(self._state, refused)
-        if joined.version < 0:
+        if reply.version < 0:
             self._client.publish_initial(self._backend.weights())
         else:
             self._client.holds(self._backend.weights())
 
     def _join_newest(self, refused: dict[TrainerState, str]) -> tuple[Path | None, TrainerState, JoinReply]:
-        """The checkpoint that the service took, None for the initial model. ``BadVersion`` when it takes neither."""
+        """Join and return the accepted checkpoint, None for the initial model. ``BadVersion`` if all are rejected."""
         for path, state in self._checkpoints.newest():
-            self._backend.check(path)  # before the trainer that wrote it is fenced
+            self._backend.check(path)  # before joining, which fences the trainer that wrote it
             try:
                 return path, state, self._client.join(state.lineage, state.version)
             except BadVersion as error:
-                log.error("checkpoint %s is not used: %s", path, error)
+                log.error("checkpoint %s not used: %s", path, error)
                 refused[state] = str(error)
         return None, TrainerState(), self._client.join(Lineage(0), Version(0))
 
     def _nothing_left(self, refused: dict[TrainerState, str], initial: str) -> ConfigError:
-        """Starting the trainer again would not help: a person has to choose. Everything stays where it is."""
+        """Return an error that an operator must resolve, as a restart would not help. All files stay in place."""
         checkpoints = self._checkpoints
         reasons = [f"{damage.path.name} is damaged ({damage.why})" for damage in checkpoints.damaged]
-        reasons += [f"{state.version} is refused ({why})" for state, why in refused.items()]
-        reasons.append(f"the initial model is refused ({initial})")
+        reasons += [f"{state.version} is rejected ({why})" for state, why in refused.items()]
+        reasons.append(f"the initial model is rejected ({initial})")
         model = str(checkpoints.newest_model() or self._config.model.path or "DIRECTORY")
         model += " model.build= model.options={}" if self._config.model.build else ""
         allowed = (
@@ -171,7 +171,7 @@ class TrainingLoop:
         )
         return ConfigError("checkpoints", str(checkpoints.folder), allowed)
 
-    def _commit(self, computed: Computed) -> None:
+    def _commit(self, computed: ComputedStep) -> None:
         batch, result = computed.batch, computed.result
         times = _Times(wait_for_batch=computed.waited_s, train=computed.trained_s)
         values = batch_values(batch) | result.values
@@ -185,22 +185,21 @@ class TrainingLoop:
         values |= times.values(int(values["trainer/sampled_tokens"]))
         values["trainer/bad_steps"] = float(state.bad_steps)
         if keep := self._checkpoints_due():
-            values["time/checkpoint"] = self._save(
-                keep
-            )  # a kill during the evaluation must not cost the steps before it
+            # Save before the evaluation: a kill during it must not cost the steps before it.
+            values["time/checkpoint"] = self._save(keep)
         try:
             values |= self._evaluate()
         finally:
             self._client.metrics(batch.step, finite(values))
 
     def _after(self, batch: TrainBatch, bad: str, tokens: int) -> TrainerState:
-        """The state that the commit of this batch leads to. ``GaveUp`` when there must be none."""
+        """Return the state after the commit of this batch. ``GaveUp`` if it must not be committed."""
         state = self._state
         if bad:
             row = state.bad_in_a_row + 1
-            if row >= BAD_IN_A_ROW:
+            if row >= MAX_BAD_STEPS:
                 raise GaveUp(f"step {batch.step}: {bad}, the {ordinal(row)} in a row; batch {batch.batch} is kept")
-            log.error("step %d: %s; its batch is consumed, the weights stay (%d in a row)", batch.step, bad, row)
+            log.error("step %d: %s; batch consumed, weights unchanged (%d in a row)", batch.step, bad, row)
         return msgspec.structs.replace(
             state,
             version=Version(batch.step + 1),
@@ -212,28 +211,28 @@ class TrainingLoop:
         )
 
     def _checkpoints_due(self) -> int:
-        """How many checkpoints to keep payload for, this version's being one of them; 0 where none is due.
+        """Return the number of checkpoints to keep payload for, including this version's; 0 if none is due.
 
-        One is due every ``checkpoint_every`` steps, and earlier when payload kept for a rollback crowds out new work:
-        then the one before it is kept, and no more.
+        One is due every ``checkpoint_every`` steps, and earlier if payload kept for a rollback leaves no room for new
+        work; then only the one before it is kept as well.
         """
         due = self._state.version % self._config.trainer.checkpoint_every == 0
         if not self._client.crowded():
             return self._checkpoints.keep if due else 0
         if not due:
             log.warning(
-                "version %d: a checkpoint before its time; the trajectory servers are filling", self._state.version
+                "version %d: saving an early checkpoint, the trajectory servers are filling up", self._state.version
             )
         return min(self._checkpoints.keep, 2)
 
     def _make_room(self) -> None:
-        """A batch waits for a push that waits for room: with a checkpoint of this version all consumed payload can go.
+        """Save a checkpoint if a full server blocks the pushes that the batch waits for: it frees all consumed payload.
 
-        That gives up the older checkpoints, but a run that waits for ever is worth less than their payload.
+        This gives up the older checkpoints, which are worth less than a run that can proceed.
         """
         if self._oldest < self._state.version and self._client.full():
             log.warning(
-                "version %d: a checkpoint before its time, and payload is kept for no older one; the trajectory servers"
+                "version %d: saving an early checkpoint and keeping payload for no older one, the trajectory servers"
                 " are full",
                 self._state.version,
             )
@@ -243,9 +242,9 @@ class TrainingLoop:
         return self._saved is not None and self._saved.version == self._state.version
 
     def _save(self, keep: int | None = None) -> float:
-        """Write a checkpoint of the newest version, unless there is one; return the seconds it took. ``Fenced``.
+        """Write a checkpoint of the newest version unless it exists; return the seconds it took. May raise ``Fenced``.
 
-        ``keep``: register it as one of so few, whether there was one or not.
+        ``keep``: register it as one of ``keep`` checkpoints, even if it already exists.
         """
         started = time.monotonic()
         if not self._is_saved():
@@ -265,21 +264,21 @@ class TrainingLoop:
         return time.monotonic() - started
 
     def _save_in_little_memory(self) -> None:
-        """A checkpoint, if what is left of the memory is enough for it: the run must be told why it ends either way."""
+        """Try to save a checkpoint in the remaining memory; the run must learn why it ends in either case."""
         try:
             self._save()
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            log.error("version %d: no memory for a checkpoint either", self._state.version)
+            log.error("version %d: not enough memory for a checkpoint either", self._state.version)
 
     def _evaluate_initial(self) -> None:
-        """What the held-out prompts say of the model before the first step: the line of step -1."""
+        """Evaluate the model before the first step; reported as step -1."""
         if values := self._evaluate():
             self._client.metrics(Step(self._state.version - 1), finite(values))
 
     def _evaluate(self) -> dict[str, float]:
-        """Metrics on held-out prompts of version 0, of every ``eval_every``-th and of the last; once each."""
+        """Evaluate version 0, every ``eval_every``-th and the last version on held-out prompts, each once."""
         trainer, version = self._config.trainer, self._state.version
         every = trainer.eval_every and version % trainer.eval_every == 0
         if not (every or version in (0, trainer.steps)) or self._state.evaluated == version:
@@ -291,7 +290,7 @@ class TrainingLoop:
 
 
 def finite(values: dict[str, float]) -> dict[str, float]:
-    """Without what no JSON can hold; a NaN loss is named in the log and counted, not averaged."""
+    """Drop values that JSON cannot represent; a NaN loss is logged and counted instead."""
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 

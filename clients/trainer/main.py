@@ -1,4 +1,4 @@
-"""The trainer process: reads its model, joins the run, trains until the last step or until it is asked to end."""
+"""The trainer process: open the model, join the run, train until the last step or a stop request."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from staleflow.clients.trainer.backends.base import Backend, NoBatch, OutOfMemor
 from staleflow.clients.trainer.checkpoint import Checkpoints
 from staleflow.clients.trainer.client import BadVersion, Fenced, TrainerClient
 from staleflow.clients.trainer.loop import GaveUp, TrainingLoop
-from staleflow.clients.trainer.ranks.follower import Followed
+from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.samples import FILE, Samples
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDS = (GaveUp, Fenced, BadVersion, NoBatch, OutOfMemory)
-"""Errors that end a trainer and that its log explains: exit code 1."""
+"""Errors that end a trainer with exit code 1; the log names the reason."""
 
 InThread = Callable[[Callable[[], None]], Awaitable[None]]
-"""Run a function that blocks."""
+"""Run a blocking function."""
 
 
 def attach(config: Config, run_dir: Path, name: str, scheduler: str) -> int:
-    """Serve as the run's trainer; returns the exit code: 0 done or asked to end, 1 the log says why, 2 misconfigured.
+    """Run the trainer; return the exit code: 0 finished or stopped, 1 failed (see the log), 2 misconfigured.
 
-    SIGTERM ends it with a checkpoint of the last whole step. In a process that a launcher started as one of several
-    ranks: as that rank.
+    SIGTERM ends it with a checkpoint of the last complete step. A process that a launcher started as one of several
+    ranks runs as that rank.
     """
     where, gave_up = place(), False
     name = name if where.leads else f"{name}-rank-{where.rank}"
@@ -75,7 +75,7 @@ async def _main(config: Config, run_dir: Path, name: str, scheduler: str, stop: 
 async def work_until(
     stop: daemon.Stop, client: TrainerClient, work: Callable[[threading.Event], None], in_thread: InThread
 ) -> None:
-    """Signals arrive on this loop; training blocks, so it has a thread of its own."""
+    """Run ``work`` in a thread, because training blocks and signals arrive on this loop."""
     stopping = threading.Event()
 
     async def pass_on() -> None:
@@ -92,7 +92,7 @@ async def work_until(
 
 
 def direct_bind(config: Config) -> str:
-    """Where engines get versions from this process itself; empty: nowhere."""
+    """Return the address where this process serves versions to engines itself; empty if disabled."""
     parameters = config.parameters
     return (parameters.direct_bind or "tcp://127.0.0.1:*") if parameters.transport == "direct" else ""
 
@@ -104,10 +104,12 @@ def _train(config: Config, run_dir: Path, client: TrainerClient, stopping: threa
 def train(config: Config, run_dir: Path, client: TrainerClient, backend: Backend, stopping: threading.Event) -> None:
     """Attach, then train until the last step or until ``stopping``. Closes the backend."""
     try:
-        found = [*run_history.of_checkpoints(run_dir)]  # before the attach: an older trainer may still save newer ones
+        histories = [
+            *run_history.of_checkpoints(run_dir)
+        ]  # read before attaching: an older trainer may still save more
         attached = client.attach()
-        for path, known in found:
-            run_history.check(known, attached, path)
+        for path, history in histories:
+            run_history.check(history, attached, path)
         checkpoints = Checkpoints(
             run_dir / run_history.CHECKPOINTS, run=client.run, keep=config.trainer.keep_checkpoints
         )
@@ -122,7 +124,7 @@ def train(config: Config, run_dir: Path, client: TrainerClient, backend: Backend
         )
         loop.run()
     except Stopped:
-        log.info("asked to end before there was anything to keep")
+        log.info("stopped on request before there was anything to save")
     finally:
         backend.close()
 
@@ -135,14 +137,14 @@ def _steps(config: Config, backend: Backend) -> Steps:
 
 
 def _samples(config: Config, run_dir: Path) -> Samples | None:
-    """Where some of what is trained is written down; None without a model, whose tokens are random."""
+    """Return the writer of training samples; None without a model, whose tokens are random."""
     if config.trainer.backend == "simulated":
         return None
     return Samples(run_dir / FILE, tokenizer_decoder(model_dir(config, run_dir), special=True))
 
 
 def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
-    """What the loop drives: the configured backend, or that of every rank at once."""
+    """Return the loop's backend: the configured one, or one that leads all ranks."""
     if config.trainer.backend == "simulated":
         from staleflow.clients.trainer.backends.simulated import SimulatedTrainer
 
@@ -154,13 +156,13 @@ def _open(config: Config, run_dir: Path, client: TrainerClient) -> Backend:
     client.model = backend.limits
     if isinstance(ranks, OneRank):
         return backend
-    leader = Leader(backend, ranks, lambda: client.joined)
+    leader = Leader(backend, ranks, lambda: client.current_term)
     client.same, client.share = leader.same, leader.share
     return leader
 
 
 def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: threading.Event) -> None:
-    """A rank above 0: its own backend and its own way to the batches; what to do when comes from rank 0."""
+    """Run a rank above 0: its own backend and its own batches, directed by rank 0's orders."""
     from staleflow.clients.trainer.backends.collectives import ManyRanks, open_ranks
 
     ranks = open_ranks(config.trainer.backend)
@@ -168,12 +170,12 @@ def _follow(config: Config, run_dir: Path, client: TrainerClient, stopping: thre
     backend = _torch_backend(config, run_dir, ranks)
     client.model = backend.limits
     client.attach()
-    followed = Followed(client, config.trainer.steps, streaming=config.trainer.streaming)
-    follow(backend, ranks, followed, stopping.is_set)
+    batches = FollowerBatches(client, config.trainer.steps, streaming=config.trainer.streaming)
+    follow(backend, ranks, batches, stopping.is_set)
 
 
 def _torch_backend(config: Config, run_dir: Path, ranks: "OneRank | ManyRanks") -> "TorchTrainer":
-    """``ConfigError`` when the model or the held-out prompts cannot be read, or the backend is not installed."""
+    """Open the backend. ``ConfigError`` if the model or held-out prompts are unreadable or a package is missing."""
     from staleflow.clients.trainer.evaluation.factory import open_evaluation
     from staleflow.clients.trainer.torch_trainer import TorchTrainer
 

@@ -1,8 +1,8 @@
-"""Sealed batches, one ahead: while a step computes, the next batch is awaited, fetched and laid out.
+"""Prefetch of sealed batches: during a step, the next batch is awaited, fetched and assembled.
 
-Consumes: ``Batch`` of the scheduler, then this rank's members from all shards at once. Produces: ``TrainBatch``, in
-order of steps. Waits for the seal, which the ledger allows at most one step ahead. A batch that changes under our hands
-(a corrupt member is quarantined, the batch is sealed anew) is asked for again.
+Consumes: ``Batch`` of the scheduler, then this rank's members from all shards in parallel. Produces: ``TrainBatch``, in
+order of steps. Waits for the seal, which the ledger allows at most one step ahead. A batch that changes meanwhile (a
+corrupt member is quarantined, the batch is sealed again) is requested again.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchStream:
-    """Feeds one trainer term. ``get`` is for one reader."""
+    """Feeds one trainer term. ``get`` supports one reader."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class BatchStream:
         mapped: bool = True,
         model: ModelLimits | None = None,
     ) -> None:
-        """``mapped``: payload on this host is mapped rather than sent. ``model``: its limits; None: none."""
+        """``mapped``: map payload on this host instead of receiving it. ``model``: its limits; None: no limits."""
         self._scheduler = scheduler
         self._fetcher = Fetcher(shards, mapped=mapped)
         self._trainer_term = trainer_term
@@ -60,28 +60,30 @@ class BatchStream:
         self._ready: asyncio.Queue[TrainBatch | Exception] = asyncio.Queue(maxsize=1)
 
     async def feed(self, first: Step, end: int) -> None:
-        """Fetch the batches of steps ``first .. end - 1``; an error is handed to the reader and ends the stream."""
+        """Fetch the batches of steps ``first .. end - 1``; an error is passed to the reader and ends the stream."""
         try:
             for step in range(first, end):
                 await self._ready.put(await self.fetch(Step(step)))
-        except Exception as error:  # it belongs to the training thread, which waits in ``get``
+        except Exception as error:  # passed to the training thread, which waits in ``get``
             await self._ready.put(error)
 
     async def get(self) -> TrainBatch:
-        """The next batch, or the error that ended the stream."""
+        """Return the next batch, or raise the error that ended the stream."""
         item = await self._ready.get()
         if isinstance(item, Exception):
             raise item
         return item
 
     async def fetch(self, step: Step) -> TrainBatch:
-        """This rank's part of the batch of ``step``: all of it for the only rank. ``NoBatch`` and ``Drained`` if none
-        comes."""
+        """Return this rank's part of the batch of ``step``; a single rank gets all of it.
+
+        Raise ``NoBatch`` or ``Drained`` if none will come.
+        """
         batch, groups = await self.groups(step)
         return await asyncio.to_thread(assemble, batch, groups)
 
     async def groups(self, step: Step) -> tuple[Batch, list[FetchedGroup]]:
-        """The same before it is laid out."""
+        """Return the batch of ``step`` and this rank's groups, before assembly."""
         backoff, attempt = Backoff(0.05, 1.0), 0
         while True:
             batch = await self.sealed(step)
@@ -91,18 +93,18 @@ class BatchStream:
                 if refused.code is Code.FENCED:
                     raise
                 attempt += 1
-                log.warning("batch %d of step %d cannot be fetched, asking again: %s", batch.batch, step, refused)
+                log.warning("batch %d of step %d cannot be fetched, retrying: %s", batch.batch, step, refused)
                 await asyncio.sleep(backoff.delay_s(attempt))
 
     async def sealed(self, step: Step) -> Batch:
-        """The batch of ``step`` as it is sealed now; waits for the seal. ``NoBatch`` and ``Drained`` if none comes."""
+        """Wait for the seal of ``step`` and return its current batch. ``NoBatch`` or ``Drained`` if none will come."""
         reply = await self.next(GetBatch(trainer_term=self._trainer_term, step=step, rank=self._rank))
         if not isinstance(reply, Batch):
-            raise ProtocolError(Code.MALFORMED, f"the scheduler answered NextBatch with {type(reply).__name__}")
+            raise ProtocolError(Code.MALFORMED, f"the scheduler replied to GetBatch with {type(reply).__name__}")
         return reply
 
     async def next(self, ask: GetBatch | GetClaims) -> Reply:
-        """The answer to a request for the next data. ``NoBatch`` and ``Drained`` if none comes."""
+        """Send a request for the next data and return the reply. ``NoBatch`` or ``Drained`` if none will come."""
         try:
             reply, _ = await self._scheduler.call(ask, timeout_s=None)
         except Refused as refused:
@@ -113,8 +115,8 @@ class BatchStream:
             raise Drained(reply.why)
         return reply
 
-    async def stands(self, batch: TrainBatch | Batch) -> bool:
-        """Whether it is still the one of its step: a corrupt member takes a batch back, also while it lies ready."""
+    async def is_current(self, batch: TrainBatch | Batch) -> bool:
+        """Return whether the batch is still its step's; a corrupt member revokes even a prefetched batch."""
         check = CheckBatch(trainer_term=self._trainer_term, step=batch.step, batch=batch.batch)
         try:
             await self._scheduler.ask(check, Done, timeout_s=None)
@@ -125,16 +127,16 @@ class BatchStream:
         return True
 
     def _mine(self, members: Sequence[MemberRef]) -> Sequence[MemberRef]:
-        """Whole groups, about equally many tokens a rank; every rank works out the same."""
+        """Return this rank's whole groups, balanced by tokens; every rank computes the same partition."""
         if len(members) < self._world:
             raise ProtocolError(Code.MALFORMED, f"{len(members)} groups are too few for {self._world} ranks")
         places = shares([member.sequence_tokens for member in members], self._world)[self._rank]
         return [members[place] for place in places]
 
     async def _trainable(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
-        """This rank's groups of these. ``Refused`` where one was quarantined: it exceeds what the model can read.
+        """Fetch this rank's groups. Raise ``Refused`` after quarantining groups that exceed the model's limits.
 
-        A trajectory server checks the same when the group is pushed; this finds what it took before it knew the model.
+        A trajectory server performs the same check on a push; this one covers groups pushed before it knew the model.
         """
         groups = await self._members(self._mine(members))
         bad: list[GroupId] = []
@@ -153,7 +155,7 @@ class BatchStream:
         return groups
 
     async def quarantine(self, groups: Sequence[GroupId], why: str) -> None:
-        """Report groups that cannot be trained: the batch is sealed again without them. ``NoBatch`` if too many are."""
+        """Report untrainable groups; the batch is sealed again without them. ``NoBatch`` if there are too many."""
         ask = QuarantineGroups(trainer_term=self._trainer_term, groups=list(groups), why=why)
         try:
             await self._scheduler.ask(ask, Done, timeout_s=None)
@@ -163,5 +165,5 @@ class BatchStream:
             raise
 
     async def _members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
-        """Every one of them, in that order; all shards at once."""
+        """Return all members in order, from all shards in parallel."""
         return await self._fetcher.members(members)

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """Find the groups whose data makes a step raise, and agree on them with the other ranks.
 
-A rank must not leave a step alone: the others would wait for it in a collective. An error of the algorithm (advantages
-and loss, often the user's code) is kept until all ranks are through their passes; then all of them raise together.
+A rank must not leave a step alone, because the others would wait for it in a collective. An error of the algorithm
+(advantages and loss, often user code) is kept until all ranks have finished their passes; then all of them raise.
 """
 
 import logging
@@ -21,26 +21,28 @@ from staleflow.protocols.consistency.ids import GroupId
 
 log = logging.getLogger(__name__)
 
-Rows = NDArray[np.int64]
+RowIds = NDArray[np.int64]
 
 
-class Blame:
+class GroupQuarantine:
     """Groups of one step that cannot be trained."""
 
     def __init__(self, ranks: OneRank | ManyRanks) -> None:
         self._ranks = ranks
-        self._found: dict[int, str] = {}
-        self._refused: ConfigError | None = None
-        """The first error that names a key of the configuration."""
+        self._reasons: dict[int, str] = {}
+        self._config_error: ConfigError | None = None
+        """The first error that names a configuration key."""
 
     def clear(self) -> None:
-        """A step begins, or begins again."""
-        self._found.clear()
-        self._refused = None
+        """Start or restart a step."""
+        self._reasons.clear()
+        self._config_error = None
 
-    def find(self, batch: TrainBatch, which: Rows, error: Exception, attempt: Callable[[Rows], object]) -> None:
-        """Note the groups of some rows for which ``attempt`` alone raises. ``error`` is raised again where it is no
-        group's: none raises alone, or the device or its memory is at fault."""
+    def record(self, batch: TrainBatch, which: RowIds, error: Exception, attempt: Callable[[RowIds], object]) -> None:
+        """Record the groups of some rows for which ``attempt`` alone raises.
+
+        Raise ``error`` again if no group is responsible: none raises alone, or the device or its memory is at fault.
+        """
         if out_of_memory(error) or isinstance(error, torch.AcceleratorError):
             raise error
         ids = batch.group_ids[which]
@@ -49,26 +51,28 @@ class Blame:
             raise error
         why = f"{type(error).__name__}: {error}"
         log.error("step %d: groups %s raise %s", batch.step, failed, why, exc_info=error)
-        self._found |= dict.fromkeys(failed, why)
+        self._reasons |= dict.fromkeys(failed, why)
         if isinstance(error, ConfigError):
-            self._refused = self._refused or error
+            self._config_error = self._config_error or error
 
-    def settle(self, batch: TrainBatch) -> None:
-        """Raise ``Untrainable`` on every rank if any has found a group; ``batch``: this rank's rows. Every rank calls
-        it equally often."""
-        found = self._ranks.gather(np.array(sorted(self._found), np.int64))
-        if not found.size:
+    def raise_if_any(self, batch: TrainBatch) -> None:
+        """Raise ``Untrainable`` on every rank if any rank recorded a group; ``batch``: this rank's rows.
+
+        Every rank must call it equally often.
+        """
+        failed_anywhere = self._ranks.gather(np.array(sorted(self._reasons), np.int64))
+        if not failed_anywhere.size:
             return
         every = self._ranks.gather(np.unique(batch.group_ids))
-        if self._refused is not None and len(every) == len(found):
-            raise self._refused
-        elsewhere = "the log of another rank has the reason"
-        why = next(iter(self._found.values()), elsewhere)
-        groups = [GroupId(int(group)) for group in np.unique(found)]
+        if self._config_error is not None and len(every) == len(failed_anywhere):
+            raise self._config_error
+        elsewhere = "see the log of another rank for the reason"
+        why = next(iter(self._reasons.values()), elsewhere)
+        groups = [GroupId(int(group)) for group in np.unique(failed_anywhere)]
         raise Untrainable(groups, why, every=1 < len(every) == len(groups))
 
 
-def _passes(attempt: Callable[[Rows], object], rows: Rows) -> bool:
+def _passes(attempt: Callable[[RowIds], object], rows: RowIds) -> bool:
     try:
         with torch.no_grad():
             attempt(rows)

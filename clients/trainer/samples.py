@@ -1,7 +1,7 @@
-"""What the model writes, for a person to read: ``samples.jsonl`` in the run directory, two lines a step.
+"""Samples of the model's output for people to read: ``samples.jsonl`` in the run directory, two lines per step.
 
-They are the best and the worst trajectory of the step's first group, as text, special tokens included: a missing end or
-a doubled beginning is to be seen. Nothing of the run depends on them.
+They are the best and the worst trajectory of the step's first group, as text with special tokens, so that a missing
+end or a doubled beginning is visible. The run does not depend on them.
 """
 
 import logging
@@ -21,20 +21,20 @@ FILE = "samples.jsonl"
 
 
 class Samples:
-    """Appends to one file; a disk that takes nothing costs lines, never the run."""
+    """Appends to one file; a disk error loses lines but never ends the run."""
 
     def __init__(self, path: Path, decode: Decode) -> None:
         self._path = path
         self._decode = decode
 
     def write(self, batch: TrainBatch) -> None:
-        """Two lines of a batch of trained groups, one where its first group has a single trajectory."""
+        """Write two lines for a trained batch, or one if its first group has a single trajectory."""
         lines = [json_line(line) + "\n" for line in self._lines(batch)]
         try:
             with self._path.open("a") as file:
                 file.write("".join(lines))
         except OSError as error:
-            log.warning("samples of step %d are not kept: %s", batch.step, error)
+            log.warning("samples of step %d not written: %s", batch.step, error)
 
     def _lines(self, batch: TrainBatch) -> list[dict[str, Any]]:
         rows = extremes(batch)
@@ -56,7 +56,7 @@ class Samples:
 
 
 def extremes(batch: TrainBatch) -> list[int]:
-    """Rows of the first group with the highest and the lowest reward; of equal ones the first and the last."""
+    """Return the first group's rows of highest and lowest reward; of equal ones the first and the last."""
     (rows,) = np.nonzero(batch.group_ids == batch.group_ids[0])
     rewards = batch.rewards[rows]
     best, worst = int(rows[rewards.argmax()]), int(rows[::-1][rewards[::-1].argmin()])
@@ -64,14 +64,14 @@ def extremes(batch: TrainBatch) -> list[int]:
 
 
 def oldest(batch: TrainBatch, row: int) -> int:
-    """Oldest version that wrote a token of the trajectory; -1 when nobody sampled any."""
+    """Return the oldest version that generated a token of the trajectory; -1 if none was sampled."""
     versions = batch.token_versions[row]
     written = versions[versions != NO_VERSION]
     return int(written.min()) if written.size else NO_VERSION
 
 
 def _parts(batch: TrainBatch, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Token ids of the prompt, and of all that is behind it."""
+    """Return the token ids of the prompt and of everything after it."""
     end = int(batch.sequence_lengths[row])
     start = end - int(batch.completion_lengths[row])
     ids = batch.input_ids[row].astype(np.int32)

@@ -2,7 +2,7 @@
 
 import math
 
-from staleflow.clients.rollout.engines.simulated_lengths import Lengths, mixed, share
+from staleflow.clients.rollout.engines.simulated_lengths import SimulatedLengths, mixed, share
 from staleflow.configs.schema import Config
 from staleflow.sim.sample import Sample
 
@@ -18,7 +18,7 @@ class Workload:
         self.rows = simulation.rows
         self._seed = config.seed
         self._simulation = simulation
-        self._lengths = Lengths(rollout.simulated, config.seed)
+        self._lengths = SimulatedLengths(rollout.simulated, config.seed)
         self._longest = rollout.max_new_tokens
 
     def samples(self, group: int, draw: int) -> list[Sample]:

@@ -63,7 +63,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_to
     audited(run_dir, "open=2", "rollback=1", "consume=16")
     (aside,) = (run_dir / "checkpoints").glob(f"{newest}.*.damaged")
     log = (run_dir / "logs" / "trainer.log").read_text()
-    assert f"checkpoint {newest} is damaged (model.safetensors is not what was written)" in log
+    assert f"checkpoint {newest} is damaged (model.safetensors does not match its checksum)" in log
     assert str(aside) in log
     assert checkpoints(run_dir) == [15, 16]
 
@@ -79,7 +79,7 @@ def test_a_run_without_a_whole_checkpoint_refuses_at_once_and_names_weights_that
     assert run.process.returncode == 2, output
     (line,) = [line for line in output.splitlines() if "the run failed: trainer refuses to start" in line]
     assert f"start a new run with model.path={run_dir}/checkpoints/{newest} " in line
-    assert f"{newest} is damaged (trainer.safetensors is not what was written)" in line
+    assert f"{newest} is damaged (trainer.safetensors does not match its checksum)" in line
     assert run.summary()["restarts"] == {}
     assert sorted((run_dir / "checkpoints").rglob("*")) == before
     audited(run_dir, "open=2")

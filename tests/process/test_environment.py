@@ -46,5 +46,5 @@ def test_an_environment_that_fails_now_and_then_costs_its_groups_only(run_dir: P
     assert run.count("release", why="aborted") > 0
     logs = [path.read_text() for path in (run_dir / "logs").glob("rollout-*.log")]
     assert any(
-        "given up, at rollout-" in log and "the environment raised RuntimeError: not today" in log for log in logs
+        "released, at rollout-" in log and "the environment raised RuntimeError: not today" in log for log in logs
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.clients.rollout.worker import STUCK_S, Worker
+from staleflow.clients.rollout.worker import STUCK_TIMEOUT_S, Worker
 from staleflow.configs.simulation import Occurrence
 from staleflow.net.endpoint import Call
 from staleflow.net.errors import Refused
@@ -75,7 +75,7 @@ def test_a_worker_whose_engine_hangs_falls_silent_by_itself_and_loses_its_leases
     assert {holder[one["lease"]] for one in ends} == {"rollout-0.0"}
     first_s = (ends[0]["t"] - found[0]["t"]) / 1e9
     expires_s = 5.0 + given.scheduler.lease_s  # of what is renewed when the engine begins to hang
-    assert expires_s <= first_s <= expires_s + STUCK_S + 2 * TICK_INTERVAL_S
+    assert expires_s <= first_s <= expires_s + STUCK_TIMEOUT_S + 2 * TICK_INTERVAL_S
 
 
 def test_the_error_of_a_worker_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,10 @@
-"""What a rollout worker asks of an engine, and what it gets back.
+"""The contract between a rollout worker and its engine.
 
-Two shapes of one contract. ``Engine`` is stepped by whoever owns it: nothing happens between two calls, and that is
-where weights are loaded. ``AsyncEngine`` runs by itself: ``EngineThread`` makes one of an ``Engine``, and an engine
-that has a loop of its own is one already.
+The contract has two forms. An ``Engine`` is stepped by its owner: nothing happens between two calls, and weights are
+loaded there. An ``AsyncEngine`` runs its own loop. ``EngineThread`` turns an ``Engine`` into an ``AsyncEngine``.
 
-Log-probabilities are the engine's own, of the distribution that it sampled from: ``log_softmax(logits / temperature)``
-at the drawn token. (Greedy decoding, temperature 0, reports those of temperature 1.)
+Log-probabilities come from the engine and refer to the distribution that it sampled from:
+``log_softmax(logits / temperature)`` at the drawn token. (Greedy decoding, temperature 0, reports temperature 1.)
 """
 
 import asyncio
@@ -21,29 +20,29 @@ from staleflow.protocols.wire.trajectory import Finish
 
 
 class EngineError(Exception):
-    """Base of an engine's own errors."""
+    """Base class of the errors that an engine raises."""
 
 
 class RequestError(EngineError):
-    """This request cannot be served (prompt too long, token outside the vocabulary); the engine goes on."""
+    """The request cannot be served (prompt too long, token outside the vocabulary); the engine keeps running."""
 
 
 class LoadError(EngineError):
-    """These tensors are not this model's weights. Nothing was changed."""
+    """The tensors do not match the model's weights. The model is unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn."""
+    """Parameters of token sampling."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """0 selects the most likely token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSegment:
-    """Consecutive tokens that one version wrote."""
+    """Consecutive tokens that one version generated."""
 
     lineage: Lineage
     version: Version
@@ -53,24 +52,24 @@ class TokenSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One trajectory to be written. ``id`` is the caller's and unique among those that live."""
+    """A trajectory to generate. The caller chooses ``id``, which is unique among the requests in progress."""
 
     id: int
     prompt_ids: NDArray[np.int32]
     sampling: Sampling
     seed: int = 0
-    """Decides every draw: the same seed over the same logits gives the same tokens, whoever else is in the batch."""
+    """Determines every draw: equal seeds and logits give equal tokens, regardless of the rest of the batch."""
     prefix: tuple[TokenSegment, ...] = ()
-    """Tokens written before (partial rollout); they count against ``max_new_tokens`` and come back in the result."""
+    """Tokens generated earlier (partial rollout). They count against ``max_new_tokens`` and are part of the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A request that ended. A stop token, when there is one, is the last token written."""
+    """A finished request. If a stop token was sampled, it is the last token."""
 
     id: int
     segments: tuple[TokenSegment, ...]
-    """In order of writing; versions never fall."""
+    """In order of generation; versions never decrease."""
     finish: Finish
 
     @property
@@ -84,57 +83,58 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counts right now, but for ``generated_tokens``, ``steps`` and ``preemptions``."""
+    """Current counts, except ``generated_tokens``, ``steps`` and ``preemptions``, which are cumulative."""
 
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
-    """Share of the KV cache in use, 0 to 1."""
+    """Fraction of the KV cache in use, 0 to 1."""
     kv_tokens: int = 0
-    """Tokens in the KV cache."""
+    """Number of tokens in the KV cache."""
     kv_capacity: int = 0
-    """Tokens that the KV cache holds."""
+    """Capacity of the KV cache in tokens."""
     slots: int = 0
-    """Requests that are decoded at once."""
+    """Maximum number of requests decoded concurrently."""
     generated_tokens: int = 0
-    """Since the engine was made."""
+    """Total since the engine was created."""
     steps: int = 0
-    """Decode steps since the engine was made."""
+    """Total number of decode steps since the engine was created."""
     preemptions: int = 0
-    """Since the engine was made: times that a running request gave its KV cache to others and was read in again."""
+    """Total number of times that a running request lost its KV cache to others and had to be read again."""
 
 
 class Engine(Protocol):
-    """Continuous batching, one decode step at a time. Not safe for threads: one owner."""
+    """Continuous batching, one decode step at a time. Not thread-safe: an engine has one owner."""
 
     joining: bool
-    """While False no waiting request starts; those that run go on."""
+    """While False, no queued request starts; running requests continue."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request; it joins the batch at a step to come. ``RequestError`` when it can never be served."""
+        """Queue a request, which joins the batch at a later step. Raise ``RequestError`` if it can never be served."""
         ...
 
     def step(self) -> list[Trajectory]:
-        """Let waiting requests join, write one token of every running one, and return those that ended."""
+        """Admit queued requests, generate one token for each running request, and return the finished trajectories."""
         ...
 
     def interrupt(self, request: int) -> None:
-        """End a request with the tokens so far, at least one: it comes out of a step soon, marked INTERRUPTED."""
+        """Finish a request with its tokens so far, at least one. A later step returns it, marked INTERRUPTED."""
         ...
 
     def withdraw(self, request: int) -> Request | None:
-        """Take back a request that waits, with the tokens it had as its prefix; None when it runs or has ended."""
+        """Remove a queued request and return it with its tokens as prefix; return None if it runs or has finished."""
         ...
 
     def abort(self, request: int) -> None:
-        """Forget a request and its tokens. Unknown ids are no error: it may just have ended."""
+        """Discard a request and its tokens. Unknown ids are ignored, since the request may have just finished."""
         ...
 
     def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
-        """Take these weights. Running requests go on with them in a new segment, over the KV cache that they have
-        (an engine that can recompute may be made to read them in anew instead).
+        """Load these weights. Running requests continue in a new segment over their existing KV cache.
 
-        bfloat16 and float16 come as their bits in uint16. ``LoadError`` leaves the old weights as they were.
+        An engine that can recompute may be configured to rebuild the cache with the new weights instead.
+
+        bfloat16 and float16 arrive as their bits in uint16. After a ``LoadError`` the old weights are unchanged.
         """
         ...
 
@@ -142,17 +142,17 @@ class Engine(Protocol):
 
 
 class AsyncEngine(Protocol):
-    """The same contract for an engine with a loop of its own."""
+    """The same contract for an engine that runs its own loop."""
 
     failure: "asyncio.Future[None]"
-    """Gets the exception that ended the engine, should there be one."""
+    """Set to the exception that ended the engine, if it fails."""
 
     async def generate(self, request: Request) -> Trajectory:
-        """The finished trajectory. ``asyncio.CancelledError`` when it was aborted."""
+        """Return the finished trajectory. Raise ``asyncio.CancelledError`` if it was aborted."""
         ...
 
     def interrupt(self, request: int, least: int = 1) -> None:
-        """End a request with the tokens so far. ``least`` 0: one that waits ends at once, without another token."""
+        """Finish a request with its tokens so far. With ``least`` 0, a queued request ends at once."""
         ...
 
     def abort(self, request: int) -> None: ...
@@ -162,35 +162,35 @@ class AsyncEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def busy_s(self) -> float:
-        """Seconds with something running, since the engine was made."""
+        """Return the seconds with at least one running request, since the engine was created."""
         ...
 
     def tokens_per_s(self) -> float:
-        """Over the last few seconds."""
+        """Return the generation rate over the last few seconds."""
         ...
 
     def stuck_s(self) -> float:
-        """Seconds that the step under way has taken; 0 between steps. An engine that hangs shows here."""
+        """Return the duration of the current step in seconds, 0 between steps. It exposes an engine that hangs."""
         ...
 
     async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Marks:
-    """Which version wrote from which token on, while a trajectory grows."""
+class VersionMarks:
+    """Start positions of the versions that generated a growing trajectory."""
 
     marks: list[tuple[Lineage, Version, int]] = field(default_factory=list[tuple[Lineage, Version, int]])
 
     def turn(self, lineage: Lineage, version: Version, written: int) -> None:
-        """From token number ``written`` on it is this version."""
+        """Attribute the tokens from number ``written`` on to this version."""
         if self.marks and self.marks[-1][2] == written:
             self.marks.pop()
         if not self.marks or self.marks[-1][:2] != (lineage, version):
             self.marks.append((lineage, version, written))
 
     def cut(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> tuple[TokenSegment, ...]:
-        """The segments of a trajectory (copies); none before its first mark."""
+        """Return the segments of a trajectory as copies. Tokens before the first mark belong to no segment."""
         ends = [start for _, _, start in self.marks[1:]] + [len(token_ids)] * bool(self.marks)
         return tuple(
             TokenSegment(
@@ -205,14 +205,14 @@ class Marks:
 
 
 def prefix_tokens(prefix: Sequence[TokenSegment]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """All tokens and log-probabilities of some segments, one after the other."""
+    """Concatenate the tokens and log-probabilities of the segments."""
     if not prefix:
         return np.empty(0, np.int32), np.empty(0, np.float32)
     return np.concatenate([s.token_ids for s in prefix]), np.concatenate([s.logprobs for s in prefix])
 
 
 def check_request(request: Request, context: int, vocabulary: int) -> None:
-    """``RequestError`` when a model of ``context`` tokens and ``vocabulary`` ids can never serve it."""
+    """Raise ``RequestError`` if a model of ``context`` tokens and ``vocabulary`` ids can never serve the request."""
     prompt = request.prompt_ids
     written = sum(len(segment.token_ids) for segment in request.prefix)
     if len(prompt) == 0:

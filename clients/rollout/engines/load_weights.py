@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Tensors of a published version into a model, in place: all of them, or none."""
+"""Load the tensors of a published version into a model, in place: all of them or none."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from staleflow.clients.rollout.engines.base import LoadError
 
 
 def copy_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Copy ``tensors`` over the model's own, as ``check_weights`` accepts them; after its error nothing was copied."""
+    """Copy ``tensors`` into the model after ``check_weights`` accepts them. On its error nothing is copied."""
     check_weights(model, tensors)
     own = model.state_dict()
     with torch.no_grad():
@@ -20,10 +20,10 @@ def copy_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> Non
 
 
 def check_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Whether these are all the model's weights, matched by name as in ``state_dict``; the model may be on ``meta``.
+    """Raise ``LoadError`` unless ``tensors`` are exactly the model's weights, matched by ``state_dict`` name.
 
-    Tied weights may be there once or under each name. bfloat16 and float16 come as their bits in uint16. ``LoadError``
-    names the first tensor that is missing, unknown or of another shape or dtype.
+    The model may be on ``meta``. Tied weights may appear once or under each name. bfloat16 and float16 arrive as their
+    bits in uint16. The error names the first tensor that is missing, unknown, or of another shape or dtype.
     """
     own = model.state_dict(keep_vars=True)  # tied weights are one object under two names
     filled: set[int] = set()
@@ -42,7 +42,7 @@ def check_weights(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> No
 
 
 def one_name_each(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Checked ``tensors`` in the model's order, tied weights once, under the first of their names."""
+    """Return checked ``tensors`` in the model's order, with tied weights once, under the first of their names."""
     names: dict[int, list[str]] = {}
     for name, target in model.state_dict(keep_vars=True).items():
         names.setdefault(id(target), []).append(name)
@@ -50,7 +50,7 @@ def one_name_each(model: Any, tensors: Mapping[str, np.ndarray[Any, Any]]) -> di
 
 
 def _bits(dtype: torch.dtype) -> list[np.dtype[Any]]:
-    """How a tensor of this dtype may come."""
+    """Return the NumPy dtypes in which a tensor of this dtype may arrive."""
     if dtype == torch.bfloat16:
         return [np.dtype(np.uint16)]
     own = torch.empty(0, dtype=dtype).numpy().dtype
@@ -58,7 +58,7 @@ def _bits(dtype: torch.dtype) -> list[np.dtype[Any]]:
 
 
 def _copy(target: torch.Tensor, array: np.ndarray[Any, Any]) -> None:
-    """``array`` may be a read-only map of a file, which torch would warn about if it saw it."""
+    """Copy ``array`` into ``target``. ``array`` may be a read-only map of a file, for which torch would warn."""
     if array.dtype == np.uint16:  # bits
         target = target.view(torch.uint16)
     if target.device.type == "cpu":

@@ -1,12 +1,12 @@
-"""Requests that wait for a free row of an engine."""
+"""Queue of the requests that wait for a free row of an engine."""
 
 from collections import deque
 
 from staleflow.clients.rollout.engines.base import Request
 
 
-class Waiting:
-    """First come, first served; an interrupted request is next, and its cut is remembered until it has a row."""
+class RequestQueue:
+    """First in, first out. An interrupted request moves to the front and stays marked until it gets a row."""
 
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
@@ -19,29 +19,29 @@ class Waiting:
         self._requests.append(request)
 
     def put_back(self, request: Request, *, cut: bool) -> None:
-        """Make it the next one: it had a row, and loses it."""
+        """Put a request that lost its row at the front of the queue."""
         self._requests.appendleft(request)
         if cut:
             self._cut.add(request.id)
 
     def first(self) -> Request:
-        """The next one, which stays. ``IndexError`` when none waits."""
+        """Return the next request without removing it. Raise ``IndexError`` if the queue is empty."""
         return self._requests[0]
 
     def take(self) -> tuple[Request, bool]:
-        """The next one, and whether it was interrupted while it waited. ``IndexError`` when none waits."""
+        """Remove the next request; also return whether it was interrupted. Raise ``IndexError`` if empty."""
         request = self._requests.popleft()
         cut = request.id in self._cut
         self._cut.discard(request.id)
         return request, cut
 
     def interrupt(self, request: int) -> None:
-        """It is next, and over after its first token. Nothing, when it does not wait."""
-        if (found := self.withdraw(request)) is not None:
-            self.put_back(found, cut=True)
+        """Move a request to the front, to finish after its first token. Requests outside the queue are ignored."""
+        if (requested := self.withdraw(request)) is not None:
+            self.put_back(requested, cut=True)
 
     def withdraw(self, request: int) -> Request | None:
-        """Take it out of the queue; None when it does not wait."""
+        """Remove a request from the queue and return it; None if it is not queued."""
         for place, waiting in enumerate(self._requests):
             if waiting.id == request:
                 del self._requests[place]

@@ -1,7 +1,7 @@
-"""The running batch as columns: one row a trajectory, rows ``0 .. size - 1`` in use, always without holes.
+"""The running batch as columns: one row per trajectory, rows ``0 .. size - 1`` in use, always without holes.
 
-Rows that leave are filled with rows from the end, and whoever keeps more columns of his own (a KV cache) is told which.
-Numpy only; both embedded engines stand on it.
+Rows from the end fill the rows that are freed; ``RowMoves`` reports these moves so that owners of further columns (a KV
+cache) can repeat them. NumPy only; both embedded engines build on this module.
 """
 
 from dataclasses import dataclass
@@ -9,33 +9,34 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from staleflow.clients.rollout.engines.base import Marks, Request, Trajectory, prefix_tokens
+from staleflow.clients.rollout.engines.base import Request, Trajectory, VersionMarks, prefix_tokens
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 
+# The odd 64-bit constant of splitmix64, 2^64 divided by the golden ratio.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """Rows that changed place: what was in ``sources[i]`` is now in ``targets[i]``; no row is in both."""
+class RowMoves:
+    """Rows that moved: the content of ``sources[i]`` is now in ``targets[i]``; no row is in both."""
 
     sources: NDArray[np.int64]
     targets: NDArray[np.int64]
 
 
-class Rows:
-    """At most ``slots`` trajectories in the making."""
+class RunningBatch:
+    """Up to ``slots`` trajectories that are being generated."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.size = 0
         self.position = np.zeros(slots, np.int64)
-        """Tokens before the last one written: where that one stands, and how many a KV cache holds."""
+        """Position of the last token written, which is also the number of tokens in the row's KV cache."""
         self.last = np.zeros(slots, np.int64)
         """The last token written, which the next step reads."""
         self.count = np.zeros(slots, np.int64)
-        """Tokens written, prefix included."""
+        """Number of generated tokens, prefix included."""
         self.limit = np.zeros(slots, np.int64)
         self.interrupted = np.zeros(slots, np.bool_)
         self.temperature = np.ones(slots, np.float32)
@@ -43,14 +44,14 @@ class Rows:
         self.token_ids = np.zeros((slots, 64), np.int32)
         self.logprobs = np.zeros((slots, 64), np.float32)
         self.requests: list[Request] = []
-        self.marks: list[Marks] = []
+        self.marks: list[VersionMarks] = []
         self._row_of: dict[int, int] = {}
 
     def __contains__(self, request: int) -> bool:
         return request in self._row_of
 
     def join(self, request: Request, limit: int, lineage: Lineage, version: Version) -> int:
-        """Give a request a row; its first token is written by ``write``. ``limit`` counts the prefix."""
+        """Assign a row to a request; ``write`` adds its first token. ``limit`` includes the prefix."""
         row = self.size
         self.size += 1
         self._row_of[request.id] = row
@@ -66,7 +67,7 @@ class Rows:
         self.temperature[row] = request.sampling.temperature
         self.seed[row] = request.seed & 0xFFFFFFFFFFFFFFFF
         self.requests.append(request)
-        marks = Marks()
+        marks = VersionMarks()
         start = 0
         for segment in request.prefix:
             marks.turn(segment.lineage, segment.version, start)
@@ -76,12 +77,12 @@ class Rows:
         return row
 
     def turn(self, lineage: Lineage, version: Version) -> None:
-        """Every row goes on with other weights."""
+        """Attribute all later tokens to this version."""
         for marks, written in zip(self.marks, self.count.tolist(), strict=False):
             marks.turn(lineage, version, written)
 
     def write(self, first: int, end: int, token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
-        """One more token in each of the rows ``first .. end - 1``."""
+        """Append one token to each of the rows ``first .. end - 1``."""
         rows = slice(first, end)
         at = np.arange(first, end), self.count[rows]
         self.token_ids[at] = token_ids
@@ -91,7 +92,7 @@ class Rows:
         self.position[rows] += 1
 
     def finished(self, stop_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows that ended: a stop token, the limit, or an interrupt after at least one token."""
+        """Return the rows that ended: by a stop token, the limit, or an interrupt after at least one token."""
         size = self.size
         ended = self.count[:size] >= self.limit[:size]
         ended |= self.interrupted[:size] & (self.count[:size] > 0)
@@ -100,7 +101,7 @@ class Rows:
         return np.flatnonzero(ended)
 
     def take(self, row: int, stop_ids: NDArray[np.int64]) -> Trajectory:
-        """The trajectory in a row, as it stands."""
+        """Return the trajectory in a row as it stands."""
         count = int(self.count[row])
         if self.last[row] in stop_ids:
             finish = Finish.STOP
@@ -111,7 +112,7 @@ class Rows:
         segments = self.marks[row].cut(self.token_ids[row, :count], self.logprobs[row, :count])
         return Trajectory(id=self.requests[row].id, segments=segments, finish=finish)
 
-    def leave(self, rows: NDArray[np.int64]) -> Moves:
+    def leave(self, rows: NDArray[np.int64]) -> RowMoves:
         """Free these rows (ascending) and close the holes."""
         size = self.size - len(rows)
         staying = np.ones(self.size - size, np.bool_)
@@ -121,6 +122,7 @@ class Rows:
         for row in map(int, rows):
             del self._row_of[self.requests[row].id]
         for source, target in zip(map(int, sources), map(int, targets), strict=True):
+            # Rows move only from beyond the new size into freed rows below it, so sources and targets never overlap.
             self.requests[target] = self.requests[source]
             self.marks[target] = self.marks[source]
             self._row_of[self.requests[target].id] = target
@@ -131,7 +133,7 @@ class Rows:
             column[targets] = column[sources]
         del self.requests[size:], self.marks[size:]
         self.size = size
-        return Moves(sources, targets)
+        return RowMoves(sources, targets)
 
     def interrupt(self, request: int) -> None:
         self.interrupted[self._row_of[request]] = True
@@ -148,9 +150,9 @@ class Rows:
 
 
 def uniforms(seed: NDArray[np.uint64], count: NDArray[np.int64]) -> NDArray[np.float32]:
-    """One number in [0, 1) a row, from its seed and the number of tokens written: splitmix64 (Steele et al. 2014).
+    """Return one number in [0, 1) per row, from its seed and token count: splitmix64 (Steele et al. 2014).
 
-    23 bits, so that ``u * x < x`` holds in float32 too.
+    The numbers have 23 bits, so that ``u * x < x`` also holds in float32.
     """
     mixed = seed * GOLDEN
     mixed = _mix(mixed ^ (mixed >> np.uint64(31))) + (count.astype(np.uint64) + np.uint64(1)) * GOLDEN

@@ -1,8 +1,8 @@
-"""An engine without a model: it takes as long as the cost model says and writes random tokens, all by seed.
+"""A simulated engine without a model: its steps last as long as the cost model predicts, its tokens are random by seed.
 
-``T(n, kv) = n / (k1 * kv + max(k2, k3 * n) + k4)`` tokens a second, so a step of ``n`` running
-trajectories that hold ``kv`` tokens lasts ``k1 * kv + max(k2, k3 * n) + k4`` seconds. Lengths are those of ``lengths``.
-Nobody looks at the weights.
+``T(n, kv) = n / (k1 * kv + max(k2, k3 * n) + k4)`` tokens per second, so a step of ``n`` running trajectories that hold
+``kv`` tokens lasts ``k1 * kv + max(k2, k3 * n) + k4`` seconds. ``simulated_lengths`` decides the lengths. The weights
+are ignored.
 """
 
 import math
@@ -14,19 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staleflow.clients.rollout.engines.base import EngineStats, Request, RequestError, Trajectory
-from staleflow.clients.rollout.engines.queue import Waiting
-from staleflow.clients.rollout.engines.running_batch import Rows, uniforms
-from staleflow.clients.rollout.engines.simulated_lengths import Lengths
+from staleflow.clients.rollout.engines.queue import RequestQueue
+from staleflow.clients.rollout.engines.running_batch import RunningBatch, uniforms
+from staleflow.clients.rollout.engines.simulated_lengths import SimulatedLengths
 from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import Lineage, Version
 
 VOCABULARY = 256
-"""Tokens are bytes, and so may be read by a reward of any kind; 0 ends a trajectory."""
+"""Tokens are bytes, so that any reward can read them; 0 ends a trajectory."""
 STOP = np.zeros(1, np.int64)
 
 
 class SimulatedEngine:
-    """An ``Engine`` that sleeps. ``now`` and ``sleep`` are its only ties to the world."""
+    """An ``Engine`` that sleeps. ``now`` and ``sleep`` are its only outside dependencies."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class SimulatedEngine:
         self.joining = True
         self.lineage, self.version = Lineage(0), Version(-1)
         self._cost = cost
-        self._lengths = Lengths(cost, seed)
+        self._lengths = SimulatedLengths(cost, seed)
         self._now, self._sleep = now, sleep
         self._due = 0.0
-        self._rows = Rows(slots)
-        self._waiting = Waiting()
+        self._rows = RunningBatch(slots)
+        self._waiting = RequestQueue()
         self._widest = 1
         self._generated = 0
         self._steps = 0
@@ -83,7 +83,7 @@ class SimulatedEngine:
             self._waiting.interrupt(request)
 
     def withdraw(self, request: int) -> Request | None:
-        """Take back a request that waits; None when it runs or has ended."""
+        """Remove a queued request and return it; return None if it runs or has finished."""
         return self._waiting.withdraw(request)
 
     def abort(self, request: int) -> None:
@@ -97,12 +97,12 @@ class SimulatedEngine:
         self._rows.turn(lineage, version)
 
     def stats(self) -> EngineStats:
-        held = int(self._rows.position[: self._rows.size].sum())
+        kv_tokens = int(self._rows.position[: self._rows.size].sum())
         return EngineStats(
             running=self._rows.size,
             waiting=len(self._waiting),
-            kv_used=min(1.0, held / (self._rows.slots * self._widest)),
-            kv_tokens=held,
+            kv_used=min(1.0, kv_tokens / (self._rows.slots * self._widest)),
+            kv_tokens=kv_tokens,
             kv_capacity=self._rows.slots * self._widest,
             slots=self._rows.slots,
             generated_tokens=self._generated,
@@ -110,13 +110,13 @@ class SimulatedEngine:
         )
 
     def length(self, request: Request) -> int:
-        """Tokens that this request will have: fixed by its prompt, its seed and the engine's seed."""
+        """Return the number of tokens this request will have, fixed by its prompt, its seed and the engine's seed."""
         written = sum(len(segment.token_ids) for segment in request.prefix)
         prompt = zlib.crc32(request.prompt_ids.tobytes())
         return max(written + 1, self._lengths.tokens(prompt, request.seed, request.sampling.max_new_tokens))
 
     def _write(self) -> None:
-        """One random token a row; the last one of a row that is not cut off is the stop token."""
+        """Write one random token per row. A row that ends before its token limit ends with the stop token."""
         rows = self._rows
         here = slice(0, rows.size)
         uniform = uniforms(rows.seed[here], rows.count[here])
@@ -129,10 +129,10 @@ class SimulatedEngine:
         self._generated += rows.size
         self._steps += 1
 
-    def _pace(self, running: int, held: int) -> None:
+    def _pace(self, running: int, kv_tokens: int) -> None:
         cost = self._cost
-        lasts = cost.k1 * held + max(cost.k2, cost.k3 * running) + cost.k4
+        lasts = cost.k1 * kv_tokens + max(cost.k2, cost.k3 * running) + cost.k4
         now = self._now()
-        self._due = max(self._due, now - lasts) + lasts  # what the sleep overshot is caught up by the next step
+        self._due = max(self._due, now - lasts) + lasts  # the next step compensates for oversleeping in this one
         if self._due > now:
             self._sleep(self._due - now)

@@ -1,8 +1,8 @@
-"""How long trajectories are where no model decides it: a distribution, and a number for each trajectory by seed.
+"""Simulated trajectory lengths: a distribution, and one deterministic draw per trajectory.
 
-A trajectory's place in the distribution is a standard normal deviate: ``prompt_share`` of its variance belongs to the
-prompt, so that much can be known beforehand, and the rest to the sample. The same seed, prompt and sample give the same
-length, in a real run of the simulated engine as in ``staleflow simulate``.
+A trajectory's place in the distribution is a standard normal deviate. ``prompt_share`` of its variance belongs to the
+prompt, so that part is predictable; the rest belongs to the sample. Equal seeds, prompts and samples give equal length,
+both in a real run of the simulated engine and in ``staleflow simulate``.
 """
 
 import math
@@ -14,7 +14,7 @@ from staleflow.configs.length_trace import read_lengths
 from staleflow.configs.simulation import Simulated
 
 Quantile = Callable[[float, int], float]
-"""(standard normal deviate, longest) -> length, before rounding and bounds."""
+"""Map (standard normal deviate, longest) to a length, before rounding and bounds."""
 
 _NORMAL = NormalDist()
 _EDGE = 1e-12
@@ -22,8 +22,8 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Lengths:
-    """Lengths in tokens. ``ConfigError`` when the length trace cannot be read."""
+class SimulatedLengths:
+    """SimulatedLengths in tokens. Raise ``ConfigError`` if the length trace cannot be read."""
 
     def __init__(self, simulated: Simulated, seed: int) -> None:
         self._seed = seed
@@ -32,21 +32,21 @@ class Lengths:
         self._quantile = quantile(simulated)
 
     def tokens(self, prompt: int, sample: int, longest: int) -> int:
-        """The length of one trajectory of a prompt, 1 to ``longest``."""
+        """Return the length of one trajectory of a prompt, 1 to ``longest``."""
         deviate = self._of_prompt * self.deviate(prompt) + self._of_sample * normal(self._seed, sample, 1)
         return min(max(round(self._quantile(deviate, longest)), 1), longest)
 
     def expected(self, prompt: int, longest: int) -> float:
-        """The median length of a prompt's trajectories: what it is as far as it is the prompt's."""
+        """Return the median length of a prompt's trajectories, which is the predictable part of their length."""
         return min(max(self._quantile(self._of_prompt * self.deviate(prompt), longest), 1.0), float(longest))
 
     def deviate(self, prompt: int) -> float:
-        """The prompt's own deviate: all that can be known of its trajectories' lengths."""
+        """Return the prompt's own deviate, the only predictable part of its trajectories' lengths."""
         return normal(self._seed, prompt)
 
 
 def mixed(*numbers: int) -> int:
-    """64 bits that look random, the same for the same numbers: splitmix64 (Steele et al. 2014), number by number."""
+    """Return 64 pseudorandom bits from ``numbers``: splitmix64 (Steele et al. 2014), applied number by number."""
     bits = 0
     for number in numbers:
         bits = (bits ^ (number & _MASK)) + _GOLDEN & _MASK
@@ -57,17 +57,17 @@ def mixed(*numbers: int) -> int:
 
 
 def share(*numbers: int) -> float:
-    """As ``mixed``, a number in (0, 1)."""
+    """Return a pseudorandom number in (0, 1) from ``numbers``, as ``mixed`` does."""
     return ((mixed(*numbers) >> 12) + 0.5) * 2.0**-52
 
 
 def normal(*numbers: int) -> float:
-    """As ``mixed``, a standard normal deviate."""
+    """Return a pseudorandom standard normal deviate from ``numbers``, as ``mixed`` does."""
     return _NORMAL.inv_cdf(share(*numbers))
 
 
 def quantile(simulated: Simulated) -> Quantile:
-    """The configured distribution."""
+    """Return the configured distribution."""
     match simulated.lengths:
         case "lognormal":
             lognormal = _lognormal(simulated.mean_tokens, simulated.sigma)
@@ -89,7 +89,10 @@ def _lognormal(mean: float, sigma: float) -> Callable[[float], float]:
 
 
 def _bimodal(simulated: Simulated) -> Quantile:
-    """The shortest places are the short mode's, the others the long one's: so a prompt is of one kind, by and large."""
+    """Use the short mode for the lower part of the distribution and the long mode for the rest.
+
+    A prompt therefore stays in one mode for most of its samples.
+    """
     short = _lognormal(simulated.mean_tokens, simulated.sigma)
     long = _lognormal(simulated.long_tokens, simulated.sigma)
     border = 1.0 - simulated.long_share
@@ -107,7 +110,7 @@ def _uniform(simulated: Simulated) -> Quantile:
     least, most = simulated.min_tokens, simulated.max_tokens
 
     def at(deviate: float, longest: int) -> float:
-        # each whole number from least to most gets the same share of the places
+        # each integer from least to most gets an equal part of the probability
         return math.ceil(least - 1 + ((most or longest) - least + 1) * max(_NORMAL.cdf(deviate), _EDGE))
 
     return at

@@ -1,8 +1,8 @@
-"""An ``Engine`` in a thread of its own: steps as long as there is work, sleeps when there is none.
+"""Run an ``Engine`` in its own thread, which steps while it has work and sleeps otherwise.
 
-The event loop stays free while a step runs, so heartbeats, pushes and pulls go on. Everything that the engine is told
-is done by its thread, between two steps, in the order it was said. An engine that raises ends the thread: every waiting
-caller gets ``EngineError``, and ``failure`` says so to the worker.
+The event loop stays free during a step, so heartbeats, pushes and pulls continue. The thread executes all calls to the
+engine between two steps, in the order in which they were made. If the engine raises, the thread ends: every waiting
+caller gets ``EngineError``, and the worker sees the error in ``failure``.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from staleflow.protocols.wire.trajectory import Finish
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class PendingLoad:
 
 
 class EngineThread:
-    """Consumes requests, produces trajectories; waits for its inbox when idle. Made inside a running event loop."""
+    """Consume requests, produce trajectories, wait for the inbox when idle. Create it inside a running event loop."""
 
     def __init__(self, engine: Engine, *, drain: bool = False) -> None:
-        """``drain``: what runs ends with the old weights before new ones are loaded; otherwise it goes on with them."""
+        """With ``drain``, a load waits until running requests finish; otherwise they continue with the new weights."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._engine = engine
         self._drain = drain
@@ -49,14 +49,14 @@ class EngineThread:
         self._load: PendingLoad | None = None
         self._stats = engine.stats()
         self._busy_s = 0.0
-        self._step_began: float | None = None
+        self._step_started_at: float | None = None
         self._throughput = Throughput()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     async def generate(self, request: Request) -> Trajectory:
-        """The finished trajectory. ``RequestError`` when it cannot be served, ``CancelledError`` after ``abort``."""
+        """Return the finished trajectory. Raise ``RequestError`` if unservable, ``CancelledError`` on ``abort``."""
         future: asyncio.Future[Trajectory] = self._loop.create_future()
         if self.failure.done():
             raise EngineError("the engine has failed")
@@ -70,7 +70,7 @@ class EngineThread:
                 self._inbox.put(lambda: self._engine.abort(request.id))
 
     def interrupt(self, request: int, least: int = 1) -> None:
-        """End it with the tokens so far. ``least`` 0: one that waits ends at once, without another token."""
+        """Finish a request with its tokens so far. With ``least`` 0, a queued request ends at once."""
         self._inbox.put(lambda: self._interrupt(request, least))
 
     def abort(self, request: int) -> None:
@@ -78,30 +78,30 @@ class EngineThread:
             future.cancel()
 
     async def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
-        """Returns when the next token will be written by these weights. ``LoadError`` keeps the old ones."""
+        """Return once the next token will come from these weights. On ``LoadError`` the old weights stay loaded."""
         done: asyncio.Future[None] = self._loop.create_future()
-        self._inbox.put(lambda: self._take_load(PendingLoad(tensors, lineage, version, done)))
+        self._inbox.put(lambda: self._queue_load(PendingLoad(tensors, lineage, version, done)))
         await done
 
     def stats(self) -> EngineStats:
         return self._stats
 
     def busy_s(self) -> float:
-        """Seconds spent in steps."""
+        """Return the seconds spent in steps."""
         return self._busy_s
 
     def tokens_per_s(self) -> float:
-        """Over the last few seconds."""
+        """Return the generation rate over the last few seconds."""
         return self._throughput.per_s(self._stats.generated_tokens)
 
     def stuck_s(self) -> float:
-        began = self._step_began
-        return 0.0 if began is None else time.monotonic() - began
+        started_at = self._step_started_at
+        return 0.0 if started_at is None else time.monotonic() - started_at
 
-    async def close(self, limit_s: float | None = CLOSE_S) -> None:
-        """Stop after the step under way, or leave it behind if it hangs; the thread ends with the process.
+    async def close(self, limit_s: float | None = CLOSE_TIMEOUT_S) -> None:
+        """Stop after the current step. A thread that hangs is abandoned and ends with the process.
 
-        ``limit_s``: of a step that hangs; None waits, for a model that is somebody else's afterwards.
+        ``limit_s`` bounds the wait for the thread. None waits without bound, for a model that is used again afterwards.
         """
         self._inbox.put(self._stop)
         await asyncio.to_thread(self._thread.join, limit_s)
@@ -113,18 +113,18 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._obey()
+                self._run_inbox()
                 self._try_load()
                 if self._stats.running or (self._stats.waiting and self._engine.joining):
                     self._step()
-        except Exception as error:  # boundary of the thread: whatever the engine raises ends it, and the worker is told
+        except Exception as error:  # thread boundary: any engine exception ends the thread and reaches the worker
             log.exception("the engine failed")
             failure = EngineError(f"the engine failed: {error!r}{advice(error)}")
             failure.__cause__ = error
-            self._tell(self._fail, failure)
+            self._call_soon(self._fail, failure)
 
-    def _obey(self) -> None:
-        """Do everything in the inbox; when there is nothing to step, wait for something."""
+    def _run_inbox(self) -> None:
+        """Run all calls in the inbox; block for the next one if there is nothing to step."""
         idle = not (self._stats.running or self._stats.waiting or self._load)
         try:
             while True:
@@ -134,34 +134,34 @@ class EngineThread:
             self._stats = self._engine.stats()
 
     def _step(self) -> None:
-        self._step_began = began = time.monotonic()
+        self._step_started_at = started_at = time.monotonic()
         ended = self._engine.step()
         now = time.monotonic()
-        self._step_began = None
-        self._busy_s += now - began
+        self._step_started_at = None
+        self._busy_s += now - started_at
         self._stats = self._engine.stats()
         self._throughput.record(self._stats.generated_tokens)
         if ended:
-            self._tell(self._deliver, ended)
+            self._call_soon(self._deliver, ended)
 
     def _submit(self, request: Request) -> None:
         try:
             self._engine.submit(request)
         except EngineError as error:
-            self._tell(self._refuse, request.id, error)
+            self._call_soon(self._reject, request.id, error)
 
     def _interrupt(self, request: int, least: int) -> None:
-        taken = self._engine.withdraw(request) if least == 0 else None
-        if taken is None:
+        withdrawn = self._engine.withdraw(request) if least == 0 else None
+        if withdrawn is None:
             self._engine.interrupt(request)
         else:
-            ended = Trajectory(id=request, segments=taken.prefix, finish=Finish.INTERRUPTED)
-            self._tell(self._deliver, [ended])
+            ended = Trajectory(id=request, segments=withdrawn.prefix, finish=Finish.INTERRUPTED)
+            self._call_soon(self._deliver, [ended])
 
-    def _take_load(self, load: PendingLoad) -> None:
+    def _queue_load(self, load: PendingLoad) -> None:
         if (older := self._load) is not None:
-            self._tell(
-                _settle, older.done, EngineError(f"version {load.version} came before {older.version} was loaded")
+            self._call_soon(
+                _resolve, older.done, EngineError(f"version {load.version} came before {older.version} was loaded")
             )
         self._load = load
         self._engine.joining = not self._drain
@@ -172,16 +172,16 @@ class EngineThread:
             return
         try:
             self._engine.load(load.tensors, load.lineage, load.version)
-            self._tell(_settle, load.done, None)
+            self._call_soon(_resolve, load.done, None)
         except EngineError as error:
-            self._tell(_settle, load.done, error)
+            self._call_soon(_resolve, load.done, error)
         self._load = None
         self._engine.joining = True
 
     def _stop(self) -> None:
         self._closing = True
 
-    def _tell(self, call: Callable[..., None], *args: object) -> None:
+    def _call_soon(self, call: Callable[..., None], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
 
@@ -192,23 +192,23 @@ class EngineThread:
             if (future := self._futures.get(trajectory.id)) is not None and not future.done():
                 future.set_result(trajectory)
 
-    def _refuse(self, request: int, error: EngineError) -> None:
+    def _reject(self, request: int, error: EngineError) -> None:
         if (future := self._futures.get(request)) is not None and not future.done():
             future.set_exception(error)
 
     def _fail(self, error: EngineError) -> None:
         for request in list(self._futures):
-            self._refuse(request, error)
+            self._reject(request, error)
         if not self.failure.done():
             self.failure.set_exception(error)
 
 
 def advice(error: Exception) -> str:
-    """What to change about an engine that failed so."""
+    """Return the configuration change that helps against this failure, or ""."""
     return "; lower rollout.max_inflight, or rollout.max_new_tokens" if out_of_memory(error) else ""
 
 
-def _settle(future: "asyncio.Future[None]", error: EngineError | None) -> None:
+def _resolve(future: "asyncio.Future[None]", error: EngineError | None) -> None:
     if future.done():
         return
     if error is None:

@@ -1,4 +1,4 @@
-"""Tokens a second over the last few seconds, from a count that only grows."""
+"""Tokens per second over the last few seconds, computed from a cumulative count."""
 
 import time
 from collections import deque
@@ -7,20 +7,20 @@ WINDOW_S = 5.0
 
 
 class Throughput:
-    """Fed with the count whenever it has grown."""
+    """Record the count whenever it grows, and read the rate at any time."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+        self._samples: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
 
     def record(self, tokens: int) -> None:
-        """``tokens``: how many there have been in all."""
+        """Record ``tokens``, the cumulative count."""
         now = time.monotonic()
-        if now - self._seen[-1][0] > WINDOW_S / 20:
-            self._seen.append((now, tokens))
-            while len(self._seen) > 2 and now - self._seen[1][0] > WINDOW_S:
-                self._seen.popleft()
+        if now - self._samples[-1][0] > WINDOW_S / 20:
+            self._samples.append((now, tokens))
+            while len(self._samples) > 2 and now - self._samples[1][0] > WINDOW_S:
+                self._samples.popleft()
 
     def per_s(self, tokens: int) -> float:
-        """``tokens``: how many there have been in all by now."""
-        (then, before), now = self._seen[0], time.monotonic()
+        """Return the rate up to now. ``tokens`` is the current cumulative count."""
+        (then, before), now = self._samples[0], time.monotonic()
         return (tokens - before) / (now - then) if now - then > 0.1 else 0.0

@@ -1,7 +1,7 @@
-"""The process in which environments run: ``python -m staleflow.clients.rollout.episodes.env_child``, by its runner.
+"""The environment process: ``python -m staleflow.clients.rollout.episodes.env_child``, started by its runner.
 
-One object of the user's class, any number of episodes side by side. What they may do to their worker is what the
-reward may (``stage.child``): nothing.
+It holds one object of the user's class and runs any number of episodes concurrently. Like the reward's process
+(``user_code.child``), it cannot harm its worker.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ def main() -> int:
     load = pipe.to_child.decode(pipe.read(incoming) or b"")
     if not isinstance(load, pipe.Load):
         return 2
-    _lower_rank(load.memory_mb)
+    _limit_memory(load.memory_mb)
     try:
-        environment = _make(load)
+        environment = _instantiate(load)
     except ConfigError as error:
         outgoing.write(pipe.frame(pipe.NotLoaded(why=error.allowed)))
         return 2
@@ -46,8 +46,8 @@ def main() -> int:
     return 0
 
 
-def _lower_rank(memory_mb: int) -> None:
-    """Memory has a limit here, and should the machine run out of it nevertheless, this process is the first to go."""
+def _limit_memory(memory_mb: int) -> None:
+    """Limit this process's memory, and make it the first candidate of the kernel's OOM killer."""
     if memory_mb:
         limit = memory_mb << 20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -55,12 +55,12 @@ def _lower_rank(memory_mb: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _make(load: pipe.Load) -> Any:
-    """The user's object. ``ConfigError`` says what is wrong with the class."""
-    made = load_object(load.run, KEY)
+def _instantiate(load: pipe.Load) -> Any:
+    """Create the user's object. ``ConfigError`` names the problem with the class."""
+    cls = load_object(load.run, KEY)
     try:
-        environment = made(**load.options)
-    except Exception as error:  # user code: whatever it raises is the operator's to read
+        environment = cls(**load.options)
+    except Exception as error:  # user code may raise anything; the operator reads the reason
         raise ConfigError(KEY, load.run, reason(error, "making it")) from error
     if not inspect.iscoroutinefunction(getattr(environment, "rollout", None)):
         raise ConfigError(KEY, load.run, "it must have a method: async def rollout(self, client, row)")
@@ -72,7 +72,7 @@ async def _play(environment: Any, call: pipe.Episode) -> pipe.Answer:
 
 
 def returned(call: int, value: object) -> pipe.Answer:
-    """The answer for what ``rollout`` returned: finite numbers by name, or an error that names the value."""
+    """Convert the return value of ``rollout``: finite numbers by name, or an error that names the value."""
     if value is None:
         return pipe.Answer(id=call)
     named = cast(Mapping[object, object], value) if isinstance(value, Mapping) else {REWARD: value}

@@ -1,8 +1,8 @@
-"""The client that an environment is given: the calls of ``openai.AsyncOpenAI``, against this rollout worker's engine.
+"""The client passed to an environment: the calls of ``openai.AsyncOpenAI``, served by this rollout worker's engine.
 
-``await client.chat.completions.create(messages=[...])`` and ``await client.completions.create(prompt=...)`` answer with
-objects of the same shape; both end where the episode does. ``openai.AsyncOpenAI(base_url=client.base_url,
-api_key=client.api_key)`` works as well. What may be asked for, and what is refused, is in ``chat_calls``.
+``await client.chat.completions.create(messages=[...])`` and ``await client.completions.create(prompt=...)`` return
+objects of the same shape as there; both fail once the episode is over. ``openai.AsyncOpenAI(base_url=client.base_url,
+api_key=client.api_key)`` works as well. ``chat/calls.py`` defines the supported arguments.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ CHUNK = 1 << 16
 
 
 class ChatError(Exception):
-    """A call that was refused. ``code`` names why, as in the body of the reply."""
+    """A rejected call. ``code`` is the reason, as in the body of the reply."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -27,11 +27,11 @@ class ChatError(Exception):
 
 
 class EpisodeOver(ChatError):
-    """The episode was ended from outside, with the tokens so far: score them and return."""
+    """The episode was ended from outside with its tokens so far. Score them and return."""
 
 
 class Client:
-    """One episode's. Calls come one at a time, each going on with the conversation so far."""
+    """The client of one episode. Calls are sequential, and each continues the conversation so far."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
@@ -40,7 +40,7 @@ class Client:
         self.completions = Create(self, COMPLETIONS)
 
     async def post(self, route: str, arguments: dict[str, Any]) -> Any:
-        """The reply to one call, as an object. ``ChatError`` when it is refused."""
+        """Send one call and return the reply as an object. ``ChatError`` if it is rejected."""
         where = urlsplit(self.base_url)
         body = json.dumps(arguments, default=vars).encode()
         headers = [
@@ -70,7 +70,7 @@ class Create:
         self._client, self._route = client, route
 
     async def create(self, **arguments: Any) -> Any:
-        """As ``create`` of the ``openai`` package; ``model`` may be left out."""
+        """Send a call with the arguments of the ``openai`` package's ``create``; ``model`` is optional."""
         return await self._client.post(self._route, arguments)
 
 

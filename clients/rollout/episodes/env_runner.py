@@ -1,9 +1,9 @@
-"""Plays episodes of the user's environment in child processes (``stage.pool``), each in the least busy one.
+"""Run episodes of the user's environment in child processes (``user_code.pool``), each in the least busy one.
 
-An episode that raises, hangs or returns nonsense has failed, and one that will not end costs its process. Episodes that
-were merely beside it are played again by the caller (``Killed``). When a process dies and which episode ended it cannot
-be known, all are played again; those that this happens to repeatedly play alone, one at a time, until the guilty one
-dies alone.
+An episode that raises, hangs or returns an invalid value fails, and an episode that does not end costs its process. The
+other episodes of that process are repeated by the caller (``Killed``). If a process dies and the responsible episode is
+unknown, all its episodes are repeated. Episodes that are repeatedly affected run alone, one at a time, until the
+responsible one kills its process alone.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from staleflow.configs.schema import Environment
 
 
 class EpisodeFailed(Exception):
-    """An episode has no result; the text says why."""
+    """An episode has no result; the text gives the reason."""
 
 
 class EnvironmentRunner:
-    """Some processes, started again as they die. Belongs to one event loop."""
+    """A pool of processes that are restarted when they die. Belongs to one event loop."""
 
     def __init__(self, settings: Environment) -> None:
         load = pipe.Load(
@@ -37,33 +37,33 @@ class EnvironmentRunner:
         self._pool = Pool(program, processes=settings.processes, concurrency=settings.concurrency)
 
     async def start(self) -> None:
-        """Start the processes. ``ConfigError`` when the class cannot be imported or made."""
+        """Start the processes. ``ConfigError`` if the class cannot be imported or instantiated."""
         await self._pool.start()
 
     async def close(self) -> None:
-        """Kill the processes; episodes under way fail."""
+        """Kill the processes; running episodes fail."""
         await self._pool.close()
 
     @property
     def under_way(self) -> int:
-        """Episodes that play."""
+        """Return the number of running episodes."""
         return self._pool.under_way
 
     @property
     def waiting(self) -> int:
-        """Episodes that wait for a process."""
+        """Return the number of episodes that wait for a process."""
         return self._pool.waiting
 
     async def play(self, base_url: str, api_key: str, row: Mapping[str, Any], suspicion: int = 0) -> dict[str, float]:
-        """The numbers that ``rollout`` returned, by name; empty for None.
+        """Run one episode and return the numbers that ``rollout`` returned, by name; empty for None.
 
-        ``EpisodeFailed`` with the reason; ``Killed`` when the process ended and this episode has to be played again,
-        with the sum of the suspicions so far. Cancelled, the episode is cancelled in its process too.
+        Raise ``EpisodeFailed`` with the reason, or ``Killed`` if the process ended and the episode has to be repeated,
+        with the sum of the suspicions so far. Cancellation also cancels the episode in its process.
         """
         try:
             answer = await self._pool.call(partial(_episode, base_url, api_key, dict(row)), suspicion)
-        except ConfigError as error:  # it could be made when the worker started
-            raise EpisodeFailed(f"{NOUN}'s process does not start again: {error}") from error
+        except ConfigError as error:  # the class could be instantiated when the worker started
+            raise EpisodeFailed(f"{NOUN}'s process does not restart: {error}") from error
         if answer.error:
             raise EpisodeFailed(answer.error)
         return answer.columns

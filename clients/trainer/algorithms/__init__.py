@@ -1,7 +1,7 @@
-"""From rewards and log-probabilities to a loss: pure functions on tensors, each with its formula and its source.
+"""Losses from rewards and log-probabilities: pure functions on tensors, each with its formula and its source.
 
-Tokens are flat, [T]: the *trained* completion tokens of one micro-batch, trajectory after trajectory; what the loss
-mask takes out never comes here. ``row`` [T] says which trajectory, as a row of the rank's batch, and a trajectory is
-never cut. Three policies meet (``losses``); everything is a sum over tokens or trajectories, so that micro-batches and
-ranks add up to the batch.
+Tokens are flat, [T]: the *trained* completion tokens of one forward pass, trajectory after trajectory. Tokens outside
+the loss mask are left out. ``row`` [T] is the trajectory of each token, as a row of the rank's batch; a trajectory is
+never split. Three policies are involved (see ``losses``). Every result is a sum over tokens or trajectories, so that
+passes and ranks add up to the batch.
 """

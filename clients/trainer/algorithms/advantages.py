@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
-"""Advantages: how much better a trajectory was than could be expected of its prompt. One value a trajectory.
+"""Advantages: how much better a trajectory is than expected for its prompt. One value per trajectory.
 
-``rewards`` [N] float, ``group_ids`` [N] integer -> [N] float32; every token of a trajectory gets the same. A group is
-never split over ranks. A group of one, or of equal rewards, has nothing to compare: its advantages are 0.
+``rewards`` [N] float, ``group_ids`` [N] integer -> [N] float32; all tokens of a trajectory share the value. A group is
+never split across ranks. A group of one, or of equal rewards, has no comparison, so its advantages are 0.
 
-They are computed in float64, where the sum of equal float32 rewards is exact, and so is their mean: what is rounded in
-it would be divided by a deviation of nothing else.
+Advantages are computed in float64, where the sum and the mean of equal float32 rewards are exact. Otherwise a rounding
+error of the mean would be divided by a deviation that consists only of that error.
 """
 
 from typing import Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Reduction(Protocol):
-    """Over the ranks of a trainer, element by element."""
+    """Element-wise reductions over the ranks of a trainer."""
 
     def sum(self, values: Tensor) -> Tensor: ...
 
@@ -23,7 +23,7 @@ class Reduction(Protocol):
 
 
 def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Reward minus the mean of its group, float64; the group's index, and the sizes of the groups."""
+    """Return reward minus group mean in float64, the index of each group, and the group sizes."""
     rewards = rewards.to(torch.float64)
     _, group = torch.unique(group_ids, return_inverse=True)
     zeros = torch.zeros(int(group.max()) + 1 if group.numel() else 0, dtype=rewards.dtype, device=rewards.device)
@@ -33,12 +33,12 @@ def _centred(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """Group-normalised, with the group's own mean and sample deviation::
+    """Normalize by the group's own mean and sample deviation::
 
         A_i = (r_i - mean(r_g)) / (std(r_g) + eps)
 
-    Source: Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision; which of the two
-    deviations is left open there.
+    Source: Shao et al., DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision. The paper does not state
+    which of the two deviations it uses.
     """
     centred, group, count = _centred(rewards, group_ids)
     squares = torch.zeros_like(count).index_add(0, group, centred**2)
@@ -47,11 +47,11 @@ def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Centred only: dividing by the deviation would favour prompts that are almost always solved, or almost never::
+    """Subtract the group mean only: dividing by the deviation would favour prompts that are rarely or mostly solved::
 
         A_i = r_i - mean(r_g)
 
-    Meant for the constant-length loss (``aggregation.constant``).
+    Intended for the constant-length loss (``Aggregation.CONSTANT``).
 
     Source: Liu et al., Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3.2.
     """
@@ -59,7 +59,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Against the mean of the others in the group, a baseline that does not depend on the trajectory itself::
+    """Subtract the mean of the group's other trajectories, a baseline that is independent of the trajectory itself::
 
         A_i = r_i - 1 / (n - 1) * sum_{j != i} r_j = n / (n - 1) * (r_i - mean(r_g))
 
@@ -71,10 +71,10 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def normalised(advantages: Tensor, mask: Tensor, reduce: Reduction, eps: float = 1e-6) -> Tensor:
-    """Whitened over the trained tokens of the whole batch, on all ranks: REINFORCE++ of the per-token returns.
+    """Whiten over the trained tokens of the whole batch, on all ranks: REINFORCE++ with per-token returns.
 
-    ``advantages`` [T] (the reward of the token's trajectory, minus what divergence from a reference still costs),
-    ``mask`` [T] bool (trained) -> [T] float32; population deviation, a batch of equals gives 0::
+    ``advantages`` [T] (the reward of the token's trajectory, minus the remaining cost of divergence from a reference),
+    ``mask`` [T] bool (trained) -> [T] float32; population deviation, and 0 for a batch of equal values::
 
         A'_t = (A_t - mean(A)) / (std(A) + eps),  mean and std over the trained tokens of the batch
 

@@ -1,9 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""From per-token losses to one number: the share of each token, a constant. The loss is the sum of share * loss.
+"""Aggregation of per-token losses: the constant share of each token. The loss is the sum of share * loss.
 
 A share is a weight, which depends on the token's own trajectory, times a scale, which depends on totals of the whole
-batch: micro-batches and ranks add up, and the scale may come last, when the batch is whole. The loss function decides
-where its paper does (``aggregation_of``); else the advantage does; else the token mean.
+batch. Passes and ranks therefore add up, and the scale can be applied last, when the batch is complete. The loss
+function determines the aggregation if its paper does (``aggregation_of``), otherwise the advantage, otherwise the token
+mean.
 """
 
 from enum import Enum, auto
@@ -13,27 +14,30 @@ from torch import Tensor
 
 
 class Aggregation(Enum):
-    """How token losses become the batch's."""
+    """Rules that combine token losses into the batch loss."""
 
     TOKEN_MEAN = auto()
-    """``1 / T``: every trained token alike. DAPO (arXiv 2503.14476), section 3.3."""
+    """``1 / T``: equal weight for every trained token. DAPO (arXiv 2503.14476), section 3.3."""
     SEQUENCE_MEAN = auto()
-    """``1 / (N |y_i|)``: every trajectory alike, whatever its length; N counts those with a trained token. DeepSeekMath
-    (arXiv 2402.03300), equation 3; GSPO (arXiv 2507.18071), equation 5."""
+    """``1 / (N |y_i|)``: equal weight for every trajectory, regardless of length; N counts those with a trained token.
+    DeepSeekMath (arXiv 2402.03300), equation 3; GSPO (arXiv 2507.18071), equation 5."""
     CONSTANT = auto()
-    """``1 / (N L)``, L the longest completion allowed: length neither dilutes nor adds weight. N counts every
-    trajectory. Dr. GRPO (arXiv 2503.20783), section 3.2: the constant is the generation budget."""
+    """``1 / (N L)``, with L the longest completion allowed: length neither dilutes nor adds weight. N counts all
+    trajectories. Dr. GRPO (arXiv 2503.20783), section 3.2: the constant is the generation budget."""
 
 
 def aggregation_of(advantage: str, loss: str) -> Aggregation:
-    """GSPO and OPSM average over trajectories; Dr. GRPO divides by a constant; all others over tokens."""
+    """Average over trajectories for GSPO and OPSM, divide by a constant for Dr. GRPO, else average over tokens."""
     if loss in ("gspo", "opsm"):
         return Aggregation.SEQUENCE_MEAN
     return Aggregation.CONSTANT if advantage == "dr_grpo" else Aggregation.TOKEN_MEAN
 
 
 def weights(how: Aggregation, row: Tensor, longest: int) -> Tensor:
-    """Weight of each trained token, [T] float32, no gradient; ``row`` [T] says whose it is. Share = weight * scale."""
+    """Return the weight of each trained token, [T] float32 without gradient; ``row`` [T] is its trajectory.
+
+    The token's share is weight * scale.
+    """
     match how:
         case Aggregation.TOKEN_MEAN:
             return torch.ones(row.shape, device=row.device)
@@ -46,8 +50,11 @@ def weights(how: Aggregation, row: Tensor, longest: int) -> Tensor:
 
 
 def scale(how: Aggregation, *, tokens: float, sequences: float, trajectories: float) -> float:
-    """What every weight is multiplied by: ``tokens`` trained, ``sequences`` with any, ``trajectories`` at all, of the
-    whole batch."""
+    """Return the factor of all weights.
+
+    ``tokens``: trained tokens of the whole batch; ``sequences``: trajectories with a trained token; ``trajectories``:
+    all of them.
+    """
     match how:
         case Aggregation.TOKEN_MEAN:
             return 1.0 / max(tokens, 1.0)

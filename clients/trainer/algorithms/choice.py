@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""The configured advantage, loss and correction, chosen by name; and what a user's own function must give back.
+"""Select the configured advantage, loss and correction by name, and check the results of user functions.
 
-A user's advantage is called ``f(rewards [N], group_ids [N]) -> [N]``; a user's loss is called ``f(logprobs, old,
-behavior, advantages, row) -> loss``, all [T], T above 0, over the trained tokens of some whole trajectories, gradient
-through ``logprobs``. Either may have an argument ``stages``: then it gets the columns of the stages too, by
-``stage/column``, [N] of one value a sample for the advantage, [T] of one value a token for the loss.
+A user's advantage is called as ``f(rewards [N], group_ids [N]) -> [N]``. A user's loss is called as ``f(logprobs, old,
+behavior, advantages, row) -> loss``, all [T] with T above 0, over the trained tokens of some whole trajectories, with
+gradient through ``logprobs``. Either may take an argument ``stages``: the columns of the stages by ``stage/column``,
+per-sample columns [N] for the advantage and per-token columns [T] for the loss.
 """
 
 import inspect
@@ -30,24 +30,24 @@ GROUP_ADVANTAGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trained:
-    """The trained tokens of a micro-batch; all [T], only ``logprobs`` with gradient."""
+class TrainedTokens:
+    """The trained tokens of one forward pass; all [T], only ``logprobs`` with gradient."""
 
     logprobs: Tensor
     behavior: Tensor
     advantages: Tensor
     row: Tensor
     stages: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Columns of one value a token, by ``stage/column``."""
+    """Per-token columns, by ``stage/column``."""
 
     @property
     def old(self) -> Tensor:
-        """One optimiser step a batch: the policy that the step begins with, in value the current one."""
+        """Log-probabilities at the start of the step, equal in value to the current ones: one step per batch."""
         return self.logprobs.detach()
 
 
 def group_advantage(name: str) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]:
-    """Advantages [N] of ``(rewards [N], group_ids [N], columns a sample)`` by name, or the user's, checked."""
+    """Return the advantage function of ``(rewards [N], group_ids [N], sample columns)``; user functions are checked."""
     if name in GROUP_ADVANTAGES:
         return lambda rewards, group_ids, _: GROUP_ADVANTAGES[name](rewards, group_ids)
     key = "trainer.algorithm.advantage"
@@ -56,14 +56,14 @@ def group_advantage(name: str) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]
 
     def checked(rewards: Tensor, group_ids: Tensor, stages: Mapping[str, Tensor]) -> Tensor:
         more = {"stages": stages} if wants else {}
-        found = function(rewards, group_ids, **more)
-        return _checked(key, name, found, rewards.shape, bool(rewards.isfinite().all())).to(torch.float32)
+        result = function(rewards, group_ids, **more)
+        return _checked(key, name, result, rewards.shape, bool(rewards.isfinite().all())).to(torch.float32)
 
     return checked
 
 
-def token_loss(algorithm: Algorithm) -> Callable[[Trained, float], TokenLoss]:
-    """The loss of ``(tokens, limit)``; ``limit`` is the largest squared log-ratio that M2PO keeps."""
+def token_loss(algorithm: Algorithm) -> Callable[[TrainedTokens, float], TokenLoss]:
+    """Return the loss of ``(tokens, limit)``; ``limit`` is the largest squared log-ratio that M2PO keeps."""
     match algorithm.loss:
         case "ppo_clip":
             return lambda at, _: _ppo(algorithm, at)
@@ -94,8 +94,8 @@ def token_loss(algorithm: Algorithm) -> Callable[[Trained, float], TokenLoss]:
             return _users_loss(spec)
 
 
-def _ppo(algorithm: Algorithm, at: Trained) -> TokenLoss:
-    """PPO-clip to the old policy with its correction, or to the engine's without."""
+def _ppo(algorithm: Algorithm, at: TrainedTokens) -> TokenLoss:
+    """PPO-clip relative to the old policy with its correction, or relative to the engine's policy without one."""
     to_old = algorithm.ratio_to == "old"
     clipped = losses.ppo_clip(
         at.logprobs,
@@ -118,7 +118,7 @@ def _ppo(algorithm: Algorithm, at: Trained) -> TokenLoss:
 
 
 def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor) -> Correction:
-    """The configured correction of trained tokens, all [T]."""
+    """Compute the configured correction of trained tokens, all [T]."""
     match algorithm.correction:
         case "none":
             return corrections.uncorrected(old, behavior)
@@ -132,16 +132,16 @@ def correct(algorithm: Algorithm, old: Tensor, behavior: Tensor, row: Tensor) ->
             return corrections.masked_sequences(old, behavior, row, cap=algorithm.sequence_cap)
 
 
-def _users_loss(spec: str) -> Callable[[Trained, float], TokenLoss]:
+def _users_loss(spec: str) -> Callable[[TrainedTokens, float], TokenLoss]:
     key = "trainer.algorithm.loss"
     function = load_object(spec, key)
     wants = _wants_stages(function)
 
-    def checked(at: Trained, _: float) -> TokenLoss:
+    def checked(at: TrainedTokens, _: float) -> TokenLoss:
         more = {"stages": at.stages} if wants else {}
-        found = function(at.logprobs, at.old, at.behavior, at.advantages, at.row, **more)
+        result = function(at.logprobs, at.old, at.behavior, at.advantages, at.row, **more)
         given = torch.stack([at.old.to(torch.float64).sum(), at.behavior.to(torch.float64).sum()])
-        loss = _checked(key, spec, found, at.logprobs.shape, bool(given.isfinite().all()))
+        loss = _checked(key, spec, result, at.logprobs.shape, bool(given.isfinite().all()))
         if not loss.requires_grad and at.logprobs.requires_grad:
             raise ConfigError(key, spec, "what it returns has no gradient; it must be computed from logprobs")
         return losses.plain(loss)
@@ -152,18 +152,18 @@ def _users_loss(spec: str) -> Callable[[Trained, float], TokenLoss]:
 def _wants_stages(function: Callable[..., Any]) -> bool:
     try:
         return "stages" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # a builtin without a Python signature
         return False
 
 
-def _checked(key: str, spec: str, found: Any, shape: torch.Size, finite: bool) -> Tensor:
-    """A user's tensor, or ``ConfigError``; ``finite``: what it was given was, so its result has to be."""
-    if not isinstance(found, Tensor):
+def _checked(key: str, spec: str, result: Any, shape: torch.Size, finite: bool) -> Tensor:
+    """Validate a user function's tensor. ``finite``: its inputs were finite, so the result must be, too."""
+    if not isinstance(result, Tensor):
         raise ConfigError(
-            key, spec, f"it must return a tensor of shape {list(shape)}, it returned {type(found).__name__}"
+            key, spec, f"it must return a tensor of shape {list(shape)}, it returned {type(result).__name__}"
         )
-    if found.shape != shape:
-        raise ConfigError(key, spec, f"it must return shape {list(shape)}, it returned {list(found.shape)}")
-    if finite and not bool(found.detach().isfinite().all()):
+    if result.shape != shape:
+        raise ConfigError(key, spec, f"it must return shape {list(shape)}, it returned {list(result.shape)}")
+    if finite and not bool(result.detach().isfinite().all()):
         raise ConfigError(key, spec, "it returned a value that is not finite")
-    return found
+    return result

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""What to make of tokens that the engine wrote with other weights: constant weights of the old/behaviour ratio.
+"""Correction for tokens that the engine generated with other weights: constant weights of the old/behaviour ratio.
 
-Each multiplies the loss of PPO to the trainer's old policy, token by token. ``old``, ``behavior`` [T] ->
-``Correction``, without gradient::
+Each correction multiplies the PPO loss relative to the trainer's old policy, token by token. ``old``, ``behavior`` [T]
+-> ``Correction``, without gradient::
 
     k_t = pi_old(x_t) / pi_behaviour(x_t)
 """
@@ -17,13 +17,13 @@ from staleflow.clients.trainer.algorithms.losses import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What each token's loss is multiplied with. All [T]."""
+    """Factors of the token losses. All [T]."""
 
     weight: Tensor
     masked: Tensor
-    """Bool: weight 0 by a mask."""
+    """Bool: a mask set the weight to 0."""
     truncated: Tensor
-    """Bool: weight cut to its cap."""
+    """Bool: the weight was capped."""
 
 
 def _log_ratio(old: Tensor, behavior: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _never(like: Tensor) -> Tensor:
 
 
 def uncorrected(old: Tensor, behavior: Tensor) -> Correction:
-    """Weight 1: the tokens are taken for the old policy's own, however old they are."""
+    """Weight 1: treat the tokens as the old policy's own, regardless of their age."""
     return Correction(weight=torch.ones_like(old), masked=_never(old), truncated=_never(behavior))
 
 
@@ -50,7 +50,7 @@ def truncated(old: Tensor, behavior: Tensor, *, cap: float) -> Correction:
 
 
 def decoupled(old: Tensor, behavior: Tensor) -> Correction:
-    """Decoupled PPO: ``k_t`` as it is; unbiased token by token, and of unbounded variance.
+    """Decoupled PPO: ``k_t`` unchanged; unbiased per token, with unbounded variance.
 
     Source: Hilton et al., Batch size-invariance for policy optimization (arXiv 2110.00641), the decoupled clipped
     objective, with old as its proximal policy; for language models: AReaL (arXiv 2505.24298), equation 5.
@@ -62,7 +62,7 @@ def decoupled(old: Tensor, behavior: Tensor) -> Correction:
 def masked_tokens(old: Tensor, behavior: Tensor, *, low: float, high: float) -> Correction:
     """IcePop, masked importance sampling by token: ``k_t`` if ``low <= k_t <= high``, else 0.
 
-    Source: Ring-1T (arXiv 2510.18855), section 2.3.2, equation 2, IcePop; its mean over trajectories is not meant here.
+    Source: Ring-1T (arXiv 2510.18855), section 2.3.2, equation 2, IcePop, without its mean over trajectories.
     """
     ratio = _log_ratio(old, behavior).exp()
     out = (ratio < low) | (ratio > high)
@@ -70,7 +70,7 @@ def masked_tokens(old: Tensor, behavior: Tensor, *, low: float, high: float) -> 
 
 
 def masked_sequences(old: Tensor, behavior: Tensor, row: Tensor, *, cap: float) -> Correction:
-    """Masked importance sampling by trajectory: the ratio of the whole, or nothing of it::
+    """Masked importance sampling by trajectory: apply the ratio of the whole trajectory, or mask all of it::
 
         k_i = prod_t k_t,   weight = k_i if k_i <= cap, else 0
 

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """Per-token rewards and returns: generalised advantage estimation with a critic, and divergence as a cost.
 
-All completion tokens of a rank, flat [T], trajectory after trajectory; ``lengths`` [N] integer adds up to T. Tokens
-that are not trained are steps of the trajectory all the same: what follows them still reaches what came before.
+The inputs hold all completion tokens of a rank, flat [T], trajectory after trajectory; ``lengths`` [N] integer sums to
+T. Untrained tokens are steps of the trajectory as well, so that later rewards still reach earlier tokens.
 """
 
 import torch
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 def token_rewards(rewards: Tensor, lengths: Tensor, costs: Tensor | None = None) -> Tensor:
-    """The trajectory's reward at its last token, minus each token's own cost; [N], [N] and [T] -> [T] float32::
+    """Assign the trajectory's reward to its last token, minus each token's own cost; [N], [N], [T] -> [T] float32::
 
         r_t = [t is last] * R - cost_t
 
-    A trajectory without tokens has no place for its reward. With ``costs = kl_coef * (behaviour - reference)`` this is
-    the reward of RLHF, whose penalty is per token: Ouyang et al., InstructGPT (arXiv 2203.02155), section 3.5 and
-    equation 2.
+    The reward of a trajectory without tokens is dropped. With ``costs = kl_coef * (behaviour - reference)`` this is the
+    reward of RLHF, whose penalty is per token: Ouyang et al., InstructGPT (arXiv 2203.02155), section 3.5 and equation
+    2.
     """
-    made = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=rewards.device)
+    result = torch.zeros(int(lengths.sum()), dtype=torch.float32, device=rewards.device)
     some = lengths > 0
-    made[lengths.cumsum(0)[some] - 1] = rewards.to(torch.float32)[some]
-    return made if costs is None else made - costs
+    result[lengths.cumsum(0)[some] - 1] = rewards.to(torch.float32)[some]
+    return result if costs is None else result - costs
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
-    """Generalised advantage estimation, trajectory by trajectory, back from its end; [T] float32.
+    """Generalised advantage estimation, backwards over each trajectory; [T] float32.
 
-    ``rewards`` [T], ``values`` [T]: the critic's estimate *before* the token, of the state in which it was chosen. The
-    end of a trajectory is the end of the episode, also where it ran into the length limit::
+    ``rewards`` [T], ``values`` [T]: the critic's estimate *before* the token, for the state in which it was chosen. The
+    end of a trajectory ends the episode, even at the length limit::
 
         delta_t = r_t + gamma * V_{t+1} - V_t,   V after the last token = 0
         A_t     = delta_t + gamma * lambda * A_{t+1}
@@ -47,13 +47,13 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
     advantage = torch.zeros_like(reward)
     for place in reversed(range(width)):
         delta = reward[:, place] + gamma * value[:, place + 1] - value[:, place]
-        # past the end everything is 0 already, since reward and value are
+        # positions beyond the end stay 0, since reward and value are 0 there
         advantage[:, place] = delta + gamma * gae_lambda * advantage[:, place + 1]
     return advantage[:, :-1][inside].to(torch.float32)
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """What a trajectory still earns from each token on; [T] -> [T] float32::
+    """Return the sum of the rewards from each token on; [T] -> [T] float32::
 
         G_t = sum_{i >= t} r_i
 

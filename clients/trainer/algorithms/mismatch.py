@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""How far the trainer's policy is from the one that wrote the tokens: staleness and numeric differences together.
+"""Mismatch between the trainer's policy and the policy that generated the tokens: staleness plus numeric differences.
 
-Each takes trained tokens, flat: ``old_logprobs`` and ``behavior_logprobs`` [T]. Everything is a sum or a maximum over
-tokens, so that micro-batches and ranks add up to the batch.
+All functions take flat trained tokens: ``old_logprobs`` and ``behavior_logprobs`` [T]. Every result is a sum or a
+maximum over tokens, so that passes and ranks add up to the batch.
 """
 
 import torch
@@ -18,9 +18,9 @@ def _log_ratio(old_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
 
 class MismatchSums:
-    """What is known of ``w_t = pi_old(x_t) / pi_behaviour(x_t)``, ``x_t ~ pi_behaviour``, micro-batch by micro-batch.
+    """Statistics of ``w_t = pi_old(x_t) / pi_behaviour(x_t)``, ``x_t ~ pi_behaviour``, accumulated over forward passes.
 
-    The weights are the *untruncated* ones, so that a cap cannot hide what it cuts.
+    The weights are *untruncated*, so that a cap cannot hide the values that it cuts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class MismatchSums:
         self._max = torch.zeros(1, dtype=torch.float64, device=device)
 
     def add(self, old_logprobs: Tensor, behavior_logprobs: Tensor, truncated: Tensor) -> None:
-        """Count more tokens; ``truncated`` [T] bool: those whose weight the algorithm cut."""
+        """Add tokens; ``truncated`` [T] bool marks those whose weight the algorithm capped."""
         if old_logprobs.numel() == 0:
             return
         log_ratio = _log_ratio(old_logprobs, behavior_logprobs)
@@ -39,7 +39,7 @@ class MismatchSums:
         self._max = torch.maximum(self._max, weights.max().reshape(1))
 
     def values(self, reduce: Reduction) -> dict[str, float]:
-        """Mean, maximum and effective share of the weights, share cut to a cap, and divergence; 1, 1, 1, 0, 0 of none::
+        """Return mean, maximum, effective and capped share of the weights, and the divergence; 1, 1, 1, 0, 0 if empty::
 
             is_weight/ess = (sum w)^2 / (T * sum w^2)
             mismatch_kl   = mean(w_t - 1 - log w_t)            nats a token, KL(engine || trainer), never negative

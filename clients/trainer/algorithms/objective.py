@@ -1,12 +1,12 @@
 # pyright: basic, reportMissingImports=false
-"""What one train step minimises and measures, on any backend: advantages, loss and metrics of the configured algorithm.
+"""The objective of one train step, on any backend: advantages, loss and metrics of the configured algorithm.
 
-A backend calls ``begin``, ``take`` with its rank's rows, ``loss`` once a micro-batch, ``scale`` and ``values`` at the
-end; in between it owns the model, the gradient and the ranks. Rows may come in parts, each taken before its own passes:
-nothing in a pass depends on what is not there yet, but for the ``scale``, which is the last to be known. Where
-``surveys`` is true, all rows come at once and every micro-batch is first given to ``survey``, without gradient: that
-algorithm decides with all log-probabilities of the batch what it trains on. ``take``, ``surveyed``, ``scale`` and
-``values`` talk to the other ranks, each as often on every rank; ``survey`` and ``loss`` do not.
+A backend calls ``begin``, ``take`` with its rank's rows, ``loss`` once per forward pass, and ``scale`` and ``values``
+at the end. The backend owns the model, the gradient and the ranks. Rows may arrive in parts, each taken before its own
+passes: no pass depends on later rows, except through ``scale``, which is determined last. If ``surveys`` is true, all
+rows arrive at once and every pass is first given to ``survey`` without gradient, as that algorithm selects its training
+tokens by all log-probabilities of the batch. ``take``, ``surveyed``, ``scale`` and ``values`` communicate with the
+other ranks and must be called equally often on every rank; ``survey`` and ``loss`` do not communicate.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from staleflow.clients.trainer.algorithms.advantages import normalised
 from staleflow.clients.trainer.algorithms.aggregation import aggregation_of, scale, weights
-from staleflow.clients.trainer.algorithms.choice import Trained, group_advantage, token_loss
+from staleflow.clients.trainer.algorithms.choice import TrainedTokens, group_advantage, token_loss
 from staleflow.clients.trainer.algorithms.gae import gae, returns_to_go, token_rewards
 from staleflow.clients.trainer.algorithms.kl import kl_loss
 from staleflow.clients.trainer.algorithms.losses import TokenLoss, clippable, squared_log_ratio
@@ -43,22 +43,22 @@ VALUES: Final = "critic/values"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """The completion tokens of one micro-batch, flat, trajectory after trajectory (for padded and packed passes)."""
+    """The completion tokens of one forward pass, flat, trajectory after trajectory (for padded and packed passes)."""
 
     row: Tensor
-    """int64 [T]: which trajectory, as a row of the rank's ``TrainBatch``; a trajectory is in one micro-batch, whole."""
+    """int64 [T]: the token's trajectory, as a row of the rank's ``TrainBatch``; a pass contains whole trajectories."""
     mask: Tensor
     """bool [T]: trained."""
     behavior: Tensor
     """float32 [T]: the engine's log-probabilities."""
     version: Tensor
-    """int64 [T]: the version that wrote the token."""
+    """int64 [T]: the version that generated the token."""
     stages: Mapping[str, Tensor]
     """float32 [T] each: per-token stage columns by name, ``reference/logprobs``, ``critic/values``."""
 
 
 def tokens_of(batch: TrainBatch, which: NDArray[np.int64], device: torch.device) -> Tokens:
-    """The completion tokens of the rows ``which``, in that order; those where ``batch.completions`` is true."""
+    """Return the completion tokens (``batch.completions``) of the rows ``which``, in that order."""
     chosen = batch.completions[which]
 
     def flat(column: NDArray[np.generic]) -> Tensor:
@@ -74,7 +74,7 @@ def tokens_of(batch: TrainBatch, which: NDArray[np.int64], device: torch.device)
 
 
 class Reduce(Protocol):
-    """Over the ranks of a trainer, element by element; every rank gets the result."""
+    """Element-wise reductions over the ranks of a trainer; every rank gets the result."""
 
     def sum(self, values: Tensor) -> Tensor: ...
 
@@ -82,7 +82,7 @@ class Reduce(Protocol):
 
 
 class _Local:
-    """One rank: nothing to reduce."""
+    """Identity, for a single rank."""
 
     def sum(self, values: Tensor) -> Tensor:
         return values
@@ -95,7 +95,7 @@ LOCAL: Final[Reduce] = _Local()
 
 
 class Objective:
-    """What one train step minimises and measures: ``begin``, ``take``, ``loss`` per pass, ``scale``, ``values``."""
+    """The objective of one train step: ``begin``, ``take``, ``loss`` per pass, ``scale``, ``values``."""
 
     def __init__(self, config: Config, device: torch.device, reduce: Reduce = LOCAL) -> None:
         self._algorithm = config.trainer.algorithm
@@ -109,16 +109,16 @@ class Objective:
 
     @property
     def surveys(self) -> bool:
-        """True when every micro-batch must be given to ``survey`` before the first ``loss``: a second forward pass."""
+        """True if every pass must be given to ``survey`` before the first ``loss``: a second forward pass."""
         return self._algorithm.loss == "m2po"
 
     @property
     def by_group(self) -> bool:
-        """True when the advantages of a group need no other group, and no other rank."""
+        """True if the advantages of a group depend on no other group and no other rank."""
         return self._group_advantage is not None
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Reset the state for a new step."""
         self._counts = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._scale = 1.0
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
@@ -127,7 +127,7 @@ class Objective:
         self._limit = math.inf
 
     def take(self, batch: TrainBatch) -> None:
-        """Rows of the rank whose passes come next, whole groups. ``ConfigError`` for a stage column that is missing."""
+        """Add the rank's rows of the next passes, as whole groups. ``ConfigError`` if a stage column is missing."""
         lengths = torch.from_numpy(batch.completion_lengths)
         self._first = (lengths.cumsum(0) - lengths).to(self._device)
         self._advantages = self._advantages_of(batch, lengths).to(self._device)
@@ -135,55 +135,55 @@ class Objective:
         self._counts += torch.tensor(counts, dtype=torch.float64, device=self._device)
 
     def scale(self) -> float:
-        """What the sum of all ``loss`` is to be multiplied by. Called once, when all rows of the step were taken."""
+        """Return the factor for the sum of all ``loss``. Called once, after all rows of the step were taken."""
         self._counts = self._reduce.sum(self._counts)
         tokens, sequences, trajectories = self._counts.tolist()
         self._scale = scale(self._how, tokens=tokens, sequences=sequences, trajectories=trajectories)
         return self._scale
 
     def survey(self, logprobs: Tensor, tokens: Tokens) -> None:
-        """Take in the log-probabilities of a micro-batch as the step begins, float32 [T] without gradient."""
+        """Record a pass's log-probabilities at the start of the step, float32 [T] without gradient."""
         logprobs, behavior = logprobs[tokens.mask], tokens.behavior[tokens.mask]
         bounded = clippable(logprobs, behavior, self._advantages_of_trained(tokens))
         self._squares.append(squared_log_ratio(logprobs, behavior)[bounded])
 
     def surveyed(self) -> None:
-        """All micro-batches of this rank have been surveyed; called once on every rank, before the first ``loss``."""
+        """Finish the survey; called once on every rank, before the first ``loss``."""
         squares = torch.cat([torch.zeros(0, dtype=torch.float64, device=self._device), *self._squares])
         self._limit = largest_kept(squares, self._algorithm.m2_threshold, self._reduce)
         self._squares.clear()
 
     def loss(self, logprobs: Tensor, tokens: Tokens) -> Tensor:
-        """Scalar with gradient; ``logprobs`` float32 [T] are the current model's at the sampling temperature.
+        """Return a scalar with gradient; ``logprobs`` float32 [T] are the current model's at the sampling temperature.
 
-        Its sum over the micro-batches of all ranks, times ``scale``, is the loss of the whole batch: no division by the
-        world size, a backend that averages gradients over ranks multiplies by it.
+        The sum over all passes of all ranks, times ``scale``, is the loss of the whole batch. It is not divided by the
+        world size; a backend that averages gradients over ranks must multiply by it.
         """
         mask = tokens.mask
-        at = Trained(
+        at = TrainedTokens(
             logprobs=logprobs[mask],
             behavior=tokens.behavior[mask],
             advantages=self._advantages_of_trained(tokens),
             row=tokens.row[mask],
             stages={name: column[mask] for name, column in tokens.stages.items()},
         )
-        if at.logprobs.numel() == 0:  # no loss has to bear that; other ranks wait in the backward pass
+        if at.logprobs.numel() == 0:  # losses need not handle this case; other ranks wait in the backward pass
             return at.logprobs.sum()
-        found = self._loss(at, self._limit)
+        result = self._loss(at, self._limit)
         weight = weights(self._how, at.row, self._longest)
-        loss = (found.loss * weight).sum()
+        loss = (result.loss * weight).sum()
         divergence = self._divergence(at.logprobs, tokens)
         if divergence is not None and not self._algorithm.kl_in_reward:
             loss = loss + self._algorithm.kl_coef * (divergence * weight).sum()
-        self._count(loss, found, at, divergence)
+        self._count(loss, result, at, divergence)
         return loss
 
     def values(self) -> dict[str, float]:
-        """Metrics of the step, over all ranks, once the ``scale`` is known.
+        """Return the metrics of the step over all ranks; requires ``scale``.
 
         ``loss``; ``mismatch_kl`` and ``is_weight/*`` of the engine's tokens; ``clip/low``, ``clip/high``,
-        ``masked/token``: shares of the trained tokens; ``masked/sequence``: share of the trajectories that lost all of
-        them to a mask; ``kl/reference`` in nats a token, where there is a reference.
+        ``masked/token``: fractions of the trained tokens; ``masked/sequence``: fraction of the trajectories that lost
+        all tokens to a mask; ``kl/reference`` in nats per token, if there is a reference.
         """
         loss, low, high, masked, silent, divergence = self._reduce.sum(self._sums).tolist()
         tokens, sequences, _ = (max(count, 1.0) for count in self._counts.tolist())
@@ -199,7 +199,7 @@ class Objective:
         return values | self._mismatch.values(self._reduce)
 
     def _advantages_of(self, batch: TrainBatch, lengths: Tensor) -> Tensor:
-        """float32, flat over all completion tokens of the rank's rows, trained or not."""
+        """Return float32 advantages, flat over all completion tokens of the rank's rows, trained or not."""
         rewards, algorithm = torch.from_numpy(batch.rewards), self._algorithm
         if self._group_advantage is not None:
             stages = {name: torch.from_numpy(column) for name, column in batch.sample_stages.items()}
@@ -219,30 +219,30 @@ class Objective:
         return self._advantages[self._places(tokens.row)[tokens.mask]]
 
     def _places(self, row: Tensor) -> Tensor:
-        """Where each token's advantage is: its row's first place, and its own number within the row."""
+        """Return the index of each token's advantage: its row's start plus its position within the row."""
         kinds, count = torch.unique_consecutive(row, return_counts=True)
         start: Tensor = self._first[kinds] - (count.cumsum(0) - count)
         places: Tensor = torch.arange(len(row), device=row.device) + start.repeat_interleave(count)
         return places
 
     def _divergence(self, logprobs: Tensor, tokens: Tokens) -> Tensor | None:
-        """From the reference model, [T] over the trained tokens; None without one."""
+        """Return the divergence from the reference model, [T] over the trained tokens; None without a reference."""
         if not self._algorithm.kl_coef:
             return None
         return kl_loss(self._algorithm.kl, logprobs, _column(tokens.stages, REFERENCE)[tokens.mask])
 
-    def _count(self, loss: Tensor, found: TokenLoss, at: Trained, divergence: Tensor | None) -> None:
-        silent = row_mean(found.masked.to(torch.float32), at.row) == 1.0
+    def _count(self, loss: Tensor, result: TokenLoss, at: TrainedTokens, divergence: Tensor | None) -> None:
+        silent = row_mean(result.masked.to(torch.float32), at.row) == 1.0
         first = torch.ones_like(silent)
         first[1:] = at.row[1:] != at.row[:-1]
-        parts = [loss, found.low.sum(), found.high.sum(), found.masked.sum(), (silent & first).sum()]
+        parts = [loss, result.low.sum(), result.high.sum(), result.masked.sum(), (silent & first).sum()]
         parts.append(torch.zeros_like(loss) if divergence is None else divergence.sum())
         self._sums += torch.stack([part.detach().to(torch.float64) for part in parts])
-        self._mismatch.add(at.old, at.behavior, found.truncated)
+        self._mismatch.add(at.old, at.behavior, result.truncated)
 
 
 def _flat(batch: TrainBatch, column: NDArray[Any]) -> Tensor:
-    """The completion tokens of a padded column, trajectory after trajectory."""
+    """Return the completion tokens of a padded column, trajectory after trajectory."""
     return torch.from_numpy(column[batch.completions])
 
 

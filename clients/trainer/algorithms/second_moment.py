@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Where M2PO cuts: the largest squared log-ratio that a batch may keep, found with sums over ranks only."""
+"""M2PO's cutoff: the largest squared log-ratio that a batch may keep, computed with sums over ranks only."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ _BITS = 63
 
 
 def largest_kept(squares: Tensor, threshold: float, reduce: Reduction) -> float:
-    """The largest ``c`` among the numbers for which the mean of ``squares <= c`` is at most ``threshold``.
+    """Return the largest ``c`` for which the mean of the ``squares <= c`` is at most ``threshold``.
 
-    ``squares`` [T] float64, not negative, of this rank; the answer is that of all ranks together. Tokens leave from the
-    largest down until the rest's second moment is small enough, equal ones together; the mean of the smallest c grows
-    with c, so bisection finds the place. It runs over the bits of a float64, which order as the numbers do: 63 sums
-    over the ranks, exact.
+    ``squares`` [T] float64, not negative, are this rank's; the result holds for all ranks together. Tokens leave from
+    the largest down, equal ones together, until the rest's second moment is small enough. The mean of the squares up to
+    c grows with c, so bisection finds the cutoff. It runs over the bit patterns of a float64, which have the order of
+    the numbers: 63 exact sums over the ranks.
 
     Source: Zheng et al., M2PO (arXiv 2510.01161v2), section 5.2, algorithm 1, where one token leaves at a time.
     """

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Losses that look at a whole trajectory's distance from the engine. ``row`` [T] says whose token it is."""
+"""Losses based on a whole trajectory's distance from the engine. ``row`` [T] is the trajectory of each token."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from staleflow.clients.trainer.algorithms.losses import MAX_LOG_RATIO, TokenLoss
 
 
 def row_mean(values: Tensor, row: Tensor) -> Tensor:
-    """Mean over the trajectory of each token, given to each of its tokens; [T] -> [T], with gradient."""
+    """Return the trajectory mean for each token; [T] -> [T], with gradient."""
     _, index, count = torch.unique(row, return_inverse=True, return_counts=True)
     sums = torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, index, values)
     means: Tensor = sums / count.to(values.dtype)
@@ -18,18 +18,18 @@ def row_mean(values: Tensor, row: Tensor) -> Tensor:
 def gspo(
     logprobs: Tensor, behavior: Tensor, advantages: Tensor, row: Tensor, *, gspo_low: float, gspo_high: float
 ) -> TokenLoss:
-    """PPO's clip of one length-normalised ratio a trajectory; each of its tokens carries the trajectory's loss::
+    """Apply PPO's clip to one length-normalised ratio per trajectory; every token carries the trajectory's loss::
 
         s_i    = exp(1 / |y_i| * sum_t (logp_t - behaviour_t))
         loss_i = -min(s_i * A_i, clip(s_i, 1 - gspo_low, 1 + gspo_high) * A_i)
 
-    Meant for ``aggregation.sequence_mean``, which turns equal tokens into one term a trajectory. With advantages that
-    differ inside a trajectory this is the paper's GSPO-token in value and not in gradient.
+    Intended for ``Aggregation.SEQUENCE_MEAN``, which turns the equal tokens into one term per trajectory. With
+    advantages that vary within a trajectory, this equals the paper's GSPO-token in value but not in gradient.
 
     Source: Zheng et al., GSPO (arXiv 2507.18071v2), section 4.1, equations 5 and 7.
     """
     distance = row_mean(logprobs - behavior.detach(), row)
-    # the clip of a ratio to nothing: ppo_clip takes a logarithm and what is below the fraction
+    # the distance is already a log-ratio, so the denominator that ppo_clip subtracts is 0
     return ppo_clip(distance, torch.zeros_like(distance), advantages, clip_low=gspo_low, clip_high=gspo_high)
 
 
@@ -44,12 +44,12 @@ def opsm(
     dual_clip: float = 0.0,
     opsm_delta: float,
 ) -> TokenLoss:
-    """PPO's clip of the ratio to the engine, without bad trajectories that the model would hardly write any more::
+    """PPO's clip of the ratio to the engine, without bad trajectories that became unlikely under the model::
 
         M_t    = 0 if A_t < 0 and 1 / |y_i| * sum_t (behaviour_t - logp_t) > opsm_delta, else 1
         loss_t = M_t * ppo_clip_t
 
-    Meant for ``aggregation.sequence_mean``.
+    Intended for ``Aggregation.SEQUENCE_MEAN``.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, equations 8 and 9, off-policy sequence masking.
     """

@@ -1,4 +1,4 @@
-"""What the training loop asks of a backend, and what a step gives back. No torch here."""
+"""The interface between the training loop and its backends. No torch in this module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,32 +15,32 @@ from staleflow.protocols.consistency.ids import GroupId, Step, Version
 Array = NDArray[Any]
 
 Weights = Mapping[str, Array]
-"""Tensors by name, as ``state_dict`` names them; bfloat16 as its bits in uint16, as on the wire."""
+"""Tensors by ``state_dict`` name; bfloat16 as its bits in uint16, as on the wire."""
 
 Published = NamedTensors
-"""What a backend gives to be published: ``Weights``, or the same gathered while somebody goes through them."""
+"""Weights that a backend publishes: ``Weights``, or tensors that are gathered during the iteration."""
 
 Stopping = Callable[[], bool]
-"""True once the process was asked to end."""
+"""Return True once a stop was requested."""
 
 MAX_NAMED = 8
-"""Groups that an error names."""
+"""Maximum number of groups that an error names."""
 
 
 class Stopped(Exception):
-    """The process was asked to end, and what was under way is undone: weights and optimizer are as before it."""
+    """A stop was requested, and the operation was undone: weights and optimizer are unchanged."""
 
 
 class Drained(Exception):
-    """The run drains and has no further batch; the text is the reason. Nothing is wrong."""
+    """The run drains normally and has no further batch; the text is the reason."""
 
 
 class NoBatch(Exception):
-    """The scheduler says that the batch of a step can never come; the text says why."""
+    """The batch of a step can never arrive, according to the scheduler; the text is the reason."""
 
 
 class Untrainable(Exception):
-    """Some groups of a batch make the step raise; weights and optimizer are as before, on every rank."""
+    """Some groups of a batch make the step raise; weights and optimizer are unchanged on every rank."""
 
     def __init__(self, groups: Sequence[GroupId], why: str, *, every: bool = False) -> None:
         named = ", ".join(map(str, groups[:MAX_NAMED])) + (", ..." if len(groups) > MAX_NAMED else "")
@@ -48,54 +48,54 @@ class Untrainable(Exception):
         super().__init__(f"{whole}groups {named}: {why}")
         self.groups = groups
         self.every = every
-        """No group of a batch of several can be trained: to quarantine them would not help."""
+        """No group of a batch of several can be trained, so quarantining them would not help."""
 
 
 class OutOfMemory(Exception):
-    """A step does not fit this device; the text says which, and what to change."""
+    """A step does not fit this device; the text names the step and the settings to change."""
 
     def __init__(self, text: str, *, can_save: bool = False) -> None:
         super().__init__(text)
         self.can_save = can_save
-        """Weights and optimizer are as before, and no other rank waits for this one in the middle of a pass: ``save``
-        comes through."""
+        """Weights and optimizer are unchanged, and no other rank waits for this one within a pass, so that ``save``
+        succeeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one train step did."""
+    """The result of one train step."""
 
     values: dict[str, float] = field(default_factory=dict[str, float])
     """Metrics by name."""
     bad: str = ""
-    """Names the loss or gradient that was not finite; then weights and optimizer are as before."""
+    """The loss or gradient that was not finite; if set, weights and optimizer are unchanged."""
 
 
 class Backend(Protocol):
-    """The model and its optimizer. One owner, one thread."""
+    """The model and its optimizer, with one owner and one thread."""
 
     def check(self, directory: Path) -> None:
-        """``ConfigError`` for a complete checkpoint that ``load`` cannot take; changes nothing."""
+        """Raise ``ConfigError`` for a complete checkpoint that ``load`` cannot read. Changes nothing."""
         ...
 
     def load(self, directory: Path | None) -> None:
-        """Take the state of a checkpoint, or of the initial model (None)."""
+        """Load a checkpoint, or the initial model (None)."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Put everything that ``load`` needs for bit-identical steps into an empty directory."""
+        """Write everything that ``load`` needs for bit-identical steps into an empty directory."""
         ...
 
     def weights(self) -> Published:
-        """What the engines are to load; valid until the next step."""
+        """Return the weights for the engines; valid until the next step."""
         ...
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        """One optimizer step. ``Stopped`` when asked to end before it was taken; ``Untrainable``."""
+        """Take one optimizer step. Raise ``Stopped`` on a stop request before it is taken, or ``Untrainable``."""
         ...
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
-        """Metrics on the held-out prompts, empty without any; changes nothing. ``Stopped`` when asked to end."""
+        """Return metrics on the held-out prompts, empty without any. Changes nothing. ``Stopped`` on a stop request."""
         ...
 
     def close(self) -> None: ...
@@ -103,24 +103,26 @@ class Backend(Protocol):
 
 @runtime_checkable
 class StreamingBackend(Backend, Protocol):
-    """One that can take a step's batch in parts: ``begin``, ``add`` each, ``finish``. The same step as ``train``."""
+    """A backend that accepts a step's batch in parts: ``begin``, ``add`` each, ``finish``. Equivalent to ``train``."""
 
     def begin(self) -> None:
-        """A step begins, or begins again: forget the parts that were added."""
+        """Start or restart a step, discarding the parts added before."""
         ...
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
-        """Take in some whole groups; ``last``: they complete the batch. ``Stopped`` when asked to end meanwhile;
-        ``Untrainable``: then the step begins again."""
+        """Process some whole groups; ``last``: they complete the batch.
+
+        Raise ``Stopped`` on a stop request, or ``Untrainable``, after which the step restarts.
+        """
         ...
 
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:
-        """Take the step; ``batch``: every part that was added, as one."""
+        """Take the step; ``batch`` is the concatenation of all parts."""
         ...
 
 
 def mean_std(values: NDArray[Any]) -> tuple[float, float]:
-    """Population mean and deviation; zeros for nothing."""
+    """Return population mean and deviation; zeros for an empty array."""
     return (float(values.mean()), float(values.std())) if values.size else (0.0, 0.0)
 
 
@@ -129,7 +131,7 @@ def _alone(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def batch_values(batch: TrainBatch, gather: Callable[[NDArray[Any]], NDArray[Any]] = _alone) -> dict[str, float]:
-    """Metrics that every backend reports alike. ``gather``: one column of every rank's rows, as one array."""
+    """Return the metrics common to all backends. ``gather`` concatenates one column over the rows of every rank."""
     lengths = gather(batch.sampled_lengths)
     sampled = int(lengths.sum())
     reward, spread = mean_std(gather(batch.rewards).astype(np.float64))

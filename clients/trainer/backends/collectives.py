@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""The ranks of one trainer, and what they say to each other about a step: numbers and orders, never payload.
+"""Communication between the ranks of one trainer about a step: numbers and orders, never payload.
 
-Two groups of the same processes: the devices' own (nccl, or gloo on a CPU), which the backends put gradients and
-weights through, and one over main memory for orders, flags and counts, in which a rank may wait for days.
+The same processes form two groups. The devices' group (nccl, or gloo on a CPU) transmits the gradients and weights of
+the backends. The other one works in main memory for orders, flags and counts; a rank may wait in it for days.
 """
 
 import datetime
@@ -20,38 +20,38 @@ from staleflow.configs.ranks import LISTEN_FD, Place, place
 
 dist: Any = torch_distributed
 
-PATIENCE = datetime.timedelta(days=30)
-"""For orders: the next batch may be long in coming. A rank that dies breaks its connections, which nobody waits for."""
-DEVICE_PATIENCE = datetime.timedelta(minutes=30)
+ORDER_TIMEOUT = datetime.timedelta(days=30)
+"""For orders, as the next batch may take long. A rank that dies breaks its connections, so nothing waits for it."""
+DEVICE_TIMEOUT = datetime.timedelta(minutes=30)
 ORDER_INTS = 4
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Ranks(Protocol):
-    """This process among the trainer's. Whatever is asked of the others is asked equally often by every rank."""
+    """This process as one of the trainer's ranks. Every rank must make the same number of calls to each method."""
 
     place: Place
     device: torch.device
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element by element over the ranks; every rank gets it."""
+        """Sum element by element over the ranks; every rank gets the result."""
         ...
 
     def max(self, values: Tensor) -> Tensor:
-        """As ``sum``."""
+        """Return the maximum, as ``sum`` does."""
         ...
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Return whether ``flag`` is True on any rank."""
         ...
 
     def gather(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Everybody's values in the order of the ranks, as one array."""
+        """Concatenate the values of all ranks in rank order."""
         ...
 
 
 class OneRank:
-    """A trainer of one process: nobody to ask."""
+    """A trainer of one process, without communication."""
 
     def __init__(self, device: torch.device) -> None:
         self.place = Place()
@@ -71,7 +71,7 @@ class OneRank:
 
 
 class ManyRanks:
-    """Joined to ``torch.distributed``, also where there is one rank only: some backends shard over a group of one."""
+    """``torch.distributed``, even with a single rank: some backends need a group to shard over."""
 
     def __init__(self, where: Place) -> None:
         self.place = where
@@ -84,9 +84,9 @@ class ManyRanks:
             store=_store(where),
             rank=where.rank,
             world_size=where.world,
-            timeout=DEVICE_PATIENCE,
+            timeout=DEVICE_TIMEOUT,
         )
-        self._orders: Any = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._orders: Any = dist.new_group(backend="gloo", timeout=ORDER_TIMEOUT)
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduced(values, dist.ReduceOp.SUM)
@@ -98,28 +98,28 @@ class ManyRanks:
         return bool(self.max(torch.tensor([int(flag)]))[0])
 
     def gather(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Arrays of numbers that agree in all but the first extent."""
+        """Concatenate numeric arrays that agree in all but the first dimension."""
         lengths = torch.zeros(self.place.world, dtype=torch.int64)
         lengths[self.place.rank] = len(values)
         longest = int(self.sum(lengths).max())
         padded = np.zeros((longest, *values.shape[1:]), values.dtype)
         padded[: len(values)] = values
         mine = torch.from_numpy(padded)
-        everybody = [torch.empty_like(mine) for _ in range(self.place.world)]
-        dist.all_gather(everybody, mine, group=self._orders)
+        gathered = [torch.empty_like(mine) for _ in range(self.place.world)]
+        dist.all_gather(gathered, mine, group=self._orders)
         counts = self.sum(lengths).tolist()
-        return np.concatenate([part.numpy()[:count] for part, count in zip(everybody, counts, strict=True)])
+        return np.concatenate([part.numpy()[:count] for part, count in zip(gathered, counts, strict=True)])
 
-    def tell(self, order: Sequence[int], text: str = "") -> None:
-        """From rank 0 to the others, who are in ``hear``."""
+    def broadcast(self, order: Sequence[int], text: str = "") -> None:
+        """Send an order from rank 0 to the others, which wait in ``receive``."""
         raw = text.encode()
         head = torch.tensor([*order, *[0] * (ORDER_INTS - len(order)), len(raw)], dtype=torch.int64)
         dist.broadcast(head, 0, group=self._orders)
         if raw:
             dist.broadcast(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 0, group=self._orders)
 
-    def hear(self) -> tuple[list[int], str]:
-        """What rank 0 tells, as soon as it does."""
+    def receive(self) -> tuple[list[int], str]:
+        """Wait for the next order from rank 0 and return it."""
         head = torch.zeros(ORDER_INTS + 1, dtype=torch.int64)
         dist.broadcast(head, 0, group=self._orders)
         *order, length = head.tolist()
@@ -129,11 +129,11 @@ class ManyRanks:
         return order, raw.numpy().tobytes().decode()
 
     def barrier(self) -> None:
-        """Returns once every rank is here."""
+        """Return once every rank has called it."""
         dist.barrier(group=self._orders)
 
     def close(self) -> None:
-        """Leave the groups; every rank does."""
+        """Destroy the groups; call it on every rank."""
         dist.destroy_process_group()
 
     def _reduced(self, values: Tensor, how: Any) -> Tensor:
@@ -146,23 +146,23 @@ class ManyRanks:
 
 
 def open_ranks(backend: str) -> OneRank | ManyRanks:
-    """The ranks that this process was started as one of."""
+    """Return the ranks of this process, according to how it was launched."""
     if backend == "torch":
         return OneRank(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     where = place()
     if where.master_addr in LOOPBACK:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("LOCAL_RANK", str(where.local_rank))  # DeepSpeed insists on it
+    os.environ.setdefault("LOCAL_RANK", str(where.local_rank))  # DeepSpeed requires it
     return ManyRanks(where)
 
 
 def _store(where: Place) -> Any:
-    """Where the ranks meet: nowhere when there is one, else at rank 0."""
+    """Return the rendezvous store: local for a single rank, otherwise on rank 0."""
     if where.world == 1:
         return dist.HashStore()
     listening = int(os.environ.get(LISTEN_FD, -1))
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself keeps the store then
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun itself hosts the store
     leads = where.rank == 0 and not agent
     more = {"master_listen_fd": listening} if leads and listening >= 0 else {}
     store = dist.TCPStore(
@@ -171,7 +171,7 @@ def _store(where: Place) -> Any:
         where.world,
         is_master=leads,
         wait_for_workers=False,
-        timeout=DEVICE_PATIENCE,
+        timeout=DEVICE_TIMEOUT,
         **more,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives the ranks

@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""DeepSpeed's ZeRO over the ranks: 0 replicates, 1 shards the optimizer, 2 gradients too, 3 the weights as well.
+"""DeepSpeed's ZeRO over the ranks: stage 0 replicates, 1 shards the optimizer, 2 also gradients, 3 also the weights.
 
-The optimizer is torch's AdamW over ZeRO's float32 partitions (DeepSpeed's own for CPUs takes minutes to build and is
-slower). ZeRO averages over the ranks what it reduces, hence the factor in ``backward``. It divides the summed gradient
-by a loss scale before it clips it: that is told the step's scale, for the step alone. It takes its step and learns the
-gradient's norm in one go; the optimizer under it refuses to move for a norm that is not finite.
+The optimizer is torch's AdamW over ZeRO's float32 partitions (DeepSpeed's own CPU optimizer takes minutes to build and
+is slower). ZeRO averages over the ranks, hence the factor in ``backward``. It divides the summed gradient by a loss
+scale before clipping; this is overridden with the step's scale, for the step only. ZeRO computes the gradient's norm
+and takes the step in one call, so the optimizer below it refuses to step on a norm that is not finite.
 """
 
 import importlib
@@ -31,21 +31,22 @@ from staleflow.configs.schema import Config
 
 _MASTER = "master"
 _FOR_INFERENCE = "deepspeed_shm_comm"
-"""C++ that DeepSpeed would build on CPUs before its first collective, for ``inference_all_reduce`` alone: it takes a
-compiler and half a minute to minutes, and an interrupted build leaves a lock at which the next one waits for ever."""
+"""C++ extension that DeepSpeed would build on CPUs before its first collective, only for ``inference_all_reduce``. The
+build needs a compiler and up to minutes, and an interrupted build leaves a lock on which the next one waits
+indefinitely."""
 _RENAMED = r"`torch\.distributed\."
-"""How torch 2.13 begins to say that a collective has a new name: for those that ZeRO calls, many times a step."""
+"""Start of torch 2.13's deprecation warning for renamed collectives, which ZeRO calls many times per step."""
 
 
-class _Guarded(torch.optim.AdamW):
-    """AdamW that moves only when it may: ZeRO steps it at its start with no gradient, and whatever the norm."""
+class _GatedAdamW(torch.optim.AdamW):
+    """AdamW that steps only if allowed: ZeRO steps it at startup without a gradient, and later whatever the norm is."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.may: Callable[[], bool] = _never
+        self.allowed: Callable[[], bool] = _never
 
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure) if self.may() else None
+        return super().step(closure) if self.allowed() else None
 
 
 def _never() -> bool:
@@ -53,7 +54,7 @@ def _never() -> bool:
 
 
 class DeepspeedLearner:
-    """``Learner`` in a DeepSpeed engine."""
+    """``Learner`` over a DeepSpeed engine."""
 
     even = True
 
@@ -74,7 +75,7 @@ class DeepspeedLearner:
             deepspeed.init_distributed(dist_init_required=False)
             self._partition(files, config, deepspeed.zero.Init)
         parameters = groups(model.parameters(), self._config, _ndim)
-        self._adam = _Guarded(parameters, lr=self._config.lr, betas=self._config.betas)
+        self._adam = _GatedAdamW(parameters, lr=self._config.lr, betas=self._config.betas)
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=model, optimizer=self._adam, dist_init_required=False, config=settings(config)
         )
@@ -96,17 +97,17 @@ class DeepspeedLearner:
             group["lr"] = rate
         if self._stage == 0:
             norm = self._scaled_norm(scale)
-            self._adam.may = lambda: take and math.isfinite(norm)
+            self._adam.allowed = lambda: take and math.isfinite(norm)
             self._engine.step()
             return norm
-        self._adam.may = lambda: take and math.isfinite(self._norm())
+        self._adam.allowed = lambda: take and math.isfinite(self._norm())
         self._zero.override_loss_scale(1.0 / scale)
         self._engine.step()
         self._zero.override_loss_scale(1.0)
         return self._norm()
 
     def clear(self) -> None:
-        """In all places where ZeRO keeps gradients between two passes of a step."""
+        """Clear all places where ZeRO keeps gradients between two passes of a step."""
         self._zero.zero_grad(set_to_none=True)
         for place in ("averaged_gradients", "all_grad_tensors"):
             getattr(self._zero, place, {}).clear()
@@ -146,13 +147,13 @@ class DeepspeedLearner:
         load_random(directory, self._ranks.place.rank, self._ranks.device)
 
     def close(self) -> None:
-        """DeepSpeed's hooks on the model and on every gradient would hold both for ever, so would ZeRO-3's stack."""
+        """Remove DeepSpeed's hooks and ZeRO-3's module stack, which would otherwise keep the model alive."""
         self._engine.destroy()
         if self._stage == 3:
             importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK.clear()
 
     def _partition(self, files: WeightFiles, config: Config, init: Callable[..., Any]) -> None:
-        """Give a model on the meta device its weights: rank 0 reads a layer, ZeRO hands it round and keeps a part."""
+        """Load a model on the meta device layer by layer: rank 0 reads, ZeRO distributes and keeps this rank's part."""
         leads, device, waiting = self._ranks.place.leads, self._ranks.device, distinct(self.model)
         for part in (*layers(self.model), self.model):
             wanted = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
@@ -172,7 +173,7 @@ class DeepspeedLearner:
         return f"deepspeed-zero{self._stage}"
 
     def _scaled_norm(self, scale: float) -> float:
-        """Of the gradient without ZeRO, which is scaled and clipped here."""
+        """Scale and clip the gradient without ZeRO; return its norm."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
@@ -183,7 +184,7 @@ class DeepspeedLearner:
         return math.nan if norm is None or (self._zero.overflow and norm == 0) else float(norm)
 
     def _masters(self) -> list[Tensor]:
-        """What AdamW moves on this rank: ZeRO's flat float32 partitions, or the model's own parameters."""
+        """Return the tensors that AdamW updates here: ZeRO's flat float32 partitions, or the model's own parameters."""
         match self._stage:
             case 0:
                 return [p for p in self.model.parameters() if p.requires_grad]
@@ -194,12 +195,12 @@ class DeepspeedLearner:
 
 
 def _ndim(parameter: Any) -> int:
-    """Of the whole parameter: ZeRO-3 leaves an empty one behind, with its shape."""
+    """Return the dimensions of the whole parameter: ZeRO-3 leaves an empty placeholder, which records its shape."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """DeepSpeed's configuration. Everything about the learning rate and the batch is decided here, not there."""
+    """Return DeepSpeed's configuration. Learning rate and batch are managed by this trainer, not by DeepSpeed."""
     trainer = config.trainer
     return {
         "train_micro_batch_size_per_gpu": 1,

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The torch files of a checkpoint: safetensors and JSON, never pickle."""
+"""Torch files of a checkpoint: safetensors and JSON, never pickle."""
 
 import json
 import shutil
@@ -21,19 +21,19 @@ from staleflow.configs.ranks import Place
 
 STATE = "trainer.safetensors"
 FILE_BYTES = 2 << 30
-"""Of one file of a streamed model, a little more with a large tensor."""
+"""Size of one file of a streamed model; a large last tensor may exceed it."""
 _INDEX = "model.safetensors.index.json"
 _CPU, _CUDA = "cpu", "cuda"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
-    """The model of a directory, to be trained: gradients on, dropout off (the ratio compares like with like).
+    """Load a model for training: gradients on, dropout off (so that the policy ratio compares equal computations).
 
-    ``ConfigError`` when its files are no causal language model, or hold other tensors than its configuration says.
+    Raise ``ConfigError`` if the files are not a causal language model, or their tensors do not match its configuration.
     """
     quiet: Any = disable_progress_bar
-    quiet()  # standard error is a log here
+    quiet()  # standard error is a log file here
     try:
         model: Any
         info: Any
@@ -42,7 +42,7 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
             directory,
             dtype=getattr(torch, dtype),
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # reported below with their names
             output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
@@ -58,10 +58,10 @@ def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
 
 
 def checkpoint_gradients(model: Any) -> None:
-    """Compute activations again in the backward pass instead of keeping them: those of eval mode, without dropout.
+    """Recompute activations in the backward pass instead of storing them, in eval mode, without dropout.
 
-    ``transformers`` does so in layers that are in train mode. These are, but for the time in which they compute, and so
-    is ``model`` itself, as a sign; everything else stays in eval mode.
+    ``transformers`` does this in layers in train mode. The layers are therefore in train mode except while they
+    compute, and so is ``model`` itself, as a flag; everything else stays in eval mode.
     """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.training = True
@@ -72,7 +72,7 @@ def checkpoint_gradients(model: Any) -> None:
 
 
 def _in_eval_mode(checkpoint: Callable[..., Any], call: Any, *arguments: Any) -> Any:
-    """``checkpoint(call, ...)``; ``call`` is a partial of the layer's own call, here and again in the backward pass."""
+    """Run ``checkpoint(call, ...)``; ``call`` is a partial of the layer's call, in the forward and backward pass."""
     layer = call.func.__self__
 
     def computed(*arguments: Any) -> Any:
@@ -86,9 +86,9 @@ def _in_eval_mode(checkpoint: Callable[..., Any], call: Any, *arguments: Any) ->
 
 
 def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
-    """``save_pretrained``, and the small files of the initial directory (tokenizer, template) that it did not write.
+    """``save_pretrained``, plus the small files of the initial directory (tokenizer, template) that it did not write.
 
-    ``generation_config.json`` is among these: ``transformers`` loads some that it refuses to save.
+    ``generation_config.json`` is among these: ``transformers`` loads some files that it refuses to save.
     """
     defaults: Any = GenerationConfig
     kept, model.generation_config = model.generation_config, defaults()
@@ -103,7 +103,7 @@ def save_model(model: Any, directory: Path, *, tokenizer_of: Path) -> None:
 def save_streamed(
     model: Any, tensors: Iterable[tuple[str, Tensor]], directory: Path, *, dtype: str, tokenizer_of: Path
 ) -> None:
-    """The same from tensors that come one by one: never more than a file of them in memory."""
+    """Save like ``save_model``, from tensors that arrive one by one, with at most one file of them in memory."""
     files: list[list[str]] = []
     part: dict[str, Tensor] = {}
     total = 0
@@ -140,19 +140,19 @@ def _copy_small(directory: Path, tokenizer_of: Path) -> None:
 
 
 def save_state(optimizer: Mapping[str, Tensor], path: Path) -> None:
-    """Optimizer tensors."""
+    """Save the optimizer's tensors."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, path)
 
 
 def state_file(directory: Path, name: str) -> Path:
-    """What ``save_state`` left. ``ConfigError`` when another backend left it."""
+    """Return the file of ``save_state``. ``ConfigError`` if another backend wrote the checkpoint."""
     if not (directory / name).is_file():
         raise _written_by_others(directory)
     return directory / name
 
 
 def shard_file(backend: str, where: Place, *, inside: Path | None = None) -> Path:
-    """The file of a rank's shards. ``inside``: in this checkpoint, ``ConfigError`` when others wrote it."""
+    """Return the file of a rank's shards. ``inside``: in this checkpoint; ``ConfigError`` if another setup wrote it."""
     name = Path(f"{backend}-{where.rank}-of-{where.world}.safetensors")
     if inside is None or (inside / name).is_file():
         return name if inside is None else inside / name
@@ -160,18 +160,18 @@ def shard_file(backend: str, where: Place, *, inside: Path | None = None) -> Pat
 
 
 def _written_by_others(directory: Path) -> ConfigError:
-    """Says who wrote a checkpoint."""
-    found = "torch or ddp" if (directory / STATE).is_file() else "nobody that is known here"
+    """Return an error that names the writer of the checkpoint."""
+    writer = "torch or ddp" if (directory / STATE).is_file() else "an unknown backend"
     for file in directory.glob("*-0-of-*.safetensors"):
         backend, _, ranks = file.stem.partition("-0-of-")
         if not backend.startswith("model"):
-            found = f"{backend} on {ranks} ranks"
-    allowed = f"it was written by {found}: go on with the same trainer.backend, trainer.zero_stage and trainer.nproc"
+            writer = f"{backend} on {ranks} ranks"
+    allowed = f"it was written by {writer}; resume with the same trainer.backend, trainer.zero_stage and trainer.nproc"
     return ConfigError("checkpoint", str(directory), allowed)
 
 
 def save_random(directory: Path, rank: int) -> None:
-    """The random state of every generator that a step of this rank may draw from."""
+    """Save the random state of every generator that a step of this rank may use."""
     tensors = {_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors[_CUDA] = torch.cuda.get_rng_state()
@@ -179,7 +179,7 @@ def save_random(directory: Path, rank: int) -> None:
 
 
 def load_random(directory: Path, rank: int, device: torch.device) -> None:
-    """Set it again; a rank that the checkpoint does not know keeps its own."""
+    """Restore the random state; a rank without one in the checkpoint keeps its own."""
     path = directory / f"random-{rank}.safetensors"
     if not path.is_file():
         return

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""How much of the device's arithmetic a train step used: model FLOP utilisation, as in PaLM (Chowdhery et al. 2022)."""
+"""Model FLOP utilisation of a train step, as in PaLM (Chowdhery et al. 2022)."""
 
 from typing import Any
 
@@ -29,16 +29,16 @@ PEAKS: dict[str, tuple[float, float]] = {
     "RTX 4090": (165.2e12, 82.6e12),
     "RTX 3090": (71e12, 35.6e12),
 }
-"""Dense FLOP/s in bfloat16 and float32 (without TF32) of the makers' data sheets, by a part of the device's name. The
-first match counts."""
+"""Dense FLOP/s in bfloat16 and float32 (without TF32) from the vendors' data sheets, by a part of the device's name.
+The first match counts."""
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of a model's configuration for how many experts a layer has that a token is routed between."""
+"""Keys of a model's configuration that hold the number of routed experts per layer."""
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """FLOP/s of a device by its name; None when it is not known."""
+    """Return the FLOP/s of a device by its name; None for unknown devices."""
     for name, (bfloat16, float32) in PEAKS.items():
         if name in device:
             return bfloat16 if dtype == "bfloat16" else float32
@@ -46,16 +46,18 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 
 def step_flops(parameters: int, layers: int, width: int, lengths: np.ndarray) -> float:
-    """Of forward and backward over sequences of these lengths: ``6 P`` a token, and ``6 layers width n^2`` a sequence
-    for causal attention (12 without the causal half)."""
+    """Return the FLOPs of forward and backward over sequences of these lengths.
+
+    ``6 P`` per token, plus ``6 layers width n^2`` per sequence for causal attention (12 without causality).
+    """
     tokens = lengths.astype(np.float64)
     return float(6.0 * parameters * tokens.sum() + 6.0 * layers * width * (tokens**2).sum())
 
 
 def active_parameters(model: Any, config: Any) -> int | None:
-    """Parameters that one token goes through: of the experts that it is routed between only the share that it uses.
+    """Return the parameters used by one token; of routed experts, only the fraction that it uses counts.
 
-    None where the model's ``config`` does not say how many these are, or which parameters are experts cannot be told.
+    None if the model's ``config`` does not give that fraction, or the experts' parameters cannot be identified.
     """
     routed: int = sum(p.numel() for name, p in model.named_parameters() if "experts" in name.split("."))
     total: int = sum(p.numel() for p in model.parameters())
@@ -66,13 +68,13 @@ def active_parameters(model: Any, config: Any) -> int | None:
     return total - routed + routed * used // experts if routed and experts and used else None
 
 
-class Speed:
-    """Of one model on one kind of device. Take it before a backend shards the model."""
+class FlopsMeter:
+    """FLOP utilisation of one model on one kind of device. Create it before a backend shards the model."""
 
     def __init__(self, model: Any, ranks: Ranks, dtype: str) -> None:
         config = model.config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        looked_up = 0 if tied else model.get_input_embeddings().weight.numel()  # rows picked, nothing multiplied
+        looked_up = 0 if tied else model.get_input_embeddings().weight.numel()  # a lookup performs no multiplication
         active = active_parameters(model, config)
         self._parameters = None if active is None else active - looked_up
         self._layers = config.num_hidden_layers
@@ -83,7 +85,7 @@ class Speed:
         self._peak = peak_flops(torch.cuda.get_device_name(ranks.device), dtype) if cuda else None
 
     def values(self, batch: TrainBatch, seconds: float) -> dict[str, float]:
-        """``perf/mfu`` of a step over all ranks; nothing where the peak or what a token goes through is not known."""
+        """Return ``perf/mfu`` of a step over all ranks; empty if the peak or the active parameters are unknown."""
         if self._peak is None or self._parameters is None:
             return {}
         flops = step_flops(self._parameters, self._layers, self._width, batch.sequence_lengths)

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""One forward pass over some rows of a batch, padded or packed, and the log-probabilities of their completions."""
+"""One forward pass over some rows of a batch, padded or packed: the log-probabilities of their completions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ from staleflow.clients.trainer.backends.tensors import rows
 from staleflow.clients.trainer.data.batch import TrainBatch
 
 Forward = Callable[..., Tensor]
-"""From ``input_ids`` and what belongs to them to logits."""
+"""Map ``input_ids`` and related inputs to logits."""
 _PROBE = 8
-"""Tokens of each row with which a model is tried out."""
+"""Number of tokens per row in the check of a model's packing."""
 
 
 def completion_logprobs(
@@ -28,22 +28,25 @@ def completion_logprobs(
     *,
     packing: bool,
 ) -> Tensor:
-    """float32 [T]: of the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``."""
+    """Return float32 [T]: the completion tokens of the rows ``which``, in the order of ``objective.tokens_of``."""
     return (_packed if packing else _padded)(forward, batch, which, device, temperature)
 
 
-def keeps_apart(forward: Forward, backward: Callable[[Tensor], None], embeddings: Any, device: torch.device) -> bool:
-    """Whether the model keeps two rows of one packed pass apart. ``backward`` adds the gradient of a scalar to the
-    model's; ``embeddings``: its own, of the tokens.
+def isolates_packed_rows(
+    forward: Forward, backward: Callable[[Tensor], None], embeddings: Any, device: torch.device
+) -> bool:
+    """Return whether the model isolates two rows of one packed pass.
 
-    What the second row computes has no gradient in the first row's embeddings then, exactly: attention that is masked
-    has the weight 0, not about 0. (The second row's values themselves may differ in their last bits with the first
-    row's tokens, where these choose how many tokens an expert has.)
+    ``backward`` adds the gradient of a scalar to the model's; ``embeddings``: its token embeddings.
+
+    With isolation, the second row's output has exactly zero gradient in the first row's embeddings, since masked
+    attention has weight 0, not about 0. (The second row's values may still differ in their last bits with the first
+    row's tokens, where these determine how many tokens an expert processes.)
     """
-    seen: list[bool] = []
+    reached: list[bool] = []
 
-    def look(_: object, __: object, found: Any) -> None:
-        found.register_hook(lambda gradient: seen.append(bool(gradient[0, :_PROBE].any())))
+    def look(_: object, __: object, output: Any) -> None:
+        output.register_hook(lambda gradient: reached.append(bool(gradient[0, :_PROBE].any())))
 
     hook = embeddings.register_forward_hook(look)
     try:
@@ -52,7 +55,7 @@ def keeps_apart(forward: Forward, backward: Callable[[Tensor], None], embeddings
         backward(logits[0, _PROBE:].float().sum())
     finally:
         hook.remove()
-    return bool(seen) and not any(seen)
+    return bool(reached) and not any(reached)
 
 
 def _padded(
@@ -67,17 +70,17 @@ def _padded(
 def _packed(
     forward: Forward, batch: TrainBatch, which: NDArray[np.int64], device: torch.device, temperature: float
 ) -> Tensor:
-    """All rows behind each other in one. Positions start anew with every row: by these ``transformers`` keeps the rows
-    apart, with a block-diagonal causal mask (sdpa, eager) or variable lengths (flash attention), in most architectures
-    (``keeps_apart``)."""
+    """Concatenate all rows into one. Positions restart with every row, by which ``transformers`` isolates the rows,
+    with a block-diagonal causal mask (sdpa, eager) or variable lengths (flash attention), in most architectures
+    (``isolates_packed_rows``)."""
     lengths = batch.sequence_lengths[which]
-    there = np.arange(batch.input_ids.shape[1]) < lengths[:, None]
-    positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), there.shape)[there]
+    inside = np.arange(batch.input_ids.shape[1]) < lengths[:, None]
+    positions = np.broadcast_to(np.arange(batch.input_ids.shape[1]), inside.shape)[inside]
 
     def flat(column: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(device)[None]
 
-    input_ids = flat(batch.input_ids[which][there])
+    input_ids = flat(batch.input_ids[which][inside])
     logits = forward(input_ids=input_ids, position_ids=flat(positions))
-    # the first token of a row is "predicted" by the row before it; it is a prompt's, and left out here
-    return token_logprobs(logits, input_ids, temperature)[flat(batch.completions[which][there])]
+    # The first token of a row is "predicted" by the row before it, but belongs to a prompt and is excluded here.
+    return token_logprobs(logits, input_ids, temperature)[flat(batch.completions[which][inside])]

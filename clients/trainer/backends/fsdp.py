@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Weights, gradients and optimizer state sharded over the ranks by FSDP2: each layer is whole only while it computes.
+"""FSDP2: weights, gradients and optimizer state sharded over the ranks; a layer is complete only while it computes.
 
-The shards are the float32 master weights, which each rank reads from the files by itself; a bfloat16 model computes in
-bfloat16 copies of them, and gradients are reduced in float32. FSDP averages what it reduces, hence the factor in
+The shards are the float32 master weights, which each rank reads from the files itself. A bfloat16 model computes in
+bfloat16 copies of them, and gradients are reduced in float32. FSDP averages gradients, hence the factor in
 ``backward``.
 """
 
@@ -34,8 +34,8 @@ class FsdpLearner(PlainLearner):
     def __init__(self, model: Any, config: Config, ranks: Ranks, files: WeightFiles | None) -> None:
         self._dtype = getattr(torch, config.model.dtype)
         self._wide = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        """In names of parameters that ``transformers`` loads in float32 whatever it is asked for, here and in engines.
-        Buffers are as the model has them."""
+        """Name parts of parameters that ``transformers`` always loads in float32, here and in engines. Buffers keep the
+        model's dtype."""
         self._world = ranks.place.world
         mixed = self._dtype != torch.float32
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32) if mixed else None
@@ -61,7 +61,7 @@ class FsdpLearner(PlainLearner):
 
     def save(self, directory: Path) -> None:
         local = {name: _local(tensor).cpu().contiguous() for name, tensor in self.optimizer.tensors().items()}
-        if self._dtype != torch.float32:  # the model's files hold less than the shards
+        if self._dtype != torch.float32:  # the model's files have lower precision than the shards
             local |= {f"shard/{name}": _local(p.detach()).cpu() for name, p in self.model.named_parameters()}
         save_file(local, directory / shard_file("fsdp", self.ranks.place))
         save_random(directory, self.ranks.place.rank)
@@ -70,10 +70,10 @@ class FsdpLearner(PlainLearner):
         shard_file("fsdp", self.ranks.place, inside=directory)
 
     def load(self, directory: Path) -> None:
-        found = load_file(shard_file("fsdp", self.ranks.place, inside=directory))
+        stored = load_file(shard_file("fsdp", self.ranks.place, inside=directory))
         parameters = dict(self.model.named_parameters())
         state: dict[str, Tensor] = {}
-        for full, value in found.items():
+        for full, value in stored.items():
             kind, _, rest = full.partition("/")
             if kind == "shard":
                 with torch.no_grad():
@@ -86,7 +86,7 @@ class FsdpLearner(PlainLearner):
 
 
 def _fill(model: Any, files: WeightFiles, ranks: Ranks) -> None:
-    """Give a sharded model on the meta device this rank's shards, tensor by tensor."""
+    """Load this rank's shards into a sharded model on the meta device, tensor by tensor."""
     state: dict[str, Tensor] = {}
     for tensor, names in distinct(model):
         stored = files.stored(names)
@@ -101,7 +101,7 @@ def _fill(model: Any, files: WeightFiles, ranks: Ranks) -> None:
 
 
 def _rows(count: int, rank: int, world: int) -> slice:
-    """A rank's part of the first extent: FSDP cuts it as ``torch.chunk`` does."""
+    """Return a rank's part of the first dimension; FSDP splits it like ``torch.chunk``."""
     size = -(-count // world)
     return slice(min(rank * size, count), min((rank + 1) * size, count))
 
@@ -111,7 +111,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(parameter: Any, local: Tensor) -> Tensor:
-    """This rank's part of a tensor that is sharded as the parameter is."""
+    """Wrap this rank's part of a tensor that is sharded like the parameter."""
     return DTensor.from_local(
         local,
         parameter.device_mesh,

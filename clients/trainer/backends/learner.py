@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""What the shared train step asks of a way to hold and move weights: replicated, or sharded by FSDP or ZeRO."""
+"""The interface of the shared train step to model storage: replicated, or sharded by FSDP or ZeRO."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,52 +16,55 @@ class Learner(Protocol):
     """The model and its optimizer on one rank."""
 
     model: Any
-    """The model itself, without what a backend wraps round it; when it is sharded every rank calls it equally often."""
+    """The model without backend wrappers; if sharded, every rank must call it equally often."""
     even: bool
-    """True when every rank must run equally many passes."""
+    """True if every rank must run the same number of passes."""
     whole: bool
-    """True when this rank's model is complete without the others."""
+    """True if this rank's model is complete without the others."""
 
     def forward(self, *, last: bool, **inputs: Any) -> Any:
-        """The model's output; ``last`` says that the next ``backward`` is the step's last."""
+        """Return the model's output; ``last``: the next ``backward`` is the step's last."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of ``loss`` to the step's; all of the ranks are summed, at ``last`` at the latest."""
+        """Add the gradient of ``loss`` to the step's; gradients are summed over ranks at ``last`` at the latest."""
         ...
 
     def step(self, number: int, *, scale: float, take: bool) -> float:
-        """The L2 norm of the step's gradient, ``scale`` times what was added, from before clipping. Moves the weights
-        as train step ``number`` if the norm is finite and ``take``; the gradient is forgotten in any case."""
+        """Return the L2 norm, before clipping, of the step's gradient: ``scale`` times the added gradients.
+
+        Update the weights as train step ``number`` if the norm is finite and ``take`` is set. The gradient is discarded
+        in any case.
+        """
         ...
 
     def clear(self) -> None:
-        """Forget the gradient. Every rank does."""
+        """Discard the gradient. Call it on every rank."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model by its name, complete, one at a time; tied ones once. Every rank goes through."""
+        """Yield every tensor with its name, complete, one at a time; tied ones once. Every rank must iterate."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Optimizer and random state, and master weights beside the model's."""
+        """Save optimizer and random state, and master weights that differ from the model's."""
         ...
 
     def check(self, directory: Path) -> None:
-        """``ConfigError`` if other ranks or another backend left what is there."""
+        """Raise ``ConfigError`` if another number of ranks or another backend wrote the directory."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Take what ``save`` left; ``ConfigError`` as ``check``."""
+        """Load the files of ``save``; raise ``ConfigError`` as ``check`` does."""
         ...
 
     def close(self) -> None:
-        """Let go of the model: nothing but the owner of this learner holds it any more. Every rank does."""
+        """Release the model, so that only the owner of this learner references it. Call it on every rank."""
         ...
 
 
 def make_learner(config: Config, model: Any, ranks: OneRank | ManyRanks, files: WeightFiles | None = None) -> Learner:
-    """The configured one; ``model`` is its own from now on. ``files``: where its weights still are (``open_model``)."""
+    """Return the configured learner, which takes over ``model``. ``files``: unloaded weights (``open_model``)."""
     match config.trainer.backend:
         case "fsdp":
             from staleflow.clients.trainer.backends.fsdp import FsdpLearner

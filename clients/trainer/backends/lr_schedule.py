@@ -1,4 +1,4 @@
-"""The learning rate of every train step. Pure."""
+"""The learning-rate schedule. Pure."""
 
 import math
 
@@ -6,7 +6,7 @@ from staleflow.configs.schema import Trainer
 
 
 def learning_rate(config: Trainer, number: int) -> float:
-    """Of train step ``number``, from 0: linear warm-up over ``warmup_steps``, then the schedule down to the last step.
+    """Return the rate of train step ``number``, from 0: linear warm-up over ``warmup_steps``, then the schedule.
 
     With p from 0 (warm-up done) to 1 (last step) and m = ``lr_min_share``: linear 1 - (1 - m) p, cosine
     m + (1 - m) (1 + cos(pi p)) / 2 (Loshchilov and Hutter 2017, "SGDR"); both end at m.

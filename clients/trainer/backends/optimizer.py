@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""AdamW over float32 master weights, whatever the model computes in.
+"""AdamW over float32 master weights, whatever dtype the model computes in.
 
-A learning rate of 1e-6 moves a weight by less than bfloat16 can show; summed in float32 the moves count. For a float32
-model the master weights *are* the model's, and nothing is copied.
+A learning rate of 1e-6 changes a weight by less than bfloat16 resolves; accumulated in float32, these changes count.
+For a float32 model the master weights *are* the model's, and nothing is copied.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from staleflow.configs.schema import Trainer
 
 
 class MasterAdamW:
-    """The optimizer of one model. Gradients of micro-batches are summed in float32 by ``collect``."""
+    """The optimizer of one model. ``collect`` sums the gradients of passes in float32."""
 
     def __init__(self, model: nn.Module, config: Trainer) -> None:
         self._config = config
@@ -29,7 +29,7 @@ class MasterAdamW:
         self._adam = torch.optim.AdamW(groups(self._master.values(), config), lr=config.lr, betas=config.betas)
 
     def collect(self) -> None:
-        """Add the model's gradients to the masters' and clear them; nothing to do for a float32 model."""
+        """Add the model's gradients to the masters' and clear them; no effect for a float32 model."""
         for name, parameter in self._model.items():
             master = self._master[name]
             if master is parameter or parameter.grad is None:
@@ -38,29 +38,29 @@ class MasterAdamW:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
-    def collected(self) -> None:
-        """Clear the model's gradients: the masters' hold them already."""
+    def clear_model_gradients(self) -> None:
+        """Clear the model's gradients, which the masters already contain."""
         for name, parameter in self._model.items():
             if self._master[name] is not parameter:
                 parameter.grad = None
 
     def master_of(self, parameter: Tensor) -> Tensor:
-        """What the optimizer moves for a parameter of the model."""
+        """Return the tensor that the optimizer updates for a parameter of the model."""
         return self._of[id(parameter)]
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradient."""
+        """Multiply the gradient by ``factor``."""
         for master in self._master.values():
             if master.grad is not None:
                 master.grad.mul_(factor)
 
     def clip(self) -> float:
-        """Cut the gradient to ``grad_clip`` and return its L2 norm from before; not finite if any part of it is."""
+        """Clip the gradient to ``grad_clip``; return its previous L2 norm, which is not finite if any part is not."""
         norm: Any = nn.utils.clip_grad_norm_(self._master.values(), self._config.grad_clip)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def step(self, number: int) -> float:
-        """Move the weights, as train step ``number`` of the run; returns the learning rate."""
+        """Update the weights as train step ``number`` of the run; return the learning rate."""
         rate = learning_rate(self._config, number)
         for group in self._adam.param_groups:
             group["lr"] = rate
@@ -73,22 +73,22 @@ class MasterAdamW:
         return rate
 
     def clear(self) -> None:
-        """Forget the gradient."""
+        """Discard the gradient."""
         for parameter in (*self._model.values(), *self._master.values()):
             parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that decides the next steps, by name: Adam's moments and counts, and masters beside the model."""
-        found: dict[str, Tensor] = {}
+        """Return all state that determines the next steps, by name: Adam's moments and counts, and separate masters."""
+        state: dict[str, Tensor] = {}
         for name, master in self._master.items():
             for key, value in self._adam.state.get(master, {}).items():
-                found[f"adam/{name}/{key}"] = value
+                state[f"adam/{name}/{key}"] = value
             if master is not self._model[name]:
-                found[f"master/{name}"] = master.detach()
-        return found
+                state[f"master/{name}"] = master.detach()
+        return state
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the state that ``tensors`` gave. ``ValueError`` names a tensor that does not fit."""
+        """Restore the state returned by ``tensors``. ``ValueError`` names a tensor that does not fit."""
         states: dict[str, dict[str, Tensor]] = {}
         for full, value in tensors.items():
             kind, _, rest = full.partition("/")
@@ -102,7 +102,7 @@ class MasterAdamW:
             states.setdefault(name, {})[key] = value
         for name, state in states.items():
             master = self._master[name]
-            # Adam keeps its count of steps in main memory, its moments beside the weights
+            # Adam keeps its step count in main memory and its moments on the weights' device
             self._adam.state[master] = {
                 key: value.clone() if key == "step" else value.to(master.device, copy=True)
                 for key, value in state.items()
@@ -112,7 +112,7 @@ class MasterAdamW:
 def groups(
     parameters: Iterable[Tensor], config: Trainer, ndim: Callable[[Tensor], int] = Tensor.dim
 ) -> list[dict[str, Any]]:
-    """For AdamW: matrices decay, vectors (norms, biases) do not. ``ndim``: of the whole tensor."""
+    """Return AdamW's parameter groups: matrices decay, vectors (norms, biases) do not. ``ndim``: of whole tensors."""
     every = list(parameters)
     decayed, plain = [p for p in every if ndim(p) >= 2], [p for p in every if ndim(p) < 2]
     both = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]

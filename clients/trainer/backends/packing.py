@@ -1,4 +1,4 @@
-"""The cut of a batch into passes without padding. Numpy only."""
+"""Split a batch into passes without padding. NumPy only."""
 
 import math
 
@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def packs(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:
-    """Rows of each pass: as few passes as their tokens allow, each of about as many, none above ``micro_tokens``.
+def packed_passes(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:
+    """Return the rows of each pass: as few passes as possible, of about equal size, none above ``micro_tokens``.
 
-    A row longer than that goes alone. Longest first into the emptiest pass; depends on the lengths only.
+    A longer row forms its own pass. The longest row goes first, into the emptiest pass; depends only on the lengths.
     """
     if len(lengths) == 0:
         return []
@@ -25,7 +25,7 @@ def packs(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int6
 def _cut(
     lengths: NDArray[np.int64], order: list[int], passes: int, micro_tokens: int
 ) -> list[NDArray[np.int64]] | None:
-    """Into so many passes; None when one would be too large."""
+    """Distribute the rows over ``passes`` passes; return None if one would be too large."""
     loads, rows = [0] * passes, [list[int]() for _ in range(passes)]
     for row in order:
         place = min(range(passes), key=lambda place: (loads[place], place))

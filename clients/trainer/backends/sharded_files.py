@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
-"""A model without its weights, and its weights tensor by tensor: for backends of which no rank holds them all.
+"""A model without weights, and its weights tensor by tensor, for backends in which no rank holds all of them.
 
-What is read is copied: nothing keeps a file open or mapped.
+Reads copy the data, so no file stays open or mapped.
 """
 
 import json
@@ -24,9 +24,9 @@ _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 
 
 class WeightFiles:
-    """The tensors of a model directory's safetensors, by name, each read when it is asked for.
+    """The tensors of a model directory's safetensors by name, each read on demand.
 
-    ``OSError``, ``ValueError``, ``KeyError`` or ``SafetensorError`` when there are none that can be read.
+    Raise ``OSError``, ``ValueError``, ``KeyError`` or ``SafetensorError`` if they are missing or unreadable.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -35,41 +35,40 @@ class WeightFiles:
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(directory / name for name in listed):
-            with _opened(path) as file:
+            with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
                     self._files[name] = path
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def stored(self, names: list[str]) -> str:
-        """The one of a tensor's names that it is in the files by."""
+        """Return which of a tensor's names the files use."""
         return next(name for name in names if name in self._files)
 
     def read(self, name: str, into: Tensor, rows: slice | None = None) -> Tensor:
-        """``into``, of any dtype and on any device, filled with a tensor or with some of its first extent."""
-        with _opened(self._files[name]) as file:
-            found: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
-            return into.copy_(found)
+        """Fill ``into``, of any dtype and device, with a tensor or with ``rows`` of its first dimension; return it."""
+        with _open(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+            return into.copy_(tensor)
 
 
 def open_model(directory: Path, dtype: str, device: torch.device) -> tuple[Any, WeightFiles | None]:
-    """The model of a directory, to be trained, as ``load_model`` gives it; but its parameters are on the meta device
-    and come from the files. Tied ones are tied, buffers have their values, on ``device``.
+    """Open a model for training like ``load_model``, but with its parameters on the meta device and in the files.
 
-    Complete, and no files, where these do not hold every tensor by the model's own name for it. ``ConfigError`` as of
-    ``load_model``.
+    Tied parameters are tied, and buffers have their values, on ``device``. If the files do not hold every tensor under
+    one of the model's own names, return the complete model and no files. Raise ``ConfigError`` as ``load_model`` does.
     """
     try:
         files, model = WeightFiles(directory), empty_model(directory, dtype, device)
     except (OSError, ValueError, KeyError, SafetensorError):
-        return load_model(directory, dtype, device), None  # it finds the words
+        return load_model(directory, dtype, device), None  # it raises an error with the reason
     if fit(model, files):
         return model, files
-    log.info("%s: every rank reads the whole model, its files name or shape tensors in another way", directory)
+    log.info("%s: its files name or shape tensors differently, so every rank reads the whole model", directory)
     return load_model(directory, dtype, device), None
 
 
 def empty_model(directory: Path, dtype: str, device: torch.device) -> Any:
-    """The model as its configuration says, buffers computed, parameters on the meta device."""
+    """Build the model from its configuration, with computed buffers and parameters on the meta device."""
     build: Any = AutoModelForCausalLM.from_config
     with _parameters_on_meta():
         model = build(AutoConfig.from_pretrained(directory, local_files_only=True), dtype=getattr(torch, dtype))
@@ -82,7 +81,7 @@ def empty_model(directory: Path, dtype: str, device: torch.device) -> Any:
 
 
 def fit(model: Any, files: WeightFiles) -> bool:
-    """Whether each tensor of the model is in the files once, by one of its names, and nothing else is."""
+    """Return whether the files hold each tensor of the model once, under one of its names, and nothing else."""
     left = dict(files.shapes)
     for tensor, names in distinct(model):
         stored = [name for name in names if name in left]
@@ -92,22 +91,22 @@ def fit(model: Any, files: WeightFiles) -> bool:
 
 
 def distinct(model: Any) -> list[tuple[Tensor, list[str]]]:
-    """What ``state_dict`` holds: each tensor with all its names, tied ones together."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
+    """Return each tensor of ``state_dict`` with all its names, tied ones together."""
+    tensors: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return list(found.values())
+        tensors.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(tensors.values())
 
 
 def layers(model: Any) -> list[Any]:
-    """What a backend gathers, and shards, by itself: the decoder layers."""
+    """Return the decoder layers, the units that a backend shards and gathers."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules built meanwhile have parameters without memory, and real buffers, whatever these are computed from."""
+    """Build modules with parameters on meta but real buffers, regardless of the source of the buffers' values."""
     every: Any = nn.Module
     register = every.register_parameter
 
@@ -123,5 +122,5 @@ def _parameters_on_meta() -> Iterator[None]:
         every.register_parameter = register
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     return safe_open(path, framework="pt")

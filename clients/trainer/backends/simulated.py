@@ -15,15 +15,15 @@ _POLL_INTERVAL_S = 0.05
 
 
 class _State(msgspec.Struct, frozen=True):
-    """Everything there is: steps taken, and a number that every trained token of every batch went into."""
+    """The complete state: steps taken, and a checksum over every trained token of every batch."""
 
     steps: int = 0
     mixed: int = 0
 
 
 class SimulatedTrainer:
-    """A step of ``batch_size`` groups takes ``step_s`` seconds, each group its share of them; weights are a function of
-    the batches trained so far, as real ones are."""
+    """A step of ``batch_size`` groups takes ``step_s`` seconds, in equal parts per group. As in real training, the
+    weights are a function of the batches so far."""
 
     def __init__(self, step_s: float, batch_size: int) -> None:
         self._group_s = step_s / batch_size
@@ -31,10 +31,10 @@ class SimulatedTrainer:
         self._tokens = 0
 
     def check(self, directory: Path) -> None:
-        """There is one way to write one."""
+        """Accept every checkpoint, as there is only one format."""
 
     def load(self, directory: Path | None) -> None:
-        """The state of a checkpoint, or of the beginning (None)."""
+        """Load the state of a checkpoint, or the initial state (None)."""
         self._state = _State()
         if directory is not None:
             self._state = msgspec.json.decode((directory / _STATE).read_bytes(), type=_State)
@@ -46,17 +46,17 @@ class SimulatedTrainer:
         return {"version": np.array([self._state.steps, self._state.mixed], np.int64)}
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        """Sleep, then take the step. ``Stopped`` when asked to end meanwhile."""
+        """Sleep, then take the step. ``Stopped`` on a stop request during the sleep."""
         self.begin()
         self.add(batch, stopping, last=True)
         return self.finish(batch, step)
 
     def begin(self) -> None:
-        """Nothing of a step is done."""
+        """Start or restart a step."""
         self._tokens = 0
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
-        """Sleep for the groups of this part. ``Stopped`` when asked to end meanwhile."""
+        """Sleep for the groups of this part. ``Stopped`` on a stop request meanwhile."""
         end = time.monotonic() + self._group_s * len(np.unique(part.group_ids))
         while (left := end - time.monotonic()) > 0:
             if stopping():
@@ -71,8 +71,8 @@ class SimulatedTrainer:
         return StepResult(values={"loss": 0.0, "grad_norm": 0.0})
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
-        """There is nothing to evaluate."""
+        """Return no metrics, as there is no model to evaluate."""
         return {}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""

@@ -17,7 +17,7 @@ from staleflow.configs.schema import Config
 
 
 class PlainLearner:
-    """``Learner`` without any other rank."""
+    """``Learner`` without other ranks."""
 
     even = False
     whole = True
@@ -50,7 +50,7 @@ class PlainLearner:
         yield from named(self.model)
 
     def save(self, directory: Path) -> None:
-        """The optimizer's state is every rank's; any number of ranks goes on from it."""
+        """Save the optimizer's state, which is equal on every rank, so that any number of ranks can resume from it."""
         if self.ranks.place.leads:
             save_state(self.optimizer.tensors(), directory / STATE)
         save_random(directory, self.ranks.place.rank)
@@ -63,4 +63,4 @@ class PlainLearner:
         load_random(directory, self.ranks.place.rank, self.ranks.device)
 
     def close(self) -> None:
-        """Nobody else does."""
+        """Do nothing: no other object references the model."""

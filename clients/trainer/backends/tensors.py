@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""Between torch tensors and what travels: NumPy arrays, bfloat16 as its bits in uint16."""
+"""Conversions between torch tensors and published arrays: NumPy, bfloat16 as its bits in uint16."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from staleflow.clients.trainer.backends.base import Weights
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
-    """A view where the tensor is contiguous in main memory, else a copy."""
+    """Return a view if the tensor is contiguous in main memory, else a copy."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy()
@@ -21,39 +21,39 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def to_arrays(tensors: Mapping[str, Any]) -> Weights:
-    """Every tensor of a ``state_dict`` by name; of tied ones the first name only."""
-    seen: set[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = set()
+    """Return every tensor of a ``state_dict`` by name; of tied ones only the first name."""
+    yielded: set[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = set()
     arrays: dict[str, NDArray[Any]] = {}
     for name, value in tensors.items():
         tensor = torch.as_tensor(value)
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if place not in seen or tensor.numel() == 0:
-            seen.add(place)
+        if place not in yielded or tensor.numel() == 0:
+            yielded.add(place)
             arrays[name] = to_array(tensor)
     return arrays
 
 
 def named(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's own tensors by the names of its ``state_dict``, sharded as they are; tied ones by their first."""
-    seen: set[int] = set()
+    """Yield the model's own tensors by ``state_dict`` name, sharded or not; tied ones under their first name."""
+    yielded: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in yielded:
+            yielded.add(id(tensor))
             yield name, tensor
 
 
-class Streamed:
-    """Weights that are gathered tensor by tensor, each time somebody goes through them."""
+class StreamedWeights:
+    """Weights that are gathered tensor by tensor during each iteration."""
 
     def __init__(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._tensors = tensors
 
     def items(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """One tensor in memory at a time; the same names and bytes each time, until the next step."""
+        """Yield one tensor at a time; names and bytes are the same on each iteration until the next step."""
         for name, tensor in self._tensors():
             yield name, to_array(tensor)
 
 
 def rows(array: NDArray[Any], which: NDArray[np.int64], width: int, device: torch.device) -> Tensor:
-    """Some rows of a padded column, cut to ``width`` columns, on the device."""
+    """Return some rows of a padded column, cut to ``width`` columns, on the device."""
     return torch.from_numpy(np.ascontiguousarray(array[which, :width])).to(device)

@@ -1,7 +1,7 @@
-"""A sealed batch as padded columns, and its cut into micro-batches. Numpy only.
+"""A sealed batch as padded columns, and its split into forward passes. NumPy only.
 
-One row a trajectory: prompt, completion, padding on the right. Rows are in the order of the batch's members, so that
-the same batch gives the same arrays whenever and wherever it is fetched.
+Each trajectory is one row: prompt, completion, padding on the right. Rows are in the order of the batch's members, so
+that a batch always gives the same arrays.
 """
 
 from collections.abc import Iterable
@@ -17,20 +17,20 @@ from staleflow.protocols.wire.stages import REWARD_COLUMN, is_per_token, short_n
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 
 NO_VERSION = -1
-"""In ``token_versions``: nobody sampled this token (prompt, padding, what an environment wrote)."""
+"""Value in ``token_versions`` for tokens that no policy sampled (prompt, padding, environment output)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One step's data: N trajectories, L tokens of the longest. The caller may change the arrays."""
+    """The data of one step: N trajectories, L tokens in the longest. The caller may modify the arrays."""
 
     step: Step
     batch: BatchId
     lineage: Lineage
     digest: str
-    """Hex sha256 over the members: equal for equal data."""
+    """Hex sha256 over the members; equal for equal data."""
     attempt: int
-    """How often the service has handed out this batch."""
+    """Number of times that the service has delivered this batch."""
     input_ids: NDArray[np.int64]
     """[N, L]"""
     attention_mask: NDArray[np.int64]
@@ -38,25 +38,25 @@ class TrainBatch:
     loss_mask: NDArray[np.bool_]
     """[N, L]: tokens to train on."""
     behavior_logprobs: NDArray[np.float32]
-    """[N, L]: of the token at that place, as the engine sampled it; 0 elsewhere."""
+    """[N, L]: log-probability of the token at this position, as the engine sampled it; 0 elsewhere."""
     token_versions: NDArray[np.int64]
-    """[N, L]: the version that wrote the token, or -1."""
+    """[N, L]: the version that generated the token, or -1."""
     rewards: NDArray[np.float32]
     """[N]"""
     group_ids: NDArray[np.int64]
     """[N]"""
     completion_lengths: NDArray[np.int64]
-    """[N]: tokens behind the prompt: sampled ones, trained or not, and what an environment wrote between them."""
+    """[N]: tokens after the prompt: sampled tokens, trained or not, and environment output between them."""
     cut: NDArray[np.bool_]
-    """[N]: True for a trajectory that did not come to its own end: it was as long as it may be, or truncated."""
+    """[N]: True for a trajectory that did not end by itself but reached the length limit or was truncated."""
     masked_tokens: int
-    """Tokens that the token bound took out of ``loss_mask``."""
+    """Number of tokens that the token bound removed from ``loss_mask``."""
     rows: tuple[dict[str, Any], ...]
     """[N]: the columns of each trajectory's prompt row."""
     token_stages: dict[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
-    """[N, L] each, by ``stage/column``: per-token columns of stages, 0 where there is none."""
+    """[N, L] each, by ``stage/column``: per-token columns of stages, 0 where undefined."""
     sample_stages: dict[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
-    """[N] each, by ``stage/column``: per-sample columns of stages and of the environment, NaN where there is none."""
+    """[N] each, by ``stage/column``: per-sample columns of stages and of the environment, NaN where undefined."""
 
     @property
     def trained_tokens(self) -> int:
@@ -64,34 +64,34 @@ class TrainBatch:
 
     @property
     def sequence_lengths(self) -> NDArray[np.int64]:
-        """[N]: prompt and completion."""
+        """[N]: length of prompt and completion."""
         return np.asarray(self.attention_mask.sum(axis=1), np.int64)
 
     @property
     def sampled_lengths(self) -> NDArray[np.int64]:
-        """[N]: tokens that the policy wrote, trained or not."""
+        """[N]: number of tokens that the policy generated, trained or not."""
         return np.asarray((self.token_versions != NO_VERSION).sum(axis=1), np.int64)
 
     @property
     def completions(self) -> NDArray[np.bool_]:
-        """[N, L]: tokens behind the prompt."""
+        """[N, L]: True for tokens after the prompt."""
         place: NDArray[np.int64] = np.asarray(range(self.input_ids.shape[1]), np.int64)
         end = self.sequence_lengths[:, None]
         return (place >= end - self.completion_lengths[:, None]) & (place < end)
 
     def mask_cut(self) -> None:
-        """Take trajectories that did not come to their own end out of ``loss_mask``."""
+        """Remove trajectories that did not end by themselves from ``loss_mask``."""
         self.loss_mask[self.cut] = False
 
     def off_policy(self) -> tuple[float, int]:
-        """Mean and maximum of (step - version) over the trained tokens; 0 without any."""
+        """Return mean and maximum of (step - version) over the trained tokens; 0 without any."""
         age = int(self.step) - self.token_versions[self.loss_mask]
         return (float(age.mean()), int(age.max())) if age.size else (0.0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedGroup:
-    """One member as the shard gave it."""
+    """One batch member as its shard returned it."""
 
     group: GroupId
     row: dict[str, Any]
@@ -99,7 +99,7 @@ class FetchedGroup:
 
 
 def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
-    """The batch as columns; ``groups`` in the order of the members. The token bound's mask is applied."""
+    """Build the batch's columns; ``groups`` in the order of the members. Applies the token bound's mask."""
     columns = _Columns(list(groups))
     masked = columns.mask(batch.mask_below)
     return TrainBatch(
@@ -125,8 +125,11 @@ def assemble(batch: Batch, groups: Iterable[FetchedGroup]) -> TrainBatch:
 
 
 class _Columns:
-    """The arrays of a batch. A ragged column of a group goes to its rows in one assignment, by the mask of their
-    completions: one copy of every value, and none of them touched by Python."""
+    """The arrays of a batch while they are filled.
+
+    A ragged column of a group is copied to its rows in one assignment, through the mask of their completions: every
+    value is copied once, without a Python loop over values.
+    """
 
     def __init__(self, fetched: list[FetchedGroup]) -> None:
         samples = [item.payload.num_samples for item in fetched]
@@ -166,15 +169,15 @@ class _Columns:
         self.token_versions[rows][completions] = versions
         self.rewards[rows] = payload.stages[REWARD_COLUMN]
         self.cut[rows] = payload.finish != Finish.STOP
-        for name, made in payload.stages.items():
+        for name, values in payload.stages.items():
             if is_per_token(name):
-                self._token_stage(name)[rows][completions] = made
+                self._token_stage(name)[rows][completions] = values
             else:
-                self._sample_stage(name)[rows] = made
+                self._sample_stage(name)[rows] = values
         self.rows.extend([item.row] * payload.num_samples)
 
     def mask(self, below: Version) -> int:
-        """Take tokens of versions under ``below`` out of the loss mask; how many there were."""
+        """Remove tokens of versions under ``below`` from the loss mask; return their number."""
         if below <= NO_VERSION:
             return 0
         stale = self.loss_mask & (self.token_versions < below)
@@ -195,7 +198,7 @@ class _Columns:
 
 
 def rows_of(batch: TrainBatch, which: NDArray[np.int64]) -> TrainBatch:
-    """Some rows of a batch, as a batch of their own."""
+    """Return some rows of a batch as a separate batch."""
     chosen: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(batch)}
     chosen |= {name: value[which] for name, value in chosen.items() if isinstance(value, np.ndarray)}
     chosen["rows"] = tuple(batch.rows[int(row)] for row in which)
@@ -204,10 +207,10 @@ def rows_of(batch: TrainBatch, which: NDArray[np.int64]) -> TrainBatch:
     return TrainBatch(**chosen)
 
 
-def micro_batches(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:
-    """Rows of each forward pass: longest first, as many as fit ``micro_tokens`` once padded to the longest of them.
+def padded_passes(lengths: NDArray[np.int64], micro_tokens: int) -> list[NDArray[np.int64]]:
+    """Return the rows of each padded pass: longest first, as many as fit ``micro_tokens`` after padding to the longest.
 
-    A row longer than that goes alone. Depends on the lengths only; equal ones keep their order.
+    A longer row forms its own pass. The result depends only on the lengths; equal lengths keep their order.
     """
     order = np.argsort(-lengths, kind="stable")
     cuts: list[NDArray[np.int64]] = []

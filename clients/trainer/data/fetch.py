@@ -1,10 +1,10 @@
-"""The payload of a batch's members, straight from their shards, all shards at once.
+"""Fetch the payload of a batch's members directly from their shards, all shards in parallel.
 
-From a shard on this host only names of places come, and what lies there is mapped; from others, and where the slabs
-cannot be opened, the bytes come in frames, as they are stored. Either way they are checked here before anybody sees
-them. Where that fails, the shard is asked for bytes that it has checked itself, and so finds out what is damaged.
+A shard on this host sends only the places of payloads, which are mapped. Other shards, and those whose slabs cannot be
+opened, send the stored bytes in frames. Either way the bytes are verified here before use. If verification fails, the
+shard is asked for bytes that it has checked itself, and so detects the damage.
 
-A shard is asked for as many members at once as its connection carries in a moment, one question behind the other.
+Each request asks for as many members as the shard's connection transmits in a moment; requests follow each other.
 """
 
 import asyncio
@@ -27,66 +27,68 @@ from staleflow.protocols.wire.trajectory import GroupPayload
 
 log = logging.getLogger(__name__)
 
-FETCH_GROUPS = 512
-"""Most members of one request; eight frames each stay far below the transport's limit."""
-FETCH_BYTES = 40 << 20
-"""Most payload of one request."""
-LANES = 2
-"""Of one shard: what came is unpacked while more is on its way."""
+MAX_REQUEST_GROUPS = 512
+"""Maximum members per request; with eight frames each, they stay far below the transport's limit."""
+MAX_REQUEST_BYTES = 40 << 20
+"""Maximum payload bytes per request."""
+LANES_PER_SHARD = 2
+"""Concurrent requests per shard, so that one reply is unpacked while the next arrives."""
 
-AT_ONCE_BYTES = 1 << 20
-"""Fewer than these are checked at once; more in a thread, so that the loop goes on meanwhile."""
+MAX_INLINE_BYTES = 1 << 20
+"""Payloads below this size are verified inline, larger ones in a thread, to keep the event loop responsive."""
 
 
 class Fetcher:
-    """Owned by one stream. ``mapped``: on a shard's host its slabs are mapped."""
+    """Owned by one stream. ``mapped``: map the slabs of shards on this host."""
 
     def __init__(self, shards: Sequence[Client], *, mapped: bool = True) -> None:
         self._shards = shards
         self._maps = [MappedSlabs() if mapped else None] * len(shards)
-        """One for all shards, but for those whose slabs cannot be opened."""
-        self._portions = [AdaptiveChunk(FETCH_BYTES) for _ in shards]
+        """One object for all shards; None for shards whose slabs cannot be opened."""
+        self._portions = [AdaptiveChunk(MAX_REQUEST_BYTES) for _ in shards]
         self._turns = [asyncio.Lock() for _ in shards]
 
     async def members(self, members: Sequence[MemberRef]) -> list[FetchedGroup]:
-        """Every one of them, in that order. ``Refused`` if a shard has not got one, or a corrupt one."""
+        """Return all members in the given order. ``Refused`` if a shard lacks one or has a corrupt one."""
         waiting: dict[int, deque[MemberRef]] = {}
         for member in members:
             waiting.setdefault(member.shard, deque()).append(member)
-        found: dict[GroupId, FetchedGroup] = {}
+        fetched_groups: dict[GroupId, FetchedGroup] = {}
         lanes = [
-            asyncio.create_task(self._lane(shard, waiting[shard], found)) for shard in waiting for _ in range(LANES)
+            asyncio.create_task(self._lane(shard, waiting[shard], fetched_groups))
+            for shard in waiting
+            for _ in range(LANES_PER_SHARD)
         ]
         try:
             await asyncio.gather(*lanes)
         finally:
             for lane in lanes:
                 lane.cancel()
-        return [found[member.group] for member in members]
+        return [fetched_groups[member.group] for member in members]
 
-    async def _lane(self, shard: int, waiting: deque[MemberRef], found: dict[GroupId, FetchedGroup]) -> None:
-        """Fetch until none of the shard's members waits."""
+    async def _lane(self, shard: int, waiting: deque[MemberRef], fetched_groups: dict[GroupId, FetchedGroup]) -> None:
+        """Fetch until no member of the shard is left."""
         while waiting:
-            part = taken(waiting, self._portions[shard].nbytes)
+            part = next_request(waiting, self._portions[shard].nbytes)
             try:
                 fetched = await self._fetch(shard, part)
             except Stuck:
                 waiting.extendleft(reversed(part))
             else:
-                found.update((group.group, group) for group in fetched)
+                fetched_groups.update((group.group, group) for group in fetched)
 
     async def _fetch(self, shard: int, members: Sequence[MemberRef]) -> list[FetchedGroup]:
         try:
-            return await self._asked(shard, members, self._maps[shard], checks=True)
+            return await self._request(shard, members, self._maps[shard], checks=True)
         except Unmapped as error:
-            log.info("shard %d is asked for frames from now on: %s", shard, error)
+            log.info("shard %d: requesting frames from now on: %s", shard, error)
             self._maps[shard] = None
             return await self._fetch(shard, members)
         except Unreadable as error:
-            log.info("shard %d is asked to check what it has: %s", shard, error)
-        return await self._asked(shard, members, None, checks=False)
+            log.info("shard %d: requesting a check of its bytes: %s", shard, error)
+        return await self._request(shard, members, None, checks=False)
 
-    async def _asked(
+    async def _request(
         self, shard: int, members: Sequence[MemberRef], maps: MappedSlabs | None, *, checks: bool
     ) -> list[FetchedGroup]:
         ask = GetGroups(
@@ -100,20 +102,20 @@ class Fetcher:
             call = self._shards[shard].call(ask, timeout_s=None)
             reply, frames = await portion.carry(self._shards[shard], call, nbytes, divisible=len(members) > 1)
         if not isinstance(reply, Groups) or [item.group for item in reply.groups] != ask.groups:
-            raise ProtocolError(Code.MALFORMED, f"shard {shard} did not answer with the groups it was asked for")
+            raise ProtocolError(Code.MALFORMED, f"shard {shard} did not reply with the requested groups")
         if maps is None and any(item.place is not None for item in reply.groups):
-            raise ProtocolError(Code.MALFORMED, f"shard {shard} answered with places; it was asked for frames")
-        found = [maps.open(reply.folder, item.place) if maps and item.place else None for item in reply.groups]
-        if nbytes < AT_ONCE_BYTES:
-            return list(unpacked(reply, frames, found, ask.shas))
-        return await asyncio.to_thread(lambda: list(unpacked(reply, frames, found, ask.shas)))
+            raise ProtocolError(Code.MALFORMED, f"shard {shard} replied with places; frames were requested")
+        payloads = [maps.open(reply.folder, item.place) if maps and item.place else None for item in reply.groups]
+        if nbytes < MAX_INLINE_BYTES:
+            return list(unpacked(reply, frames, payloads, ask.shas))
+        return await asyncio.to_thread(lambda: list(unpacked(reply, frames, payloads, ask.shas)))
 
 
-def taken(waiting: deque[MemberRef], most_bytes: int) -> list[MemberRef]:
-    """The first of those that wait, within the sizes of one request; at least one."""
+def next_request(waiting: deque[MemberRef], most_bytes: int) -> list[MemberRef]:
+    """Remove and return the first queued members that fit one request; at least one."""
     part = [waiting.popleft()]
     nbytes = part[0].nbytes
-    while waiting and len(part) < FETCH_GROUPS and (nbytes := nbytes + waiting[0].nbytes) <= most_bytes:
+    while waiting and len(part) < MAX_REQUEST_GROUPS and (nbytes := nbytes + waiting[0].nbytes) <= most_bytes:
         part.append(waiting.popleft())
     return part
 
@@ -121,11 +123,14 @@ def taken(waiting: deque[MemberRef], most_bytes: int) -> list[MemberRef]:
 def unpacked(
     reply: Groups, frames: Sequence[memoryview], mapped: Sequence[memoryview | None], shas: Sequence[str]
 ) -> Iterator[FetchedGroup]:
-    """The groups of an answer, checked; ``ProtocolError`` when frames and headers disagree, ``Unreadable`` when what
-    came packed is not what its sha256 says, or no group."""
-    made = split_columns(reply.columns, frames, len(reply.groups))
+    """Yield the groups of a reply after verification.
+
+    ``ProtocolError`` if frames and headers disagree; ``Unreadable`` if a packed group does not match its sha256 or is
+    not a group.
+    """
+    stage_columns = split_columns(reply.columns, frames, len(reply.groups))
     start = len(reply.columns)
-    for item, data, sha, columns in zip(reply.groups, mapped, shas, made, strict=True):
+    for item, data, sha, columns in zip(reply.groups, mapped, shas, stage_columns, strict=True):
         end = start + len(item.frames)
         named = arrays(item.frames, frames[start:end])
         if item.packed:
@@ -140,7 +145,7 @@ def unpacked(
 
 
 def _payload(named: Mapping[str, Array], *, packed: bool) -> GroupPayload:
-    """The group; of what came ``packed`` the shard has not looked at the bytes that its sha256 is of."""
+    """Decode a group. The shard has not checked ``packed`` bytes, so an error there is ``Unreadable``."""
     try:
         return GroupPayload.from_arrays(named)
     except ProtocolError as error:

@@ -1,9 +1,10 @@
-"""Batches in pieces, handed out while they still fill: for a trainer that streams.
+"""Micro-batches of a batch that is still filling, for a trainer that streams.
 
-Consumes: groups that the ledger fixed as the beginning of the batch (``Claims``), at last the sealed ``Batch``.
-Produces: ``Piece``, in the order of the batch. The cut depends on that order alone, every ``size`` groups, however
-early or late the groups came: whoever is served the batch again gets the same pieces. When what was handed out is no
-longer how the batch begins (a rollback, a corrupt group), the step begins again with a piece that is ``first``.
+Consumes groups that the ledger fixed as the beginning of the batch (``Claims``), and finally the sealed ``Batch``.
+Produces each ``MicroBatch``, in the order of the batch. The split depends only on that order (every ``size`` groups),
+not on arrival times, so that a batch that is served again gives the same micro-batches. If the groups already returned
+are no longer the beginning of the batch (a rollback, a corrupt group), the step restarts with a micro-batch marked
+``first``.
 """
 
 import asyncio
@@ -30,21 +31,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class MicroBatch:
     """Some whole groups of one step's batch."""
 
     data: TrainBatch
-    """Their rows. ``batch`` is 0 and ``digest`` empty: the batch is not sealed yet, or this is only a part of it."""
+    """Rows of these groups. ``batch`` is 0 and ``digest`` empty, as the batch may be unsealed and this is a part."""
     first: bool
-    """A step begins, or begins again: whatever was made of earlier pieces of it is void."""
+    """The step starts or restarts: results of its earlier micro-batches are void."""
     batch: Batch | None
-    """With the last piece: the sealed batch, which may be committed now."""
+    """The sealed batch, with the last micro-batch only; it may be committed now."""
     header: Batch
-    """Its groups, on all ranks: ``data`` has this rank's share of them."""
+    """The groups on all ranks; ``data`` has this rank's share of them."""
 
 
-class PieceStream(BatchStream):
-    """Feeds one trainer term; rank 0 alone asks for pieces. ``piece`` is for one reader."""
+class MicroBatchStream(BatchStream):
+    """Feeds one trainer term; only rank 0 requests micro-batches. ``micro_batch`` supports one reader."""
 
     def __init__(
         self,
@@ -59,56 +60,60 @@ class PieceStream(BatchStream):
     ) -> None:
         super().__init__(scheduler, shards, trainer_term, rank=rank, world=world, model=model)
         self._size = size
-        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue(maxsize=1)
+        self._micro_batches: asyncio.Queue[MicroBatch | Exception] = asyncio.Queue(maxsize=1)
 
-    async def feed_pieces(self, first: Step, end: int) -> None:
-        """Fetch the pieces of steps ``first .. end - 1``; an error is handed to the reader and ends the stream."""
+    async def feed_micro_batches(self, first: Step, end: int) -> None:
+        """Fetch the micro-batches of steps ``first .. end - 1``; an error goes to the reader and ends the stream."""
         try:
             for step in range(first, end):
-                async with aclosing(self.pieces(Step(step))) as pieces:
-                    async for piece in pieces:
-                        await self._pieces.put(piece)
-        except Exception as error:  # it belongs to the training thread, which waits in ``piece``
-            await self._pieces.put(error)
+                async with aclosing(self.micro_batches(Step(step))) as micro_batches:
+                    async for micro_batch in micro_batches:
+                        await self._micro_batches.put(micro_batch)
+        except Exception as error:  # passed to the training thread, which waits in ``micro_batch``
+            await self._micro_batches.put(error)
 
-    async def piece(self) -> Piece:
-        """The next piece, or the error that ended the stream."""
-        item = await self._pieces.get()
+    async def micro_batch(self) -> MicroBatch:
+        """Return the next micro-batch, or raise the error that ended the stream."""
+        item = await self._micro_batches.get()
         if isinstance(item, Exception):
             raise item
         return item
 
-    async def pieces(self, step: Step) -> AsyncGenerator[Piece]:
-        """Those of one step, up to the last; ``NoBatch`` and ``Drained`` if it can never be whole."""
-        held: list[MemberRef] = []
+    async def micro_batches(self, step: Step) -> AsyncGenerator[MicroBatch]:
+        """Yield the micro-batches of one step; ``NoBatch`` or ``Drained`` if it can never be complete."""
+        delivered: list[MemberRef] = []
         backoff, attempt = Backoff(0.05, 1.0), 0
         while True:
-            answer = await self._more(step, held)
+            answer = await self._more(step, delivered)
             sealed = answer if isinstance(answer, Batch) else None
-            begins = sealed is None or (sealed.members[: len(held)] == held and len(held) < len(sealed.members))
+            begins = sealed is None or (
+                sealed.members[: len(delivered)] == delivered and len(delivered) < len(sealed.members)
+            )
             if answer is None or not begins:
-                log.warning("step %d begins again: its batch no longer begins with the %d groups held", step, len(held))
-                held = []
+                log.warning(
+                    "step %d restarts: its batch no longer begins with its first %d groups", step, len(delivered)
+                )
+                delivered = []
                 continue
-            members = answer.members if sealed is None else answer.members[len(held) :]
+            members = answer.members if sealed is None else answer.members[len(delivered) :]
             for start in range(0, len(members), self._size):
                 part = members[start : start + self._size]
                 header = _header(answer, part)
                 data = await self.data(header)
                 if data is None:
                     attempt += 1
-                    held = []
+                    delivered = []
                     await asyncio.sleep(backoff.delay_s(attempt))
                     break
                 ends = sealed is not None and start + self._size >= len(members)
-                yield Piece(data=data, first=not held, batch=sealed if ends else None, header=header)
+                yield MicroBatch(data=data, first=not delivered, batch=sealed if ends else None, header=header)
                 if ends:
                     return
-                held += part
+                delivered += part
 
-    async def _more(self, step: Step, held: Sequence[MemberRef]) -> Batch | Claims | None:
-        """What comes next; None when ``held`` is no longer how the batch begins."""
-        leases = [member.lease for member in held]
+    async def _more(self, step: Step, delivered: Sequence[MemberRef]) -> Batch | Claims | None:
+        """Request the next groups; return None if the batch no longer begins with ``delivered``."""
+        leases = [member.lease for member in delivered]
         ask = GetClaims(trainer_term=self._trainer_term, step=step, held=leases, count=self._size)
         try:
             reply = await self.next(ask)
@@ -117,23 +122,23 @@ class PieceStream(BatchStream):
                 return None
             raise
         if not isinstance(reply, Claims | Batch):
-            raise ProtocolError(Code.MALFORMED, f"the scheduler answered NextGroups with {type(reply).__name__}")
+            raise ProtocolError(Code.MALFORMED, f"the scheduler replied to GetClaims with {type(reply).__name__}")
         return reply
 
     async def data(self, header: Batch) -> TrainBatch | None:
-        """This rank's share of a piece's rows; None when a group cannot be fetched, and the batch will change."""
+        """Return this rank's rows of a micro-batch; None if a group cannot be fetched, and the batch will change."""
         try:
             groups = await self._trainable(header.members)
         except Refused as refused:
             if refused.code is Code.FENCED:
                 raise
-            log.warning("a piece of step %d cannot be fetched, it begins again: %s", header.step, refused)
+            log.warning("step %d restarts: a micro-batch cannot be fetched: %s", header.step, refused)
             return None
         return await asyncio.to_thread(assemble, header, groups)
 
 
 def _header(answer: Batch | Claims, members: Sequence[MemberRef]) -> Batch:
-    """Some groups as if they were a batch, which has no number and no digest."""
+    """Wrap some groups as a batch without number and digest."""
     return Batch(
         batch=BatchId(0),
         lineage=answer.lineage,
@@ -145,8 +150,8 @@ def _header(answer: Batch | Claims, members: Sequence[MemberRef]) -> Batch:
     )
 
 
-def joined(parts: Sequence[TrainBatch], batch: Batch) -> TrainBatch:
-    """All pieces of a step as the batch that they are, row for row what is fetched when it comes in one."""
+def concatenated(parts: Sequence[TrainBatch], batch: Batch) -> TrainBatch:
+    """Concatenate all micro-batches of a step; row for row equal to the batch fetched in one."""
     longest = max(part.input_ids.shape[1] for part in parts)
 
     def column(name: str, fill: int = 0) -> NDArray[Any]:
@@ -177,17 +182,17 @@ def joined(parts: Sequence[TrainBatch], batch: Batch) -> TrainBatch:
 
 
 def _padded(array: NDArray[Any], longest: int, fill: int) -> NDArray[Any]:
-    """[N, L] to [N, longest]; [N] as it is."""
+    """Pad [N, L] to [N, longest]; return [N] unchanged."""
     if array.ndim == 1 or array.shape[1] == longest:
         return array
     return np.pad(array, ((0, 0), (0, longest - array.shape[1])), constant_values=fill)
 
 
 def _of_tokens(part: TrainBatch, name: str, longest: int) -> NDArray[np.float32]:
-    found = part.token_stages.get(name)
-    return np.zeros((len(part.rewards), longest), np.float32) if found is None else _padded(found, longest, 0)
+    column = part.token_stages.get(name)
+    return np.zeros((len(part.rewards), longest), np.float32) if column is None else _padded(column, longest, 0)
 
 
 def _of_samples(part: TrainBatch, name: str) -> NDArray[np.float32]:
-    found = part.sample_stages.get(name)
-    return np.full(len(part.rewards), np.nan, np.float32) if found is None else found
+    column = part.sample_stages.get(name)
+    return np.full(len(part.rewards), np.nan, np.float32) if column is None else column

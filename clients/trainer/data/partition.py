@@ -1,6 +1,7 @@
-"""Which groups of a batch each rank trains: whole groups, about equally many tokens. Pure.
+"""Partition a batch's groups over the ranks: whole groups, about equal token counts. Pure.
 
-Longest group first, each to the rank with the fewest tokens so far. That is at most a third above the best partition
+The longest group goes first, each to the rank with the fewest tokens so far. The result is at most a third above the
+optimum (Graham 1969, "Bounds on multiprocessing timing anomalies"), and far closer for the many groups of a batch.
 (Graham 1969, "Bounds on multiprocessing timing anomalies"), and far closer for the many groups of a batch.
 """
 
@@ -9,9 +10,9 @@ from collections.abc import Sequence
 
 
 def shares(tokens: Sequence[int], world: int) -> list[list[int]]:
-    """The places of each rank's groups, ascending; no rank is without one while there are as many groups as ranks.
+    """Return the positions of each rank's groups, ascending; no rank is empty if there are as many groups as ranks.
 
-    Depends on ``tokens`` and ``world`` only, so that every rank works out the same.
+    The result depends only on ``tokens`` and ``world``, so that every rank computes the same.
     """
     loads = [(0, 0, rank) for rank in range(world)]
     mine: list[list[int]] = [[] for _ in range(world)]

@@ -1,10 +1,10 @@
 # pyright: basic, reportMissingImports=false
-"""Held-out prompts where the run has an environment: one episode each, against the trainer's own model.
+"""Evaluation on held-out prompts in a run with an environment: one episode each, against the trainer's own model.
 
-Everything is the rollout worker's: the environment's processes, its client and the chat server, the engine in a thread.
-Each evaluation starts the processes anew and ends them. An episode that raises, hangs or returns nonsense, and one that
-gets no reward, is left out and counted. An engine that fails ends the evaluation with its error. In any case the thread
-has let go of the model before ``run`` returns.
+All parts are the rollout worker's: the environment's processes, its client and chat server, and the engine in a thread.
+Each evaluation starts the processes and ends them afterwards. Episodes that raise, hang or return an invalid value, and
+those without a reward, are left out and counted. An engine failure ends the evaluation with its error. In every case
+the thread has released the model before ``run`` returns.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 
 from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine
-from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerSpeech
+from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerChatTemplate
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
@@ -25,7 +25,7 @@ from staleflow.clients.stage.worker import Failed, StageGroup
 from staleflow.clients.texts import tokenizer_decoder
 from staleflow.clients.tokens import open_tokenizer, stop_ids
 from staleflow.clients.trainer.backends.base import Stopped, Stopping
-from staleflow.clients.trainer.evaluation.held_out import POLL_INTERVAL_S, Row, first_seed, measured
+from staleflow.clients.trainer.evaluation.held_out import POLL_INTERVAL_S, Row, evaluation_metrics, first_seed
 from staleflow.configs.schema import Config
 from staleflow.protocols.consistency.ids import GroupId, Version
 
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """An episode that came to an end."""
+class PlayedEpisode:
+    """A finished episode."""
 
     tokens: int
-    """Sampled ones, of all turns."""
+    """Number of sampled tokens over all turns."""
     reward: float | None
-    """None where neither the environment nor ``reward.run`` had one."""
+    """None if neither the environment nor ``reward.run`` returned one."""
 
 
 class EpisodeEvaluation:
-    """An ``Evaluation`` whose completions an environment makes."""
+    """An ``Evaluation`` whose completions come from episodes of the environment."""
 
     def __init__(self, config: Config, directory: Path, rows: Sequence[Row]) -> None:
         self._config = config
@@ -54,12 +54,14 @@ class EpisodeEvaluation:
     def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
         played = [one for one in asyncio.run(self._run(model, stopping)) if one is not None]
         rewards = [one.reward for one in played if one.reward is not None]
-        return measured(version, rewards, [one.tokens for one in played], failed=len(self._rows) - len(rewards))
+        return evaluation_metrics(
+            version, rewards, [one.tokens for one in played], failed=len(self._rows) - len(rewards)
+        )
 
-    async def _run(self, model: Any, stopping: Stopping) -> list[Played | None]:
+    async def _run(self, model: Any, stopping: Stopping) -> list[PlayedEpisode | None]:
         config, stops = self._config, stop_ids(model, self._tokenizer)
         engine = EngineThread(TransformersEngine(model, stops, slots=config.rollout.max_inflight))
-        environments = Environments(config, engine, TokenizerSpeech(self._tokenizer), Recipe.of(config))
+        environments = Environments(config, engine, TokenizerChatTemplate(self._tokenizer), Recipe.of(config))
         try:
             await environments.start()
             async with reward_stage(config.reward, self._decode) as reward:
@@ -70,11 +72,11 @@ class EpisodeEvaluation:
 
     async def _all(
         self, environments: Environments, reward: RewardStage, failure: "asyncio.Future[None]", stopping: Stopping
-    ) -> list[Played | None]:
-        """One for each row, as many side by side as the engine decodes at once."""
+    ) -> list[PlayedEpisode | None]:
+        """Play one episode per row, as many concurrently as the engine decodes."""
         places = asyncio.Semaphore(self._config.rollout.max_inflight)
 
-        async def play(number: int) -> Played | None:
+        async def play(number: int) -> PlayedEpisode | None:
             async with places:
                 return await self._play(environments, reward, number)
 
@@ -93,8 +95,8 @@ class EpisodeEvaluation:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
 
-    async def _play(self, environments: Environments, reward: RewardStage, number: int) -> Played | None:
-        """The episode of a row; None when it failed."""
+    async def _play(self, environments: Environments, reward: RewardStage, number: int) -> PlayedEpisode | None:
+        """Play the episode of a row; return None if it failed."""
         row = self._rows[number]
         try:
             payload = await environments.episode(row, first_seed(self._config) + number)
@@ -102,8 +104,8 @@ class EpisodeEvaluation:
             log.warning("held-out prompt %d: %s", number, error)
             return None
         tokens = int(payload.loss_mask.sum())
-        (made,) = await reward.make([StageGroup(group=GroupId(number), row=row, payload=payload)])
-        if isinstance(made, Failed):
-            log.warning("held-out prompt %d: %s", number, made.why)
-            return Played(tokens, None)
-        return Played(tokens, float(made[COLUMN][0]))
+        (columns,) = await reward.make([StageGroup(group=GroupId(number), row=row, payload=payload)])
+        if isinstance(columns, Failed):
+            log.warning("held-out prompt %d: %s", number, columns.why)
+            return PlayedEpisode(tokens, None)
+        return PlayedEpisode(tokens, float(columns[COLUMN][0]))

@@ -1,4 +1,4 @@
-"""Choose how a run is evaluated: single completions, or episodes of its environment."""
+"""Select the evaluation of a run: single completions, or episodes of its environment."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """Mean reward on held-out prompts: completions of the trainer's own model, scored by the reward of the run.
 
-The same engine, temperature and reward process as in the run itself, so that it measures what training raises; nothing
-of it changes the model or draws from the trainer's random state. Each prompt is sampled with the same random numbers
-every time, so that two evaluations differ by the weights only. With an environment: ``episodes``.
+Engine, temperature and reward process are those of the run, so that the metric is what training optimizes. Evaluation
+changes neither the model nor the trainer's random state. Each prompt uses the same random numbers every time, so that
+two evaluations differ only by the weights. For runs with an environment see ``episodes``.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from staleflow.protocols.consistency.ids import Version
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.1
-"""How often it looks whether it should stop while other processes work."""
+"""Interval between checks for a stop request while other processes work."""
 
 Row = dict[str, Any]
 
 
 class Evaluation(Protocol):
-    """The held-out prompts of a run and what is done with them."""
+    """The held-out prompts of a run and their evaluation."""
 
     def run(self, model: Any, version: Version, stopping: Stopping) -> dict[str, float]:
-        """``reward/eval`` and what belongs to it. ``Stopped`` when asked to end."""
+        """Return ``reward/eval`` and its companion metrics. ``Stopped`` on a stop request."""
         ...
 
 
 class PromptEvaluation:
-    """One completion of each prompt, all of them tokenized once."""
+    """One completion per prompt; the prompts are tokenized once."""
 
     def __init__(self, config: Config, directory: Path, rows: Sequence[Row]) -> None:
         self._config = config
@@ -57,29 +57,29 @@ class PromptEvaluation:
         calls = [samples(self._rows[index], [text])[0] for index, text in zip(completions, texts, strict=True)]
         rewards = asyncio.run(self._score(calls, stopping))
         lengths = [len(ids) for ids in completions.values()]
-        return measured(version, rewards, lengths, failed=len(self._rows) - len(rewards))
+        return evaluation_metrics(version, rewards, lengths, failed=len(self._rows) - len(rewards))
 
     def _complete(self, model: Any, stopping: Stopping) -> dict[int, np.ndarray]:
-        """The completion of each prompt, by its number; a prompt that the model cannot read has none."""
+        """Return the completion of each prompt by its number, without prompts that the model cannot read."""
         rollout = self._config.rollout
         engine = TransformersEngine(model, stop_ids(model, self._tokenizer), slots=rollout.max_inflight)
         sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)
         seed = first_seed(self._config)
-        asked, done = list[int](), dict[int, np.ndarray]()
+        submitted, finished = list[int](), dict[int, np.ndarray]()
         for index, prompt_ids in enumerate(self._prompts):
             try:
                 engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=seed + index))
-                asked.append(index)
+                submitted.append(index)
             except RequestError as error:
                 log.warning("held-out prompt %d: %s", index, error)
-        while len(done) < len(asked):
+        while len(finished) < len(submitted):
             if stopping():
                 raise Stopped
-            done.update((trajectory.id, trajectory.token_ids) for trajectory in engine.step())
-        return {index: done[index] for index in asked}
+            finished.update((trajectory.id, trajectory.token_ids) for trajectory in engine.step())
+        return {index: finished[index] for index in submitted}
 
     async def _score(self, calls: Sequence[Sample], stopping: Stopping) -> list[float]:
-        """The rewards there are; a sample whose reward fails for good is left out and counted."""
+        """Return the available rewards; a sample whose reward fails permanently is left out and counted."""
         runner = RewardRunner.of(self._config.reward)
         scoring: list[asyncio.Task[float]] = []
         try:
@@ -101,13 +101,18 @@ class PromptEvaluation:
 
 
 def first_seed(config: Config) -> int:
-    """Of the first held-out prompt; those of the others count on from it."""
+    """Return the seed of the first held-out prompt; the others count up from it."""
     return config.seed << 32
 
 
-def measured(version: Version, rewards: Sequence[float], lengths: Sequence[int], *, failed: int) -> dict[str, float]:
-    """An evaluation as metrics. ``lengths``: sampled tokens of each completion there is; ``failed``: prompts without a
-    reward, which are in no mean. Without any reward there is no ``reward/eval``: none is not 0."""
+def evaluation_metrics(
+    version: Version, rewards: Sequence[float], lengths: Sequence[int], *, failed: int
+) -> dict[str, float]:
+    """Return the metrics of an evaluation.
+
+    ``lengths``: sampled tokens of each completion. ``failed``: number of prompts without a reward, which enter no mean.
+    Without any reward, ``reward/eval`` is omitted rather than 0.
+    """
     values: dict[str, float] = {}
     if rewards:
         values["reward/eval"] = float(np.mean(rewards))

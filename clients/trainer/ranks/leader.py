@@ -1,9 +1,9 @@
-"""Rank 0 leads, the others follow: each call of the loop is told to every rank before rank 0 does its own part.
+"""Rank 0 leads and the others follow: each call of the loop is sent to every rank before rank 0 executes its own part.
 
-Rank 0 alone talks to the service about versions, checkpoints and metrics. Every rank waits for the sealed batch itself
-and fetches its own groups; the ranks then compare batch numbers, and fetch again when a batch was sealed anew between
-two of them. A rank that was asked to end says so there, and all end at that point. When batches come in pieces, rank 0
-alone asks for them; it tells the others which groups a piece has, and each fetches its own of these.
+Only rank 0 communicates with the service about versions, checkpoints and metrics. Every rank waits for the sealed batch
+itself and fetches its own groups. The ranks then compare batch numbers, and fetch again if a batch was sealed again
+between two of them. A rank with a stop request reports it there, and all ranks end at that point. With streaming, only
+rank 0 requests micro-batches; it announces the groups of each, and every rank fetches its own share.
 """
 
 import logging
@@ -26,23 +26,23 @@ from staleflow.clients.trainer.backends.base import (
     Untrainable,
 )
 from staleflow.clients.trainer.data.batch import TrainBatch
-from staleflow.clients.trainer.data.micro_batches import Piece, joined
+from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
 from staleflow.protocols.consistency.ids import Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch
 
 log = logging.getLogger(__name__)
 
 NO_BATCH = -1
-"""In place of a batch number: this rank was asked to end."""
-LACKS, HAS = 0, 1
-"""Of a piece: whether this rank could fetch its share."""
+"""Sent instead of a batch number by a rank with a stop request."""
+MISSING, FETCHED = 0, 1
+"""Fetch outcome of this rank's share of a micro-batch."""
 
 
 class Order(IntEnum):
-    """What rank 0 tells, each with its arguments."""
+    """Orders of rank 0, each with its arguments."""
 
     LOAD = 0
-    """term, version; the checkpoint's path, or nothing"""
+    """term, version; the checkpoint's path, or empty"""
     BATCH = 1
     """step"""
     TRAIN = 2
@@ -53,20 +53,20 @@ class Order(IntEnum):
     EVALUATE = 5
     """version"""
     END = 6
-    PIECE = 7
+    MICRO_BATCH = 7
     """a header, JSON"""
     ADD = 8
-    """whether it is the first of its step, and the last"""
+    """whether it is the first of its step, and whether the last"""
     FINISH = 9
     """a header without groups, JSON"""
 
 
-class Told(Protocol):
-    """The ranks, as this file needs them."""
+class OrderChannel(Protocol):
+    """The communication between ranks that this module needs."""
 
-    def tell(self, order: list[int], text: str = "") -> None: ...
+    def broadcast(self, order: list[int], text: str = "") -> None: ...
 
-    def hear(self) -> tuple[list[int], str]: ...
+    def receive(self) -> tuple[list[int], str]: ...
 
     def gather(self, values: Array) -> Array: ...
 
@@ -75,83 +75,85 @@ class Told(Protocol):
     def close(self) -> None: ...
 
 
-class Sharded(StreamingBackend, Protocol):
-    """A backend of which every rank has one."""
+class RankBackend(StreamingBackend, Protocol):
+    """A backend with an instance on every rank."""
 
     def gather(self) -> None:
-        """This rank's part in a pass over rank 0's ``weights``."""
+        """Take part in an iteration over rank 0's ``weights``."""
         ...
 
     @property
     def together(self) -> bool:
-        """True when weights and evaluation need every rank."""
+        """True if weights and evaluation need every rank."""
         ...
 
 
 class Leader:
-    """Rank 0's backend: does what it is asked, with the others. ``joined`` gives the trainer term and the version."""
+    """Rank 0's backend, which leads the other ranks. ``current_term`` returns the trainer term and the version."""
 
-    def __init__(self, backend: Sharded, ranks: Told, joined: Callable[[], tuple[TrainerTerm, Version]]) -> None:
+    def __init__(
+        self, backend: RankBackend, ranks: OrderChannel, current_term: Callable[[], tuple[TrainerTerm, Version]]
+    ) -> None:
         self._backend = backend
         self._ranks = ranks
-        self._joined = joined
+        self._current_term = current_term
         self._first = True
-        """The next part begins a step."""
-        self._settled = True
-        """False while ranks are in the middle of something: then nobody is there to hear an order."""
+        """The next part starts a step."""
+        self._idle = True
+        """False during an operation, in which the other ranks cannot receive an order."""
 
     def check(self, directory: Path) -> None:
-        """For all: who wrote a complete checkpoint for rank 0 wrote it for the others too."""
+        """Check on behalf of all ranks, as a complete checkpoint has the files of every rank."""
         self._backend.check(directory)
 
     def load(self, directory: Path | None) -> None:
-        self._tell(Order.LOAD, *self._joined(), text="" if directory is None else str(directory.absolute()))
+        self._announce(Order.LOAD, *self._current_term(), text="" if directory is None else str(directory.absolute()))
         self._backend.load(directory)
-        self._settled = True
+        self._idle = True
 
     def same(self, batch: TrainBatch) -> bool:
-        """Whether every rank has this batch. ``Stopped`` when one was asked to end."""
-        self._tell(Order.BATCH, batch.step)
+        """Return whether every rank has this batch. ``Stopped`` if any has a stop request."""
+        self._announce(Order.BATCH, batch.step)
         numbers = self._ranks.gather(np.array([batch.batch], np.int64))
-        self._settled = True
+        self._idle = True
         if NO_BATCH in numbers:
             raise Stopped
         return bool((numbers == batch.batch).all())
 
     def train(self, batch: TrainBatch, step: Step, stopping: Stopping) -> StepResult:
-        self._tell(Order.TRAIN, step)
+        self._announce(Order.TRAIN, step)
         try:
             result = self._backend.train(batch, step, stopping)
         except (Stopped, Untrainable):
-            self._settled = True  # all of them raised it
+            self._idle = True  # every rank raised it
             raise
-        self._settled = True
+        self._idle = True
         return result
 
-    def share(self, piece: Piece) -> bool:
-        """Whether every rank has its share of this piece. ``Stopped`` when one was asked to end."""
-        self._tell(Order.PIECE, text=_written(piece.header))
-        flags = self._ranks.gather(np.array([HAS], np.int64))
-        self._settled = True
+    def share(self, micro_batch: MicroBatch) -> bool:
+        """Return whether every rank has its share of this micro-batch. ``Stopped`` if any has a stop request."""
+        self._announce(Order.MICRO_BATCH, text=_encode(micro_batch.header))
+        flags = self._ranks.gather(np.array([FETCHED], np.int64))
+        self._idle = True
         if NO_BATCH in flags:
             raise Stopped
-        return bool((flags == HAS).all())
+        return bool((flags == FETCHED).all())
 
     def begin(self) -> None:
         self._first = True
 
     def add(self, part: TrainBatch, stopping: Stopping, *, last: bool) -> None:
-        """Rank 0's share of the piece that was shared last."""
-        self._tell(Order.ADD, int(self._first), int(last))
+        """Add rank 0's share of the last announced micro-batch."""
+        self._announce(Order.ADD, int(self._first), int(last))
         if self._first:
             self._backend.begin()
         self._first = False
         try:
             self._backend.add(part, stopping, last=last)
         except (Stopped, Untrainable):
-            self._settled = True  # all of them raised it
+            self._idle = True  # every rank raised it
             raise
-        self._settled = True
+        self._idle = True
 
     def finish(self, batch: TrainBatch, step: Step) -> StepResult:
         header = Batch(
@@ -163,53 +165,53 @@ class Leader:
             digest=batch.digest,
             mask_below=Version(-1),
         )
-        self._tell(Order.FINISH, text=_written(header))
+        self._announce(Order.FINISH, text=_encode(header))
         result = self._backend.finish(batch, step)
-        self._settled = True
+        self._idle = True
         return result
 
     def weights(self) -> Published:
         published = self._backend.weights()
-        return _Gathered(self, published) if self._backend.together else published
+        return _GatheredWeights(self, published) if self._backend.together else published
 
     def each(self, published: Published) -> Iterator[tuple[str, Array]]:
-        """Go through weights that every rank has a part of."""
-        self._tell(Order.GATHER)
+        """Iterate over weights of which every rank has a part."""
+        self._announce(Order.GATHER)
         yield from published.items()
-        self._settled = True
+        self._idle = True
 
     def save(self, directory: Path) -> None:
-        self._tell(Order.SAVE, text=str(directory.absolute()))
+        self._announce(Order.SAVE, text=str(directory.absolute()))
         self._backend.save(directory)
         self._ranks.barrier()
-        self._settled = True
+        self._idle = True
 
     def evaluate(self, version: Version, stopping: Stopping) -> dict[str, float]:
         if not self._backend.together:
             return self._backend.evaluate(version, stopping)
-        self._tell(Order.EVALUATE, version)
+        self._announce(Order.EVALUATE, version)
         try:
             values = self._backend.evaluate(version, stopping)
         except Stopped:
-            self._settled = True
+            self._idle = True
             raise
-        self._settled = True
+        self._idle = True
         return values
 
     def close(self) -> None:
-        """Let the others go. In the middle of something they notice by themselves, when this process ends."""
-        if self._settled:
-            self._tell(Order.END)
+        """Release the others. During an operation they detect the end of this process by themselves."""
+        if self._idle:
+            self._announce(Order.END)
             self._backend.close()
             self._ranks.close()
 
-    def _tell(self, order: Order, *arguments: int, text: str = "") -> None:
-        self._settled = False
-        self._ranks.tell([order, *arguments], text)
+    def _announce(self, order: Order, *arguments: int, text: str = "") -> None:
+        self._idle = False
+        self._ranks.broadcast([order, *arguments], text)
 
 
-class _Gathered:
-    """Weights of all ranks, told to them each time."""
+class _GatheredWeights:
+    """Weights of all ranks; each iteration is announced to them."""
 
     def __init__(self, leader: Leader, published: Published) -> None:
         self._leader = leader
@@ -220,75 +222,75 @@ class _Gathered:
 
 
 class Batches(Protocol):
-    """The follower's own way to the batches."""
+    """The follower's source of batches."""
 
     def follow(self, term: TrainerTerm, version: Version) -> None:
-        """Batches from this version on, for this term."""
+        """Start fetching batches from this version on, for this term."""
         ...
 
     def batch(self, step: Step) -> TrainBatch | None:
-        """The newest batch of that step; None once this process was asked to end."""
+        """Return the newest batch of that step; None after a stop request."""
         ...
 
-    def piece(self, header: Batch) -> TrainBatch | None:
-        """This rank's share of these groups; None when it cannot be fetched. ``Stopped`` once asked to end."""
+    def micro_batch(self, header: Batch) -> TrainBatch | None:
+        """Return this rank's share of these groups; None if it cannot be fetched. ``Stopped`` after a stop request."""
         ...
 
     def give_up(self, why: str) -> None:
-        """Tell the run that it cannot go on."""
+        """Report to the run that this rank cannot continue."""
         ...
 
 
-def _written(header: Batch) -> str:
+def _encode(header: Batch) -> str:
     return msgspec.json.encode(header).decode()
 
 
-def _read(text: str) -> Batch:
+def _decode(text: str) -> Batch:
     return msgspec.json.decode(text, type=Batch)
 
 
-class _Parts:
-    """A follower's shares of the step under way."""
+class _FollowerStep:
+    """A follower's shares of the current step."""
 
-    def __init__(self, backend: Sharded, ranks: Told, batches: Batches) -> None:
+    def __init__(self, backend: RankBackend, ranks: OrderChannel, batches: Batches) -> None:
         self._backend = backend
         self._ranks = ranks
         self._batches = batches
-        self._coming: TrainBatch | None = None
+        self._fetched: TrainBatch | None = None
         self._parts: list[TrainBatch] = []
 
     def fetch(self, header: Batch) -> None:
-        """Have the share of a piece, and say so."""
+        """Fetch the share of a micro-batch and report the outcome."""
         try:
-            self._coming = self._batches.piece(header)
-            flag = LACKS if self._coming is None else HAS
+            self._fetched = self._batches.micro_batch(header)
+            flag = MISSING if self._fetched is None else FETCHED
         except Stopped:
             flag = NO_BATCH
         self._ranks.gather(np.array([flag], np.int64))
 
     def add(self, stopping: Stopping, *, first: bool, last: bool) -> None:
-        """Take the share in that was fetched."""
-        assert self._coming is not None
+        """Add the fetched share to the step."""
+        assert self._fetched is not None
         if first:
             self._backend.begin()
             self._parts.clear()
-        self._parts.append(self._coming)
-        self._backend.add(self._coming, stopping, last=last)
+        self._parts.append(self._fetched)
+        self._backend.add(self._fetched, stopping, last=last)
 
     def finish(self, header: Batch) -> None:
-        """Take the step with all of them."""
-        self._backend.finish(joined(self._parts, header), header.step)
+        """Take the step with all shares."""
+        self._backend.finish(concatenated(self._parts, header), header.step)
 
 
-def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) -> None:
-    """Do what rank 0 tells, until it lets go.
+def follow(backend: RankBackend, ranks: OrderChannel, batches: Batches, stopping: Stopping) -> None:
+    """Execute the orders of rank 0 until it releases this rank.
 
-    ``OutOfMemory`` after the run was told: rank 0 cannot say it, it may wait for this rank in the middle of a pass.
+    Raise ``OutOfMemory`` after reporting it to the run: rank 0 cannot, as it may wait for this rank within a pass.
     """
     batch: TrainBatch | None = None
-    parts = _Parts(backend, ranks, batches)
+    parts = _FollowerStep(backend, ranks, batches)
     while True:
-        (kind, first, second, *_), text = ranks.hear()
+        (kind, first, second, *_), text = ranks.receive()
         try:
             match Order(kind):
                 case Order.LOAD:
@@ -301,12 +303,12 @@ def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) 
                 case Order.TRAIN:
                     assert batch is not None
                     backend.train(batch, Step(first), stopping)
-                case Order.PIECE:
-                    parts.fetch(_read(text))
+                case Order.MICRO_BATCH:
+                    parts.fetch(_decode(text))
                 case Order.ADD:
                     parts.add(stopping, first=bool(first), last=bool(second))
                 case Order.FINISH:
-                    parts.finish(_read(text))
+                    parts.finish(_decode(text))
                 case Order.GATHER:
                     backend.gather()
                 case Order.SAVE:
@@ -319,9 +321,9 @@ def follow(backend: Sharded, ranks: Told, batches: Batches, stopping: Stopping) 
                     ranks.close()
                     return
         except Stopped:
-            log.info("asked to end; rank 0 says when")
+            log.info("stop requested, waiting for rank 0 to end")
         except Untrainable as error:
-            log.info("the step begins again, rank 0 reports it: %s", error)
+            log.info("step restarts, rank 0 reports the reason: %s", error)
         except OutOfMemory as error:
             batches.give_up(str(error))
             raise

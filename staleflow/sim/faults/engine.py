@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from staleflow.clients.rollout.engines.base import (
     EngineStats,
-    Marks,
     Request,
     RequestError,
     TokenSegment,
     Trajectory,
+    VersionMarks,
     check_request,
 )
 from staleflow.protocols.consistency.ids import Lineage, Version
@@ -47,7 +47,7 @@ class _Sample:
         self.cut = False
         self.since_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
-        self.marks = Marks()
+        self.marks = VersionMarks()
 
     def count(self, now_s: float) -> int:
         """Return the number of tokens so far."""

@@ -9,7 +9,16 @@ import pytest
 
 from staleflow.clients.rollout.engines.base import Engine, Sampling
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
-from staleflow.clients.rollout.groups import Begun, Held, Recipe, Samples, interrupt, leave, payload, trajectories
+from staleflow.clients.rollout.groups import (
+    ActiveLease,
+    GroupSamples,
+    PartialGroup,
+    Recipe,
+    interrupt,
+    leave,
+    payload,
+    trajectories,
+)
 from staleflow.configs.simulation import Simulated
 from staleflow.protocols.consistency.ids import LeaseId, Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
@@ -22,7 +31,7 @@ V2 = (Lineage(0), Version(2))
 
 
 def simulated(version: int = 1, slots: int = 16) -> SimulatedEngine:
-    """Samples of some 40 tokens, each of another length, in no time."""
+    """GroupSamples of some 40 tokens, each of another length, in no time."""
     engine = SimulatedEngine(Simulated(mean_tokens=40, sigma=0.8, k2=0.0, k3=0.0), slots=slots, sleep=lambda _: None)
     engine.load({}, Lineage(0), Version(version))
     return engine
@@ -43,19 +52,21 @@ def recipe(started: int = 4, most: int = 60) -> Recipe:
 class Scene:
     """Lease 7 of a group at one engine; nothing is written before a test says so."""
 
-    def __init__(self, engine: Engine, how: Recipe | None = None, lease: int = 7, begun: Begun | None = None) -> None:
+    def __init__(
+        self, engine: Engine, how: Recipe | None = None, lease: int = 7, begun: PartialGroup | None = None
+    ) -> None:
         self.engine = Stepped(engine)
-        self.held = Held(assign(1, lease))
-        self.samples = Samples(self.engine, self.held, PROMPT, how or recipe(), begun)
-        self.going = asyncio.ensure_future(self.samples.go_on())
+        self.held = ActiveLease(assign(1, lease))
+        self.samples = GroupSamples(self.engine, self.held, PROMPT, how or recipe(), begun)
+        self.going = asyncio.ensure_future(self.samples.run())
 
-    async def left_after(self, steps: int) -> Begun:
+    async def left_after(self, steps: int) -> PartialGroup:
         """Leave after so many tokens."""
         await self.engine.steps(steps)
         leave(self.engine, self.held)
         await self.engine.steps()
         assert await self.going is False
-        return self.samples.begun()
+        return self.samples.partial()
 
     async def done(self) -> GroupPayload:
         await self.engine.until_idle()
@@ -65,7 +76,7 @@ class Scene:
     def stay(self) -> None:
         """It could not leave: it goes on here."""
         self.held.leaving = False
-        self.going = asyncio.ensure_future(self.samples.go_on())
+        self.going = asyncio.ensure_future(self.samples.run())
 
 
 def same(one: GroupPayload, other: GroupPayload, but: str = "") -> None:
@@ -178,11 +189,11 @@ async def test_what_could_not_leave_goes_on_under_the_same_lease() -> None:
 
 async def test_told_to_leave_before_it_began_it_begins_nothing() -> None:
     engine = Stepped(simulated())
-    held = Held(assign(1, 7), leaving=True)
-    samples = Samples(engine, held, PROMPT, recipe())
-    assert await samples.go_on() is False
+    held = ActiveLease(assign(1, 7), leaving=True)
+    samples = GroupSamples(engine, held, PROMPT, recipe())
+    assert await samples.run() is False
     assert engine.given == []
-    begun = samples.begun()
+    begun = samples.partial()
     assert (begun.newest(), begun.payload.lengths.tolist()) == (None, [0] * 4)
     begun.payload.check()
     same(await Scene(simulated(), lease=9, begun=begun).done(), await Scene(simulated()).done())
@@ -202,9 +213,9 @@ async def test_an_interrupt_on_the_way_out_ends_the_group_here() -> None:
 async def test_an_interrupt_after_a_move_takes_what_there_is_without_another_token() -> None:
     begun = await Scene(simulated()).left_after(steps=5)
     engine = Stepped(simulated())
-    held = Held(assign(1, 9), interrupted=True)
-    samples = Samples(engine, held, PROMPT, recipe(), begun)
-    assert await samples.go_on() is True
+    held = ActiveLease(assign(1, 9), interrupted=True)
+    samples = GroupSamples(engine, held, PROMPT, recipe(), begun)
+    assert await samples.run() is True
     assert engine.given == []
     same(samples.payload(), begun.payload)
 
@@ -212,10 +223,10 @@ async def test_an_interrupt_after_a_move_takes_what_there_is_without_another_tok
 @pytest.mark.parametrize("other", ["a prompt", "a recipe"])
 async def test_what_was_begun_for_another_prompt_or_recipe_is_left_aside(other: str) -> None:
     begun = await Scene(simulated()).left_after(steps=5)
-    held, engine = Held(assign(1, 9)), Stepped(simulated())
+    held, engine = ActiveLease(assign(1, 9)), Stepped(simulated())
     prompt, how = (PROMPT + 1, recipe()) if other == "a prompt" else (PROMPT, recipe(started=5))
-    samples = Samples(engine, held, prompt, how, begun)
-    going = asyncio.ensure_future(samples.go_on())
+    samples = GroupSamples(engine, held, prompt, how, begun)
+    going = asyncio.ensure_future(samples.run())
     await settled()
     assert [request.prefix for request in engine.given] == [()] * how.started
     assert samples.origin == LeaseId(9)

@@ -190,7 +190,7 @@ def test_an_engine_that_crashes_ends_its_worker_and_the_leases_go_back_at_once(
         assert main.attach(config, run_dir, "rollout-0", addresses(config, run_dir).scheduler) == 1
         status = asyncio.run(asked(before=False))
     log = (run_dir / "logs" / "rollout-0.log").read_text()
-    named = re.search(r"the engine of (rollout-0\.\w+) failed; the leases of its groups go back: (\d+(?:, \d+)*)", log)
+    named = re.search(r"engine of (rollout-0\.\w+) failed, releasing the leases of its groups: (\d+(?:, \d+)*)", log)
     assert named is not None
     assert "MemoryError('Unable to allocate 8 GiB'); lower rollout.max_inflight, or rollout.max_new_tokens" in log
     assert [worker["role"] for worker in status["workers"] if worker["role"] == "rollout"] == []

@@ -115,7 +115,7 @@ async def test_what_may_not_leave_goes_on_under_its_lease(
     short_dir: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The target is gone, the shard has no room or does not answer: nothing is lost, and nothing is written twice."""
-    monkeypatch.setattr(transfers, "PUT_S", 0.3)
+    monkeypatch.setattr(transfers, "PUT_TIMEOUT_S", 0.3)
     async with playing(short_dir, long()) as play:
         await written(play)
         play.scheduler.stays = Code.DENIED if why == "the scheduler" else None

@@ -14,7 +14,7 @@ from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.main import text_bytes
-from staleflow.clients.rollout.worker import STUCK_S, Worker
+from staleflow.clients.rollout.worker import STUCK_TIMEOUT_S, Worker
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.simulation import Simulated
 from staleflow.net.errors import Refused
@@ -197,14 +197,14 @@ async def test_what_a_shard_calls_stale_is_thrown_away_and_counted(short_dir: Pa
         await until(lambda: 4 in play.shard.payloads)  # offered again until there is room
         await until(lambda: play.scheduler.held == [])
         assert list(play.shard.payloads) == [4]
-        assert play.worker.counts == {"pushed": 2, "moved": 0, "thrown_away": 2, "released": 0, "loaded": 1}
+        assert play.worker.counts == {"pushed": 2, "moved": 0, "discarded": 2, "released": 0, "loaded": 1}
         assert play.scheduler.released == []
 
 
 async def test_a_group_that_the_shard_puts_off_keeps_no_other_waiting_and_can_be_aborted(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("staleflow.clients.rollout.pushes.BUSY_S", 1e6)
+    monkeypatch.setattr("staleflow.clients.rollout.pushes.BUSY_RETRY_INTERVAL_S", 1e6)
     async with playing(short_dir) as play:
         play.shard.codes = {1: [Code.BUSY] * 10}
         await loaded(play)
@@ -230,7 +230,7 @@ async def test_what_goes_wrong_with_a_group_costs_that_group_alone(short_dir: Pa
             (1, 11, ReleaseWhy.ABORTED, "group 1: the prompt has 21 tokens; the model's context is 20"),
             (2, 12, ReleaseWhy.ABORTED, "group 2: its prompt is NoneType, not text"),
             (3, 13, ReleaseWhy.ABORTED, "group 3: the prompt is empty"),
-            (4, 14, ReleaseWhy.ABORTED, "group 4: its push is refused: malformed said the test"),
+            (4, 14, ReleaseWhy.ABORTED, "group 4: its push was rejected: malformed said the test"),
         }
         assert {op.group for op in play.scheduler.released if op.hopeless} == {1, 2, 3}, "no engine can serve them"
         await until(lambda: play.scheduler.held == [])
@@ -297,7 +297,7 @@ async def test_weights_that_do_not_fit_the_model_are_named_and_reported_and_the_
         await until(lambda: 1 in play.shard.payloads and play.scheduler.released)
         assert [(pulled.version, pulled.ok) for pulled in play.scheduler.pulled] == [(0, True), (1, False)]
         assert [op.detail for op in play.scheduler.released] == ["group 2: version 1 is not loaded here"]
-        assert "version 1 of lineage 0 is not loaded: tensor lm_head.weight is missing" in caplog.text
+        assert "version 1 of lineage 0 not loaded: tensor lm_head.weight is missing" in caplog.text
         await until(lambda: play.scheduler.held == [])
 
 
@@ -331,7 +331,7 @@ async def test_an_engine_that_hangs_stops_the_renewals_and_goes_on_when_it_retur
         play.engine.gate.clear()
         play.scheduler.order(assign(1))
         await until(lambda: play.scheduler.held == [1])
-        await until(lambda: play.runner.stuck_s() > STUCK_S)
+        await until(lambda: play.runner.stuck_s() > STUCK_TIMEOUT_S)
         count = len(play.scheduler.reports)
         await asyncio.sleep(1.0)
         assert len(play.scheduler.reports) <= count + 1  # this scheduler answers twenty times a second
@@ -348,7 +348,7 @@ async def test_an_engine_that_fails_ends_the_worker_and_its_groups_are_named(
         play.scheduler.order(assign(1), assign(4))
         with pytest.raises(EngineError, match="out of memory"):
             await asyncio.wait_for(play.running, 10)
-        assert f"the engine of {ME} failed; the leases of its groups go back: 1, 4" in caplog.text
+        assert f"engine of {ME} failed, releasing the leases of its groups: 1, 4" in caplog.text
 
 
 @pytest.mark.parametrize(("code", "error"), [(Code.FENCED, ConfigError), (Code.DENIED, Refused)])
@@ -373,7 +373,7 @@ async def test_a_drained_run_lets_the_worker_finish_what_it_holds(short_dir: Pat
 async def test_a_drained_run_does_not_keep_a_worker_whose_groups_never_end(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("staleflow.clients.rollout.worker.DRAIN_S", 0.2)
+    monkeypatch.setattr("staleflow.clients.rollout.worker.DRAIN_TIMEOUT_S", 0.2)
     async with playing(short_dir, Paced(tokens=10**6)) as play:
         await loaded(play)
         play.scheduler.order(assign(1), drain=True)

@@ -15,7 +15,7 @@ import numpy as np
 from staleflow.clients.trainer.backends.base import StepResult, Stopped, Untrainable
 from staleflow.clients.trainer.backends.collectives import ManyRanks, open_ranks
 from staleflow.clients.trainer.data.batch import TrainBatch
-from staleflow.clients.trainer.data.micro_batches import joined
+from staleflow.clients.trainer.data.micro_batches import concatenated
 from staleflow.clients.trainer.evaluation.factory import open_evaluation
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.schema import Config
@@ -40,7 +40,7 @@ def streamed(trainer: TorchTrainer, parts: list[TrainBatch], step: int) -> StepR
     trainer.begin()
     for part in parts:
         trainer.add(part, lambda: False, last=part is parts[-1])
-    return trainer.finish(joined(parts, header(step)), Step(step))
+    return trainer.finish(concatenated(parts, header(step)), Step(step))
 
 
 def main() -> None:

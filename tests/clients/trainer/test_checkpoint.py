@@ -79,8 +79,8 @@ def test_a_write_that_fails_leaves_the_older_ones_as_they_were(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [
-        ("weights", b"w" * 999 + b"x", "weights is not what was written"),
-        ("weights", b"w" * 10, "weights is not what was written"),
+        ("weights", b"w" * 999 + b"x", "weights does not match its checksum"),
+        ("weights", b"w" * 10, "weights does not match its checksum"),
         ("weights", None, "weights is missing"),
         ("checkpoint.json", b"{", "checkpoint.json"),
         ("checkpoint.json", b'{"run": "\xff"}', "checkpoint.json"),

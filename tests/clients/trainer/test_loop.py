@@ -200,7 +200,7 @@ def test_while_it_waits_for_a_batch_a_checkpoint_makes_room_where_pushes_are_ref
     client.full_at = (0, 3, 5)
     loop(tmp_path, client, Counting(), config(steps=6, checkpoint_every=5)).run()
     assert [version for _, _, version in client.told[1:-1]] == [3, 5, 5, 6], "none of the initial model"
-    assert caplog.text.count("a checkpoint before its time, and payload is kept for no older one") == 2
+    assert caplog.text.count("saving an early checkpoint and keeping payload for no older one") == 2
     assert client.kept == [5, 6], "only a full server costs the older ones"
 
 
@@ -225,7 +225,9 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_run_resumes_from_the_o
     assert client.published == [(5, [5.0]), (6, [6.0])]
     (aside,) = tmp_path.glob("5.*.damaged")
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == damaged
-    said = f"checkpoint 5 is damaged (count is not what was written): set aside as {aside}, resumed from {tmp_path}/4"
+    said = (
+        f"checkpoint 5 is damaged (count does not match its checksum): set aside as {aside}, resumed from {tmp_path}/4"
+    )
     assert [record.levelname for record in caplog.records if said in record.getMessage()] == ["WARNING"]
     assert kept(tmp_path) == [6, 4, 2]
 
@@ -262,9 +264,9 @@ def test_where_nothing_whole_is_left_the_trainer_is_refused_in_one_line_and_ever
             loop(tmp_path, Told(version=5, refuse=(0, 2)), Model()).run()
         text = str(refused.value)
         assert "\n" not in text
-        assert "5 is damaged (model.safetensors is not what was written)" in text
-        assert "4 is damaged (trainer.safetensors is not what was written)" in text
-        assert "2 is refused (version 2); the initial model is refused (version 0)" in text
+        assert "5 is damaged (model.safetensors does not match its checksum)" in text
+        assert "4 is damaged (trainer.safetensors does not match its checksum)" in text
+        assert "2 is rejected (version 2); the initial model is rejected (version 0)" in text
         assert f"start a new run with model.path={tmp_path}/4 " in text
         assert sorted(tmp_path.rglob("*")) == before
 
@@ -313,7 +315,7 @@ def test_a_bad_step_is_counted_and_named_and_publishes_identical_weights(
     client = Told()
     loop(tmp_path, client, Counting(bad=(1, 2, 4))).run()
     assert [weights for _, [weights] in client.published] == [0.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0]
-    assert "step 2: loss is nan; its batch is consumed, the weights stay (2 in a row)" in caplog.text
+    assert "step 2: loss is nan; batch consumed, weights unchanged (2 in a row)" in caplog.text
     assert [line["trainer/bad_steps"] for line in client.lines.values() if "trainer/bad_steps" in line] == [
         *(0.0, 1.0, 2.0, 2.0, 3.0, 3.0)
     ]

@@ -102,7 +102,7 @@ def test_an_optimizer_that_does_not_fit_names_what_would_and_saves_nothing(
     assert not error.value.can_save
     assert str(error.value) == (
         "step 0: out of memory in the optimizer; batch 1 of 12 trajectories is kept. A run's configuration is fixed: "
-        'begin a new one with trainer.backend "fsdp" or "deepspeed" over more ranks (trainer.nproc), and model.path at '
+        'start a new one with trainer.backend "fsdp" or "deepspeed" over more ranks (trainer.nproc), and model.path at '
         "the newest checkpoint if there is one; its optimizer starts afresh (CUDA out of memory. Tried to allocate 2.00"
         " GiB)"
     )

@@ -12,9 +12,9 @@ import pytest
 
 from staleflow.clients.trainer.backends.base import NoBatch, StepResult, Stopped, Stopping, Untrainable
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, rows_of
-from staleflow.clients.trainer.data.micro_batches import PieceStream
+from staleflow.clients.trainer.data.micro_batches import MicroBatchStream
 from staleflow.clients.trainer.prefetch import BatchStream
-from staleflow.clients.trainer.ranks.follower import Followed
+from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
@@ -173,7 +173,7 @@ class Quarantining(Sealed):
         return Done()
 
 
-class Fetching(PieceStream):
+class Fetching(MicroBatchStream):
     """Groups are made up; those of ``foreign`` hold a token of another vocabulary."""
 
     def __init__(self, sealed: Sealed, foreign: Sequence[int], rank: int, world: int, model: ModelLimits) -> None:
@@ -197,12 +197,12 @@ class Foreign(Trainer):
     def _stream(self, term: TrainerTerm) -> BatchStream:
         return Fetching(self._sealed, self.foreign, *self._place, self.model)
 
-    def pieces(self, term: TrainerTerm, size: int = 1) -> PieceStream:
+    def micro_batches(self, term: TrainerTerm, size: int = 1) -> MicroBatchStream:
         return Fetching(self._sealed, self.foreign, *self._place, self.model)
 
 
 class Choosy(Recorded):
-    """Cannot train some groups, which ``Blame`` makes known to every rank."""
+    """Cannot train some groups, which ``GroupQuarantine`` makes known to every rank."""
 
     def __init__(self, *untrainable: int, every: bool = False) -> None:
         super().__init__(together=True)
@@ -244,10 +244,10 @@ def test_every_rank_trains_the_batch_that_is_sealed_instead(tmp_path: Path, step
     sealed, room = Quarantining({0: 1, 1: 2}), Room()
     first, second = Choosy(11), Choosy(11)
     with Foreign(tmp_path, sealed, world=2) as client, Foreign(tmp_path, sealed, rank=1, world=2) as other:
-        followed = Followed(other, 2, streaming=stepping is streamed)
+        followed = FollowerBatches(other, 2, streaming=stepping is streamed)
         thread = threading.Thread(target=follow, args=(second, Ranks(room, 1), followed, going_on), daemon=True)
         thread.start()
-        leader = Leader(first, Ranks(room, 0), lambda: client.joined)
+        leader = Leader(first, Ranks(room, 0), lambda: client.current_term)
         client.same, client.share = leader.same, leader.share
         leader.load(None)
         for _ in stepping(leader)(client, 2, going_on):
@@ -291,11 +291,11 @@ def test_a_rank_above_0_that_is_refused_a_batch_for_good_tells_the_run_and_ends_
         client.model, client.foreign = ModelLimits(vocabulary=100), (10, 11, 12, 13)
         client.finished = lambda error="", term=None: told.append(error)  # type: ignore[method-assign]
         for streaming in (False, True):
-            followed = Followed(client, 1, streaming=streaming)
-            followed.follow(*client.joined)
+            followed = FollowerBatches(client, 1, streaming=streaming)
+            followed.follow(*client.current_term)
             if streaming:
                 with pytest.raises(Stopped):
-                    followed.piece(msgspec.structs.replace(header(0), members=[member(10), member(11)]))
+                    followed.micro_batch(msgspec.structs.replace(header(0), members=[member(10), member(11)]))
             else:
                 assert followed.batch(Step(0)) is None
     assert told == ["the model is at fault"] * 2

@@ -61,4 +61,4 @@ def test_a_file_that_cannot_be_written_costs_the_lines_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Samples(tmp_path / "gone" / "samples.jsonl", ids_as_text).write(trained([0.0, 1.0]))
-    assert "samples of step 7 are not kept: [Errno 2]" in caplog.text
+    assert "samples of step 7 not written: [Errno 2]" in caplog.text

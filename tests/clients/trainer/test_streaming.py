@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from staleflow.clients.trainer.client import TrainerClient
-from staleflow.clients.trainer.data.micro_batches import Piece
+from staleflow.clients.trainer.data.micro_batches import MicroBatch
 from staleflow.protocols.consistency.ids import Version
 from staleflow.trace.audit.report import audit
 from tests.clients.trainer.service import Service, serving
@@ -40,14 +40,14 @@ def weights(version: int) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.f
     return {"w": np.full((3, 2), version, np.float32)}
 
 
-def groups(piece: Piece) -> list[int]:
+def groups(piece: MicroBatch) -> list[int]:
     return [int(group) for group in np.unique(piece.data.group_ids)]
 
 
 def test_pieces_come_before_their_batch_is_sealed_and_together_they_are_the_batch(service: Service) -> None:
     with joined(service) as trainer:
         first = trainer.version
-        seen: list[list[Piece]] = []
+        seen: list[list[MicroBatch]] = []
         for piece in trainer.stream(first + 3):
             if piece.first:
                 seen.append([])
@@ -73,7 +73,7 @@ def test_a_trainer_that_dies_in_the_middle_of_a_step_is_given_the_same_pieces_ag
         step = trainer.version
         dead = list(islice(trainer.stream(step + 1), 2))
     with joined(service) as trainer:
-        again: list[Piece] = []
+        again: list[MicroBatch] = []
         for piece in trainer.stream(step + 1):
             again.append(piece)
             if piece.batch is not None:

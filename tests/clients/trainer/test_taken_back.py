@@ -14,9 +14,9 @@ import pytest
 from staleflow.clients.trainer import main
 from staleflow.clients.trainer.client import BadVersion, TrainerClient
 from staleflow.clients.trainer.data.batch import FetchedGroup
-from staleflow.clients.trainer.data.micro_batches import PieceStream
+from staleflow.clients.trainer.data.micro_batches import MicroBatchStream
 from staleflow.clients.trainer.prefetch import BatchStream
-from staleflow.clients.trainer.ranks.follower import Followed
+from staleflow.clients.trainer.ranks.follower import FollowerBatches
 from staleflow.clients.trainer.ranks.leader import Leader, follow
 from staleflow.clients.trainer.steps import Steps, StreamedSteps, WholeSteps
 from staleflow.configs.schema import Config
@@ -83,7 +83,7 @@ def member(group: int) -> MemberRef:
     )
 
 
-class Fetching(PieceStream):
+class Fetching(MicroBatchStream):
     """Notes what it fetches, which is made up."""
 
     def __init__(self, sealed: Sealed, rank: int, world: int) -> None:
@@ -100,7 +100,7 @@ class Trainer(TrainerClient):
 
     def __init__(self, folder: Path, sealed: Sealed, *, rank: int = 0, world: int = 1) -> None:
         super().__init__(f"ipc://{folder}/nobody", rank=rank, world=world)
-        self._joined = JoinReply(trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0))
+        self._join_reply = JoinReply(trainer_term=TrainerTerm(1), lineage=Lineage(0), version=Version(0))
         self._sealed = sealed
         self.published: list[tuple[int, int | None]] = []
         self.no: Refused | None = None
@@ -108,10 +108,10 @@ class Trainer(TrainerClient):
     def _stream(self, term: TrainerTerm) -> BatchStream:
         return Fetching(self._sealed, *self._place)
 
-    def pieces(self, term: TrainerTerm, size: int = 1) -> PieceStream:
+    def micro_batches(self, term: TrainerTerm, size: int = 1) -> MicroBatchStream:
         return Fetching(self._sealed, *self._place)
 
-    def _mend(self) -> None:
+    def _republish_damaged(self) -> None:
         pass
 
     def _publish(self, weights: Any, lineage: Lineage, version: Version, batch: BatchId | None) -> None:
@@ -136,7 +136,7 @@ def test_a_batch_that_is_taken_back_while_the_one_before_is_trained_is_fetched_a
             trainer.commit(WEIGHTS)
     assert trainer.published == [(1, 1), (2, 3)]
     assert list(dict.fromkeys(sealed.fetched)) == [(0, 1), (0, 2), (0, 3)]
-    assert "batch 2 of step 1 was taken back, another is fetched" in caplog.text
+    assert "batch 2 of step 1 was revoked, fetching its replacement" in caplog.text
 
 
 def test_a_trainer_whose_batch_was_taken_back_looks_around_until_another_is_sealed(
@@ -169,10 +169,10 @@ def test_no_rank_takes_a_step_with_a_batch_that_was_taken_back_while_it_lay_read
     sealed, room = Sealed({0: 1, 1: 2}), Room()
     first, second = Recorded(together=True), Recorded(together=True)
     with Trainer(tmp_path, sealed, world=2) as trainer, Trainer(tmp_path, sealed, rank=1, world=2) as other:
-        followed = Followed(other, 2, streaming=stepping is streamed)
+        followed = FollowerBatches(other, 2, streaming=stepping is streamed)
         thread = threading.Thread(target=follow, args=(second, Ranks(room, 1), followed, lambda: False), daemon=True)
         thread.start()
-        leader = Leader(first, Ranks(room, 0), lambda: trainer.joined)
+        leader = Leader(first, Ranks(room, 0), lambda: trainer.current_term)
         trainer.same, trainer.share = leader.same, leader.share
         leader.load(None)
         for computed in stepping(leader)(trainer, 2, lambda: False):
@@ -194,7 +194,7 @@ def test_a_batch_that_was_taken_back_while_it_was_trained_cannot_be_committed(tm
         batches = trainer.batches(2)
         next(batches)
         trainer.no = Refused(Code.BAD_VERSION, "batch 1 is not the sealed batch of step 0")
-        with pytest.raises(BadVersion, match=r"step 0: batch 1 was taken back while it was trained, the step is void"):
+        with pytest.raises(BadVersion, match=r"step 0: batch 1 was revoked while it was trained, the step is void"):
             trainer.commit(WEIGHTS)
         trainer.no = None
         with pytest.raises(RuntimeError, match="was not committed"):

@@ -18,7 +18,7 @@ from staleflow.clients.trainer.backends import files as torch_files
 from staleflow.clients.trainer.backends.base import Stopped
 from staleflow.clients.trainer.backends.collectives import ManyRanks, OneRank
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
-from staleflow.clients.trainer.data.micro_batches import joined
+from staleflow.clients.trainer.data.micro_batches import concatenated
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.ranks import Place
@@ -244,7 +244,7 @@ def test_trajectories_that_were_cut_off_are_left_out_of_the_loss_and_of_what_it_
         trainer.begin()
         for place, piece in enumerate(pieces):
             trainer.add(piece, going_on, last=place == 2)
-        found = trainer.finish(joined(pieces, header(0)), Step(0)).values
+        found = trainer.finish(concatenated(pieces, header(0)), Step(0)).values
     assert found["trainer/tokens"] == wanted["trainer/tokens"] == left
     assert found["length/truncated"] == pytest.approx(4 / 12)
     assert (found["loss"], found["grad_norm"]) == pytest.approx((wanted["loss"], wanted["grad_norm"]), rel=1e-4)
@@ -275,7 +275,7 @@ def test_a_batch_without_a_trained_token_is_named_and_changes_nothing(
     result = trainer.train(all_cut(1), Step(1), going_on)
     assert (result.bad, result.values["trainer/tokens"], result.values["grad_norm"]) == ("", 0.0, 0.0)
     assert same(copied(trainer), before)
-    assert "step 1: its batch has no token to train; it is consumed, the weights stay" in caplog.text
+    assert "step 1: no token to train; batch consumed, weights unchanged" in caplog.text
     assert trained(trainer, 2) == trained(clean, 2)
     assert same(copied(trainer), copied(clean))
 

@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.pushes import Pusher
-from staleflow.clients.rollout.transfers import ROWS_BYTES, arrived
+from staleflow.clients.rollout.transfers import MAX_ROWS_BYTES, fetch_rows
 from staleflow.clients.stage import worker as stage_worker
 from staleflow.clients.stage.worker import StageGroup, StageOutcome
 from staleflow.clients.stage.worker import StageWorker as ShippedStageWorker
@@ -152,8 +152,8 @@ async def test_groups_that_move_arrive_over_a_slow_link(make_run: Callable[..., 
         assert await rollout.shards[0].ask(put, Done, frames) == Done()
         moved.append(msgspec.structs.replace(assign, partial=assign.lease, partial_sha=partial_sha(partial, frames)))
     async with slow_link(run.where.trajectories[0], SLOW) as link, asyncio.timeout(WITHIN_S):
-        rows, came = await arrived(
-            run.client(link.address, rollout.worker), AdaptiveChunk(ROWS_BYTES), moved, Recipe.of(run.config)
+        rows, came = await fetch_rows(
+            run.client(link.address, rollout.worker), AdaptiveChunk(MAX_ROWS_BYTES), moved, Recipe.of(run.config)
         )
     assert [row["prompt"] for row in rows] == [f"{assign.group} + 1" for assign in moved]
     for assign in moved:

@@ -195,7 +195,7 @@ async def test_a_group_too_large_for_what_room_there_is_does_not_keep_smaller_on
     wide: Run, incoming: Incoming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "RETRY_INTERVAL_S", 0.0)
-    monkeypatch.setattr("staleflow.clients.rollout.pushes.BUSY_S", 0.0)
+    monkeypatch.setattr("staleflow.clients.rollout.pushes.BUSY_RETRY_INTERVAL_S", 0.0)
     large: list[int] = []
     write = TrajectoryStore.write_pushes
 

@@ -619,7 +619,7 @@ MUTANTS = (
     Mutant(
         "a group that found no room is forgotten",
         Pusher,
-        "_put_off",
+        "_delay",
         _does_nothing,
         _rules("PROGRESS"),
         ("full disk", "crowded disk"),
@@ -639,7 +639,7 @@ MUTANTS = (
     Mutant(
         "pieces of a step that began again are trained twice",
         pieces,
-        "Piece",
+        "MicroBatch",
         _pieces_are_kept,
         _rules("SERVED"),
         ("flip a byte of a payload", "flip a byte of a column", "kill"),

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
 """Continuous batching over any causal language model of ``transformers``.
 
-A step is one forward pass of one token for every running trajectory; requests that wait join before it, by a pass over
-their prompts (each distinct prompt once, whatever the number of its samples). Weights change between two steps only.
-Trajectories that were running go on over the keys and values that older weights left: that is what their segments say
-(with ``recompute`` they are read in anew by the new weights first).
-Log-probabilities are those of the distribution sampled from, ``log_softmax(logits / temperature)``, in float32.
+A step is one forward pass with one token of each running trajectory. Queued requests join before it, in one pass over
+their prompts that reads each distinct prompt once, whatever its number of samples. Weights change between two steps
+only. Running trajectories continue over the keys and values of older weights, and their segments record the versions.
+With ``recompute``, the new weights rebuild the cache first. Log-probabilities refer to the distribution sampled from,
+``log_softmax(logits / temperature)``, in float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,25 +25,26 @@ from staleflow.clients.rollout.engines.base import (
     prefix_tokens,
 )
 from staleflow.clients.rollout.engines.load_weights import copy_weights
-from staleflow.clients.rollout.engines.queue import Waiting
-from staleflow.clients.rollout.engines.running_batch import Rows, uniforms
+from staleflow.clients.rollout.engines.queue import RequestQueue
+from staleflow.clients.rollout.engines.running_batch import RunningBatch, uniforms
 from staleflow.clients.rollout.engines.transformers.grouped_attention import serving
 from staleflow.clients.rollout.engines.transformers.kv_cache import SlotCache
-from staleflow.clients.rollout.engines.transformers.masks import Masks
+from staleflow.clients.rollout.engines.transformers.masks import DecodeMasks
 from staleflow.clients.rollout.engines.transformers.sampling import draw
 from staleflow.protocols.consistency.ids import Lineage, Version
 
-PREFILL_TOKENS = 16_384
-"""Most padded prompt tokens of one pass, so that joining prompts never hold up the others for long."""
+MAX_PREFILL_TOKENS = 16_384
+"""Maximum number of padded prompt tokens in one pass, so that joining prompts delay the others only briefly."""
 
-FEW = 8
-"""Requests join when this share of all rows is free, or when the free rows hold all that wait."""
+JOIN_FRACTION = 8
+"""Requests join when 1 / ``JOIN_FRACTION`` of all rows is free, or when the free rows hold all queued requests."""
 
 
 class TransformersEngine:
-    """An ``Engine`` over a model object, which stays the caller's: it is put in eval mode for each step only.
+    """An ``Engine`` over a model object that the caller owns; the model is in eval mode only during a step.
 
-    ``stop_ids``: tokens that end a trajectory. ``context``: most tokens of prompt and completion together; the model's
+    ``stop_ids``: tokens that end a trajectory. ``context``: maximum number of tokens of prompt and completion
+    together, by default the model's own limit.
     own limit when it is not given.
     """
 
@@ -66,38 +67,38 @@ class TransformersEngine:
         self.joining = True
         self._recompute = recompute
         self._stop_ids = np.array(sorted(set(stop_ids)), np.int64)
-        self._rows = Rows(slots)
-        self._waiting = Waiting()
-        self._masks = Masks(model)
+        self._rows = RunningBatch(slots)
+        self._waiting = RequestQueue()
+        self._masks = DecodeMasks(model)
         self._cache = SlotCache(config.num_hidden_layers, slots)
         self._generated = 0
         self._steps = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request. ``RequestError`` names what is wrong with it."""
+        """Queue a request. ``RequestError`` names the invalid part."""
         check_request(request, self.context, self.vocabulary)
         self._waiting.append(request)
 
     @torch.inference_mode()
     def step(self) -> list[Trajectory]:
         with serving(self.model):
-            if self.joining and self._worth_joining():
+            if self.joining and self._should_join():
                 self._join()
                 if ended := self._leave():
-                    return ended  # an end is never held back for a decode step
+                    return ended  # return finished trajectories at once instead of after a decode step
             if self._rows.size:
                 self._decode()
             return self._leave()
 
     def interrupt(self, request: int) -> None:
-        """End it at the next step. One that still waits goes first in the queue and ends after its first token."""
+        """Finish a request at the next step. A queued request moves to the front and ends after its first token."""
         if request in self._rows:
             self._rows.interrupt(request)
         else:
             self._waiting.interrupt(request)
 
     def withdraw(self, request: int) -> Request | None:
-        """Take back a request that waits; None when it runs or has ended."""
+        """Remove a queued request and return it; return None if it runs or has finished."""
         return self._waiting.withdraw(request)
 
     @torch.inference_mode()
@@ -111,30 +112,30 @@ class TransformersEngine:
         copy_weights(self.model, tensors)
         self.relabel(lineage, version)
         if self._recompute:
-            self._read_anew()
+            self._requeue_running()
 
     def relabel(self, lineage: Lineage, version: Version) -> None:
-        """The caller changed the model's weights in place: what is written from now on is this version's."""
+        """Attribute later tokens to this version, after the caller changed the model's weights in place."""
         self.lineage, self.version = lineage, version
         self._rows.turn(lineage, version)
 
     def stats(self) -> EngineStats:
         rows = self._rows
-        held = int(rows.position[: rows.size].sum())
+        kv_tokens = int(rows.position[: rows.size].sum())
         capacity = rows.slots * min(self.context, self._cache.plan.capacity)
         return EngineStats(
             running=rows.size,
             waiting=len(self._waiting),
-            kv_used=min(1.0, held / max(1, capacity)),
-            kv_tokens=held,
+            kv_used=min(1.0, kv_tokens / max(1, capacity)),
+            kv_tokens=kv_tokens,
             kv_capacity=capacity,
             slots=rows.slots,
             generated_tokens=self._generated,
             steps=self._steps,
         )
 
-    def _read_anew(self) -> None:
-        """Send what runs back to the head of the queue, its tokens as the prefix: joining reads them again."""
+    def _requeue_running(self) -> None:
+        """Return running requests to the head of the queue with their tokens as prefix; joining reads them again."""
         rows = self._rows
         for row in reversed(range(rows.size)):
             request, count = rows.requests[row], int(rows.count[row])
@@ -142,13 +143,13 @@ class TransformersEngine:
             self._waiting.put_back(replace(request, prefix=written), cut=bool(rows.interrupted[row]))
         self._free(np.arange(rows.size))
 
-    def _worth_joining(self) -> bool:
-        """Whether enough rows are free. A pass over prompts costs the others a step, so a free row waits for more."""
+    def _should_join(self) -> bool:
+        """Return whether enough rows are free: a prompt pass costs the others a step, so single rows wait for more."""
         free = self._rows.slots - self._rows.size
-        return 0 < min(len(self._waiting), max(1, self._rows.slots // FEW)) <= free
+        return 0 < min(len(self._waiting), max(1, self._rows.slots // JOIN_FRACTION)) <= free
 
     def _join(self) -> None:
-        """Read the prompts of as many waiting requests as there are rows and room in a pass."""
+        """Read the prompts of the queued requests that fit into the free rows and into one pass."""
         first, prompts, sources = self._rows.size, dict[bytes, int](), list[int]()
         sequences: list[np.ndarray] = []
         width = 0
@@ -158,7 +159,7 @@ class TransformersEngine:
             key = sequence.tobytes()
             wider = max(width, len(sequence))
             if key not in prompts:
-                if prompts and wider * (len(prompts) + 1) > PREFILL_TOKENS:
+                if prompts and wider * (len(prompts) + 1) > MAX_PREFILL_TOKENS:
                     break
                 prompts[key] = len(sequences)
                 sequences.append(sequence)
@@ -173,8 +174,8 @@ class TransformersEngine:
         self._draw(first, logits)
 
     def _prefill(self, first: int, sequences: list[np.ndarray], sources: np.ndarray, width: int) -> torch.Tensor:
-        """Logits after the last token of each joining row's prompt, ``[rows, vocabulary]``."""
-        padded = np.zeros((len(sequences), width), np.int64)  # right of its end a prompt is never looked at
+        """Return the logits after the last token of each joining row's prompt, ``[rows, vocabulary]``."""
+        padded = np.zeros((len(sequences), width), np.int64)  # causal attention needs no mask for padding on the right
         for row, sequence in enumerate(sequences):
             padded[row, : len(sequence)] = sequence
         ends, which = np.unique([len(sequence) - 1 for sequence in sequences], return_inverse=True)
@@ -191,7 +192,7 @@ class TransformersEngine:
         return logits[torch.from_numpy(sources), torch.from_numpy(which[sources])]
 
     def _decode(self) -> None:
-        """One token more for every row."""
+        """Generate one token for every row."""
         self._steps += 1
         rows, device = self._rows, self.model.device
         size = rows.size
@@ -235,13 +236,13 @@ class TransformersEngine:
 def generate(
     engine: TransformersEngine, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling, *, seed: int = 0
 ) -> list[list[Trajectory]]:
-    """``n`` trajectories of each prompt, in order. The engine must be idle; the same seed gives the same tokens."""
+    """Return ``n`` trajectories per prompt, in order. The engine must be idle; equal seeds give equal tokens."""
     if engine.stats().running or engine.stats().waiting:
-        raise RequestError("the engine is busy; generate() needs it for itself")
+        raise RequestError("the engine is busy; generate() requires an idle engine")
     for index in range(len(prompts) * n):
         prompt_ids = np.asarray(prompts[index // n], np.int32)
         engine.submit(Request(id=index, prompt_ids=prompt_ids, sampling=sampling, seed=(seed << 32) + index))
-    done: dict[int, Trajectory] = {}
-    while len(done) < len(prompts) * n:
-        done.update((trajectory.id, trajectory) for trajectory in engine.step())
-    return [[done[prompt * n + sample] for sample in range(n)] for prompt in range(len(prompts))]
+    finished: dict[int, Trajectory] = {}
+    while len(finished) < len(prompts) * n:
+        finished.update((trajectory.id, trajectory) for trajectory in engine.step())
+    return [[finished[prompt * n + sample] for sample in range(n)] for prompt in range(len(prompts))]

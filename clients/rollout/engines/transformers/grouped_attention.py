@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Attention of a decode step without copying keys: the query heads that share a key head stand as its query rows.
+"""Attention for a decode step without copying keys: query heads that share a key head become its query rows.
 
-``transformers``' own sdpa repeats keys and values for every query head, each step; with grouped heads that copy is most
-of a small model's time. Passes over more than one token (prompts) go to sdpa as they are.
+The sdpa attention of ``transformers`` repeats keys and values for every query head in each step. With grouped heads,
+that copy takes most of a small model's time. Passes over more than one token (prompts) use sdpa unchanged.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,10 @@ def grouped_attention(
     scaling: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """As any of ``transformers``: query ``[rows, heads, tokens, size]``, out ``[rows, tokens, heads, size]``."""
+    """Attend like any ``transformers`` implementation.
+
+    ``query`` is ``[rows, heads, tokens, size]``, the output ``[rows, tokens, heads, size]``.
+    """
     rows, heads, tokens, size = query.shape
     if tokens != 1 or attention_mask is None:
         return sdpa_attention_forward(
@@ -46,7 +49,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 @contextmanager
 def serving(model: Any) -> Iterator[None]:
-    """The model in eval mode with this attention; afterwards as it was, so that a trainer may own it."""
+    """Put the model into eval mode with this attention, and restore it afterwards for a trainer that may own it."""
     config = model.config.get_text_config()
     attention = config._attn_implementation
     training = [module for module in model.modules() if module.training] if model.training else []

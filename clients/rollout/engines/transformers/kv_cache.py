@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
 """A key-value cache for continuous batching behind the cache interface of ``transformers``.
 
-One row a running trajectory, packed at the front; every row starts at position 0 and has a length of its own. Nothing
-is padded on the left, so a row that joins or leaves never moves the others' positions. The model sees the rows in use
-up to the longest, and a mask says what each may look at.
+Each running trajectory has one row, and rows are packed at the front. Every row starts at position 0 and has its own
+length. Nothing is padded on the left, so a row that joins or leaves never shifts the positions of others. The model
+receives the rows in use up to the longest one, and a mask limits what each row attends to.
 """
 
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 64
-"""Capacity is a multiple of this many tokens."""
+"""The capacity is a multiple of this many tokens."""
 
 
 @dataclass(slots=True)
-class Plan:
-    """What the forward pass under way does with the cache; shared by all layers."""
+class PassPlan:
+    """Cache usage of the current forward pass; shared by all layers."""
 
     slots: int
     capacity: int = 0
     rows: Any = None
-    """Decoding: the rows 0 .. n - 1; ``None`` while prompts are read."""
+    """Decoding: the rows 0 .. n - 1; ``None`` during a prefill."""
     positions: Any = None
-    """Decoding: where each row writes."""
+    """Decoding: the column that each row writes."""
     width: int = 0
-    """Decoding: columns that the longest row needs."""
+    """Decoding: number of columns that the longest row needs."""
     first: int = 0
-    """Prefill: the first of the rows that join."""
+    """Prefill: the first joining row."""
     sources: Any = None
-    """Prefill: for each joining row, which prompt of the pass is its own."""
+    """Prefill: index of the prompt in this pass for each joining row."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     keys: Any
     values: Any
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PassPlan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plan = plan
 
@@ -54,7 +54,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Store the new states and return what the queries may look at."""
+        """Store the new states and return the states that the queries attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self.plan
@@ -76,7 +76,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if not self.is_initialized:
             return
         pad = (0, 0, 0, capacity - self.keys.shape[2])
-        with torch.inference_mode(False), torch.no_grad():  # the passes of a sharded model are not in inference mode
+        with torch.inference_mode(False), torch.no_grad():  # passes of a sharded model do not run in inference mode
             self.keys = torch.nn.functional.pad(self.keys, pad)
             self.values = torch.nn.functional.pad(self.values, pad)
 
@@ -84,33 +84,33 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        return 0  # masks of decode steps are ours; to a prefill the cache looks empty
+        return 0  # decode masks are computed in masks.py; a prefill must see an empty cache
 
     def get_max_length(self) -> int:
         return -1
 
 
 class SlotCache(Cache):
-    """Rows of every layer. Before each forward pass one of ``reading`` and ``writing`` says what the pass is."""
+    """Rows of every layer. Call either ``reading`` or ``writing`` before each forward pass."""
 
     def __init__(self, layers: int, slots: int) -> None:
-        self.plan = Plan(slots)
+        self.plan = PassPlan(slots)
         self.rows = [SlotLayer(self.plan) for _ in range(layers)]
         super().__init__(layers=list(self.rows))
 
     def reading(self, first: int, sources: torch.Tensor, width: int) -> None:
-        """The next pass reads prompts of at most ``width`` tokens; rows from ``first`` on get prompt ``sources[i]``."""
+        """Prepare a pass over prompts of at most ``width`` tokens; row ``first + i`` gets prompt ``sources[i]``."""
         self._fit(width)
         self.plan.rows = self.plan.positions = None
         self.plan.first, self.plan.sources = first, sources
 
     def writing(self, rows: torch.Tensor, positions: torch.Tensor, width: int) -> None:
-        """The next pass adds one token to each row."""
+        """Prepare a pass that adds one token to each row."""
         self._fit(width)
         self.plan.rows, self.plan.positions, self.plan.width = rows, positions, width
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, width: int) -> None:
-        """Copy the first ``width`` columns of rows into others."""
+        """Copy the first ``width`` columns of ``sources`` into ``targets``."""
         for layer in self.rows:
             layer.move(sources, targets, width)
 

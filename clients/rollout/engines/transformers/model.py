@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""From a model directory to an engine that is ready."""
+"""Build a ready engine from a model directory."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from staleflow.configs.schema import Config
 
 
 def open_model(directory: Path, dtype: str, threads: int = 1) -> Any:
-    """The model of a directory, ready for inference, on the first GPU when there is one."""
+    """Load the model of a directory for inference, on the first GPU if one is available."""
     check_model_dir(directory, "model directory")
     torch.set_num_threads(threads)
     try:
@@ -26,7 +26,7 @@ def open_model(directory: Path, dtype: str, threads: int = 1) -> Any:
 
 
 def open_transformers(config: Config, directory: Path) -> tuple[TransformersEngine, Encode]:
-    """Engine and tokenizer of a run's model directory."""
+    """Return the engine and the tokenizer of a run's model directory."""
     tokenizer = open_tokenizer(directory)
     encode = encoder(tokenizer, chat_template=config.prompts.chat_template)
     model = open_model(directory, config.model.dtype, config.rollout.threads)

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""From logits to tokens and their log-probabilities."""
+"""Sample tokens and their log-probabilities from logits."""
 
 import numpy as np
 import torch
@@ -8,10 +8,10 @@ from staleflow.clients.rollout.engines.base import EngineError
 
 
 def draw(logits: torch.Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One token a row of ``logits``, and its log-probability in the distribution that it was drawn from.
+    """Draw one token per row of ``logits``, and return its log-probability in the distribution it was drawn from.
 
-    Drawn by inversion of the distribution function at ``uniform``, so a row's token depends on its own row alone.
-    Temperature 0 takes the most likely token and reports its log-probability at temperature 1.
+    Sampling inverts the distribution function at ``uniform``, so that a row's token depends only on that row.
+    Temperature 0 selects the most likely token and reports its log-probability at temperature 1.
     """
     scores = logits.float()
     greedy = temperature == 0
@@ -29,8 +29,8 @@ def draw(logits: torch.Tensor, temperature: np.ndarray, uniform: np.ndarray) -> 
             token_ids = torch.where(
                 torch.from_numpy(greedy).to(scores.device)[:, None], scores.argmax(-1, keepdim=True), token_ids
             )
-        token_ids = token_ids.clamp_(max=scores.shape[-1] - 1)  # out of range only when a score is not a number
+        token_ids = token_ids.clamp_(max=scores.shape[-1] - 1)  # only exceeds the range if a score is NaN
     drawn = logprobs.gather(-1, token_ids)[:, 0].cpu().numpy()
     if not np.isfinite(drawn).all():
-        raise EngineError("the model's scores are not finite: its weights are broken")
+        raise EngineError("the model's scores are not finite; its weights are corrupt")
     return token_ids[:, 0].cpu().numpy(), drawn

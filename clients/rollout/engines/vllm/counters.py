@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # mypy: disable-error-code="misc"
-"""What vLLM's engine core says of itself after each step."""
+"""Statistics that vLLM's engine core reports after each step."""
 
 import time
 from typing import Any
@@ -11,27 +11,27 @@ from staleflow.clients.rollout.engines.throughput import Throughput
 
 
 class Counters(StatLoggerBase):
-    """Its only stat logger."""
+    """The stat logger of the engine."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.running = 0
         self.kv_used = 0.0
         self.slots = 0
         self.kv_capacity = 0
-        """Tokens; known once the engine core has sized its cache."""
+        """In tokens; set once the engine core has sized its cache."""
         self.generated_tokens = 0
         self.steps = 0
-        """Those that wrote tokens."""
+        """Number of steps that generated tokens."""
         self.preemptions = 0
         self.prefix_hits = 0
-        """Prompt tokens that came out of the prefix cache."""
+        """Number of prompt tokens served from the prefix cache."""
         self.stepped_at = time.monotonic()
-        """When it last got on, in a step or in a load."""
+        """Time of the last progress, in a step or a load."""
         self.throughput = Throughput()
         self._config = vllm_config
 
     def of(self, vllm_config: Any, _: int = 0) -> "Counters":
-        """Count for the engine of this configuration."""
+        """Bind the counters to the engine of this configuration; vLLM calls it as a factory."""
         self._config = vllm_config
         return self
 
@@ -50,7 +50,7 @@ class Counters(StatLoggerBase):
             self.throughput.record(self.generated_tokens)
 
     def log_engine_initialized(self) -> None:
-        """How much it holds, known by now."""
+        """Record the capacities, which are known once the engine is initialized."""
         if self._config is not None:
             cache = self._config.cache_config
             self.slots = self._config.scheduler_config.max_num_seqs

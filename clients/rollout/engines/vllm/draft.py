@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""One trajectory while vLLM writes it, in one attempt or in several: an attempt is one request to vLLM.
+"""One trajectory while vLLM generates it, in one or more attempts; an attempt is one request to vLLM.
 
-A later attempt reads prompt and tokens so far, and its draws differ from those of the earlier one: with the same seed
-from the start again, the tokens to come would depend on those that there are.
+A later attempt reads the prompt and the tokens so far. It uses another seed than the earlier attempt: reusing the seed
+from its start would make the next tokens depend on the existing ones.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.clients.rollout.engines.base import EngineError, Marks, Request, Trajectory, prefix_tokens
+from staleflow.clients.rollout.engines.base import EngineError, Request, Trajectory, VersionMarks, prefix_tokens
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 
@@ -27,18 +27,18 @@ class Draft:
         self.limit = min(request.sampling.max_new_tokens, context - len(request.prompt_ids))
         self.token_ids: list[int] = token_ids.tolist()
         self.logprobs: list[float] = logprobs.tolist()
-        self.name = ""
-        """Of the attempt, for vLLM; empty before the first."""
+        self.attempt_id = ""
+        """vLLM's request id for the current attempt; empty before the first attempt."""
         self.cut = False
-        """It is to end with the tokens so far."""
+        """The draft must end with its tokens so far."""
         self.least = 1
-        """Tokens that the attempt must have written by then."""
-        self.again = False
-        """The attempt was taken back; another follows."""
+        """Minimum number of tokens that the attempt must generate before a cut."""
+        self.retry = False
+        """The current attempt was aborted and another follows."""
         self.task: asyncio.Task[Trajectory] | None = None
-        self._begun = len(self.token_ids)
+        self._attempt_start = len(self.token_ids)
         self._finish = Finish.INTERRUPTED
-        self._marks = Marks()
+        self._marks = VersionMarks()
         start = 0
         for segment in request.prefix:
             self._marks.turn(segment.lineage, segment.version, start)
@@ -46,37 +46,37 @@ class Draft:
 
     @property
     def written_here(self) -> int:
-        """Tokens that the attempt is known to have written."""
-        return len(self.token_ids) - self._begun
+        """Return the number of tokens received from the current attempt."""
+        return len(self.token_ids) - self._attempt_start
 
     @property
     def enough(self) -> bool:
-        """Whether it may end now."""
+        """Return whether the draft may end now."""
         return self.written_here >= self.least
 
-    def begin(self, name: str) -> None:
-        """Another attempt."""
-        self.name = name
-        self.again = False
-        self._begun = len(self.token_ids)
+    def begin(self, attempt_id: str) -> None:
+        """Start another attempt."""
+        self.attempt_id = attempt_id
+        self.retry = False
+        self._attempt_start = len(self.token_ids)
 
     def token_ids_so_far(self) -> list[int]:
-        """Prompt and completion."""
+        """Return the token ids of prompt and completion."""
         return [*self.request.prompt_ids.tolist(), *self.token_ids]
 
     def room(self) -> int:
-        """Tokens still to be written, at most. One, when it is to be cut as soon as it may be."""
+        """Return the maximum number of tokens still to generate; 1 if the draft must be cut as soon as allowed."""
         return 1 if self.cut else self.limit - len(self.token_ids)
 
     def seed(self) -> int:
-        """63 bits of the request's seed and the number of tokens that there are: splitmix64."""
+        """Derive 63 bits from the request's seed and the current number of tokens, by splitmix64."""
         bits = (self.request.seed + (len(self.token_ids) + 1) * GOLDEN) & 0xFFFFFFFFFFFFFFFF
         bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
         bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         return (bits ^ (bits >> 31)) >> 1
 
     def take(self, completion: Any) -> None:
-        """The attempt's next tokens; with the last of them, which version wrote which."""
+        """Append the attempt's next tokens; the last output also carries the version of each token."""
         new = list(completion.token_ids)
         logprobs = list(completion.logprobs.logprobs) if new else []
         if len(logprobs) != len(new):
@@ -93,17 +93,17 @@ class Draft:
         if self._finish is Finish.LENGTH and len(self.token_ids) < self.limit:
             self._finish = Finish.INTERRUPTED
         if self._finish is not Finish.INTERRUPTED or (self.cut and self.enough):
-            self.again = False  # it ended before it could be taken back
+            self.retry = False  # the attempt finished before the abort took effect
         if self.written_here and completion.weight_versions is None:
-            raise EngineError("vLLM did not say which weights wrote a token")
+            raise EngineError("vLLM did not report which weights generated a token")
         for span in completion.weight_versions or ():
             lineage, version = map(int, span.version.split("."))
-            self._marks.turn(Lineage(lineage), Version(version), self._begun + span.start)
+            self._marks.turn(Lineage(lineage), Version(version), self._attempt_start + span.start)
 
     def trajectory(self) -> Trajectory:
-        """What was written. ``EngineError`` for log-probabilities that are no numbers."""
+        """Return the trajectory. Raise ``EngineError`` if a log-probability is not finite."""
         logprobs = np.array(self.logprobs, np.float32)
         if not np.isfinite(logprobs).all():
-            raise EngineError("the model's scores are not finite: its weights are broken")
+            raise EngineError("the model's scores are not finite; its weights are corrupt")
         segments = self._marks.cut(np.array(self.token_ids, np.int32), logprobs)
         return Trajectory(id=self.request.id, segments=segments, finish=self._finish)

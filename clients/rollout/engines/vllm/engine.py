@@ -1,12 +1,12 @@
 # pyright: basic, reportMissingImports=false
 """vLLM's asynchronous engine as an ``AsyncEngine``.
 
-Which version wrote a token is said by the engine core itself, step by step: its weight version changes only while it is
-paused and nothing is in flight, so a segment ends exactly where the weights changed.
+The engine core itself reports which version generated a token, step by step. Its weight version changes only while it
+is paused and nothing is in flight, so a segment ends exactly where the weights changed.
 
-The prefix cache is never shared between versions: each request carries the version in its cache salt, and one that has
-no token yet when weights change is given to the engine anew, with the new salt. (*keep* cannot clear the cache, where
-the keys and values of those that run stay; *recompute* and *drain* clear it too.)
+Versions never share the prefix cache: each request carries the version in its cache salt, and a request without tokens
+is resubmitted with the new salt when the weights change. (*keep* cannot clear the cache, which contains the keys and
+values of running requests; *recompute* and *drain* clear it.)
 """
 
 import asyncio
@@ -43,15 +43,15 @@ log = logging.getLogger(__name__)
 OnUpdate = Literal["keep", "recompute", "drain"]
 
 POLL_INTERVAL_S = 0.25
-"""How often an idle engine is asked whether it lives."""
-CLOSE_S = 2.0
+"""Interval between health checks of an idle engine."""
+CLOSE_TIMEOUT_S = 2.0
 
 
 class VllmEngine:
-    """Made inside a running event loop; owns ``llm``, which tells ``counters`` what it does.
+    """Owns ``llm``, which reports its statistics to ``counters``. Create it inside a running event loop.
 
-    ``model``: the model of ``transformers`` whose tensors are published (it may be on ``meta``). ``stop_ids``: tokens
-    that end a trajectory. ``context``: most tokens of prompt and completion together.
+    ``model``: the ``transformers`` model whose tensors are published (it may be on ``meta``). ``stop_ids``: tokens
+    that end a trajectory. ``context``: maximum number of tokens of prompt and completion together.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class VllmEngine:
         self._names = itertools.count()
         self._salt = label(Lineage(0), Version(-1))
         self._open = asyncio.Event()
-        """Set while requests may go to the engine: not while weights are loaded."""
+        """Set while requests may go to the engine; cleared while weights are loaded."""
         self._open.set()
         self._loading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,7 +85,7 @@ class VllmEngine:
         self._spawn(self._watch())
 
     async def start(self) -> None:
-        """Get through what only the first request costs, seconds on a CPU."""
+        """Warm the engine up with a first request, which takes seconds on a CPU."""
         await self._llm.update_weight_version(self._salt)
         params = SamplingParams(max_tokens=2, temperature=1.0, seed=0, logprobs=0, detokenize=False)
         async for _ in self._llm.generate(tokens_input([0]), params, "first"):
@@ -93,7 +93,7 @@ class VllmEngine:
         self._counters.generated_tokens = 0
 
     async def generate(self, request: Request) -> Trajectory:
-        """The finished trajectory. ``RequestError`` when it cannot be served, ``CancelledError`` after ``abort``."""
+        """Return the finished trajectory. Raise ``RequestError`` if unservable, ``CancelledError`` on ``abort``."""
         if self.failure.done():
             raise EngineError("the engine has failed")
         check_request(request, self.context, self.vocabulary)
@@ -108,21 +108,21 @@ class VllmEngine:
             self._busy()
 
     def interrupt(self, request: int, least: int = 1) -> None:
-        """End it with the tokens so far; one that has none ends after its first, or at once when ``least`` is 0."""
+        """End a request with its tokens so far. Without any, it ends after its first, or at once if ``least`` is 0."""
         draft = self._drafts.get(request)
         if draft is not None and (not draft.cut or (draft.least and not least)):
             draft.cut = True
             draft.least = least
-            if draft.enough and draft.name:
-                self._spawn(self._llm.abort(draft.name))
+            if draft.enough and draft.attempt_id:
+                self._spawn(self._llm.abort(draft.attempt_id))
 
     def abort(self, request: int) -> None:
-        """Forget it. Unknown ids are no error."""
+        """Discard a request. Unknown ids are ignored."""
         if (draft := self._drafts.get(request)) is not None and draft.task is not None:
             draft.task.cancel()
 
     async def load(self, tensors: Mapping[str, NDArray[np.generic]], lineage: Lineage, version: Version) -> None:
-        """Returns when the next token will be written by these weights. ``LoadError`` keeps the old ones."""
+        """Return once the next token will come from these weights. On ``LoadError`` the old weights stay loaded."""
         async with self._loading:
             if self.failure.done():
                 raise EngineError("the engine has failed")
@@ -132,20 +132,20 @@ class VllmEngine:
                 await self._pause()
                 await self._update(tensors, label(lineage, version))
                 await self._llm.resume_generation()
-            except Exception as error:  # half-written weights: whatever went wrong, this engine cannot go on
+            except Exception as error:  # the weights may be half-written, so this engine cannot continue
                 raise self._fail(error) from error
             finally:
                 self._open.set()
 
     def stats(self) -> EngineStats:
-        """The engine core's counters; a request on its way there waits."""
-        counters, held = self._counters, len(self._drafts)
-        running = min(counters.running, held)
+        """Return the engine core's counters. Requests that have not reached it count as waiting."""
+        counters, requests = self._counters, len(self._drafts)
+        running = min(counters.running, requests)
         return EngineStats(
             running=running,
-            waiting=held - running,
-            kv_used=counters.kv_used if held else 0.0,
-            kv_tokens=round(counters.kv_used * counters.kv_capacity) if held else 0,
+            waiting=requests - running,
+            kv_used=counters.kv_used if requests else 0.0,
+            kv_tokens=round(counters.kv_used * counters.kv_capacity) if requests else 0,
             kv_capacity=counters.kv_capacity,
             slots=counters.slots,
             generated_tokens=counters.generated_tokens,
@@ -158,21 +158,21 @@ class VllmEngine:
         return self._busy_s + (0.0 if since is None else time.monotonic() - since)
 
     def tokens_per_s(self) -> float:
-        """Over the last few seconds."""
+        """Return the generation rate over the last few seconds."""
         return self._counters.throughput.per_s(self._counters.generated_tokens)
 
     def stuck_s(self) -> float:
-        """Since the last step's results, or the last parcel of a load; 0 when there is nothing to do."""
+        """Return the seconds since the last step or the last parcel of a load; 0 if the engine is idle."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - max(since, self._counters.stepped_at)
 
     async def close(self) -> None:
-        """Ends the engine's processes; callers that still wait are cancelled."""
+        """End the engine's processes and cancel the remaining callers."""
         tasks = [*self._tasks, *(draft.task for draft in self._drafts.values() if draft.task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._llm.shutdown, CLOSE_S)
+        await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
 
     # --- requests ---
 
@@ -183,23 +183,23 @@ class VllmEngine:
                 if draft.cut and draft.enough:
                     return draft.trajectory()
                 await self._attempt(draft)
-                if not draft.again:
+                if not draft.retry:
                     return draft.trajectory()
-        except Exception as error:  # of the engine, since requests that it could refuse never get there
+        except Exception as error:  # an engine failure: unservable requests are rejected before they reach the engine
             raise self._fail(error) from error
 
     async def _attempt(self, draft: Draft) -> None:
-        """Give the request to the engine and take what comes, until it ends or is to begin anew.
+        """Submit the request to the engine and collect its output until it ends or must be resubmitted.
 
-        Nothing is awaited between reading the salt and the engine's knowing of the request by its name.
+        No await separates reading the salt from registering the request, so a load cannot change the salt meanwhile.
         """
         draft.begin(f"{draft.request.id}.{next(self._names)}")
         prompt = tokens_input(draft.token_ids_so_far(), cache_salt=self._salt)
-        async with contextlib.aclosing(self._llm.generate(prompt, self._params(draft), draft.name)) as outputs:
+        async with contextlib.aclosing(self._llm.generate(prompt, self._params(draft), draft.attempt_id)) as outputs:
             async for output in outputs:
                 draft.take(output.outputs[0])
-                if draft.cut and not output.finished and not draft.again:
-                    await self._llm.abort(draft.name)
+                if draft.cut and not output.finished and not draft.retry:
+                    await self._llm.abort(draft.attempt_id)
 
     def _params(self, draft: Draft) -> SamplingParams:
         return SamplingParams(
@@ -207,7 +207,7 @@ class VllmEngine:
             temperature=draft.request.sampling.temperature,
             seed=draft.seed(),
             stop_token_ids=self._stop_ids,
-            ignore_eos=True,  # what ends a trajectory is said by stop_ids alone
+            ignore_eos=True,  # stop_ids alone decides which tokens end a trajectory
             logprobs=0,  # of the drawn token
             flat_logprobs=True,
             detokenize=False,
@@ -220,18 +220,18 @@ class VllmEngine:
         match self._on_update:
             case "keep":
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-                await self._begin_anew()
+                await self._retry_unstarted()
             case "recompute":
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
             case "drain":
                 await self._llm.pause_generation(mode="wait", clear_cache=True)
 
-    async def _begin_anew(self) -> None:
-        """Take back the requests that have no token yet: they are to read their prompts with the new weights."""
+    async def _retry_unstarted(self) -> None:
+        """Abort the attempts that have no token yet, so that the new weights read their prompts."""
         for draft in list(self._drafts.values()):
-            if draft.name and not draft.written_here and not draft.again:
-                draft.again = True
-                await self._llm.abort(draft.name)
+            if draft.attempt_id and not draft.written_here and not draft.retry:
+                draft.retry = True
+                await self._llm.abort(draft.attempt_id)
 
     async def _update(self, tensors: Mapping[str, NDArray[Any]], version: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -242,7 +242,7 @@ class VllmEngine:
         try:
             while (parcel := await asyncio.to_thread(_next, coming)) is not None:
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=parcel.message()))
-                self._counters.stepped_at = time.monotonic()  # leases are renewed while a long load gets on
+                self._counters.stepped_at = time.monotonic()  # progress, so leases are renewed during a long load
         finally:
             coming.close()
         await self._llm.finish_weight_update(weight_version=version)
@@ -251,7 +251,7 @@ class VllmEngine:
     # --- the engine as a whole ---
 
     async def _watch(self) -> None:
-        """An engine core that dies while nobody waits for it is a failure too."""
+        """Detect an engine core that dies while no request waits for it."""
         while not self.failure.done():
             await asyncio.sleep(POLL_INTERVAL_S)
             if self._llm.errored:
@@ -267,7 +267,7 @@ class VllmEngine:
         return failed
 
     def _busy(self) -> None:
-        """Called whenever the number of requests changes."""
+        """Update the busy time; call it whenever the number of requests changes."""
         now = time.monotonic()
         if self._drafts and self._busy_since is None:
             self._busy_since = now
@@ -282,7 +282,7 @@ class VllmEngine:
 
 
 def label(lineage: Lineage, version: Version) -> str:
-    """A version in the engine core's words."""
+    """Return the engine core's label of a version."""
     return f"{lineage}.{version}"
 
 

@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # mypy: disable-error-code="no-untyped-call"
-"""From a model directory to a vLLM engine that is ready."""
+"""Build a ready vLLM engine from a model directory."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from staleflow.configs.loading.presence import check_model_dir
 from staleflow.configs.schema import Config
 
 STREAM_TOKENS = 16
-"""Tokens of a request that come from vLLM's output loop at once, its first one aside."""
+"""Number of tokens per output of vLLM's output loop, except the first token of a request."""
 CPU_BLOCK = 32
-"""Tokens of a KV block. The CPU build's own 128 make even the shortest trajectory hold 128."""
+"""Number of tokens in a KV block. The CPU build's default makes even the shortest trajectory occupy 128 tokens."""
 
 
 async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
-    """Engine and tokenizer of a run's model directory.
+    """Return the engine and the tokenizer of a run's model directory.
 
-    ``ConfigError`` when this machine or this model cannot do it; ``EngineError`` when it failed, and may not again.
+    Raise ``ConfigError`` if the machine or model is unsuitable, ``EngineError`` for a failure that may be transient.
     """
     cpu = not torch.cuda.is_available()
     prepare(config.rollout.threads, cpu=cpu)
@@ -50,14 +50,14 @@ async def open_vllm(config: Config, directory: Path) -> tuple[Any, Encode]:
     )
     try:
         await engine.start()
-    except Exception as error:  # the engine core tells its own reason in the worker's output
+    except Exception as error:  # the engine core writes the reason to the worker's output
         await engine.close()
         raise failure(error, checked=True) from error
     return engine, encode
 
 
 def skeleton(directory: Path, dtype: str) -> Any:
-    """The model of ``transformers`` without its weights: names, shapes, dtypes and which of them are tied."""
+    """Build the ``transformers`` model without weights: names, shapes, dtypes and ties."""
     check_model_dir(directory, "model directory")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -71,43 +71,45 @@ def skeleton(directory: Path, dtype: str) -> Any:
 
 
 def context_of(model: Any, wanted: int) -> int:
-    """Most tokens of prompt and completion: the model's own, or fewer when that is wanted."""
+    """Return the maximum number of tokens of prompt and completion: the model's own limit, or ``wanted`` if smaller."""
     own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     if own and wanted > own:
         raise ConfigError("rollout.vllm.max_model_len", wanted, f"the model's context is {own} tokens: at most that")
     if not own and not wanted:
-        raise ConfigError("rollout.vllm.max_model_len", wanted, "the model does not say how long its context is")
+        raise ConfigError("rollout.vllm.max_model_len", wanted, "required, since the model's config gives no context")
     return wanted or own
 
 
 def check_devices(tensor_parallel: int, *, cpu: bool) -> None:
-    """One device a rank. The CPU build is one process of as many threads as ``rollout.threads`` says."""
-    found = 1 if cpu else torch.cuda.device_count()
-    if tensor_parallel > found:
-        devices = "no GPU" if cpu else f"{found} GPU{'s' * (found > 1)}"
+    """Check that each rank has a device. The CPU build is one process with ``rollout.threads`` threads."""
+    available = 1 if cpu else torch.cuda.device_count()
+    if tensor_parallel > available:
+        devices = "no GPU" if cpu else f"{available} GPU{'s' * (available > 1)}"
         raise ConfigError(
-            "rollout.vllm.tensor_parallel", tensor_parallel, f"this machine has {devices}: at most {found}"
+            "rollout.vllm.tensor_parallel", tensor_parallel, f"this machine has {devices}: at most {available}"
         )
 
 
 def head_sizes() -> list[int]:
-    """Widths of attention heads that the CPU build has kernels for. It finds out itself only at the first token."""
+    """Return the attention head sizes with CPU kernels. The CPU build itself checks them only at the first token."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     return list(CPUAttentionBackend.get_supported_head_sizes())
 
 
 def check_heads(model: Any, directory: Path, sizes: Sequence[int]) -> None:
-    """``ConfigError`` for a model whose attention heads have no kernel."""
+    """Raise ``ConfigError`` for a model whose attention heads have no kernel."""
     config = model.config.get_text_config()
-    found = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if found not in sizes:
-        allowed = f"its attention heads have {found} numbers; vLLM on a CPU needs one of {', '.join(map(str, sizes))}"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_size not in sizes:
+        allowed = (
+            f"its attention heads have {head_size} numbers; vLLM on a CPU needs one of {', '.join(map(str, sizes))}"
+        )
         raise ConfigError("model directory", str(directory), allowed)
 
 
 def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) -> tuple[Any, Any]:
-    """vLLM's asynchronous engine, its core started with the directory's own weights, and its counters."""
+    """Start vLLM's asynchronous engine with the directory's weights; return it with its counters."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -117,19 +119,21 @@ def start_engine(config: Config, directory: Path, context: int, *, cpu: bool) ->
     counters, checked = Counters(), False
     try:
         args = AsyncEngineArgs(**arguments(config, directory, context, cpu=cpu))
-        found = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        engine_config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
         checked = True
-        llm = AsyncLLM.from_vllm_config(found, stat_loggers=[counters.of], disable_log_stats=args.disable_log_stats)
-    except Exception as error:  # vLLM raises whatever its parts do; the engine core's own reason is in the log above
+        llm = AsyncLLM.from_vllm_config(
+            engine_config, stat_loggers=[counters.of], disable_log_stats=args.disable_log_stats
+        )
+    except Exception as error:  # vLLM raises arbitrary exceptions; the engine core logs the reason
         raise failure(error, checked=checked) from error
     return llm, counters
 
 
 def failure(error: Exception, *, checked: bool) -> ConfigError | EngineError:
-    """What a worker ends with when vLLM raises: ``ConfigError`` where its checks refuse the arguments.
+    """Convert an exception from vLLM: ``ConfigError`` if vLLM's checks rejected the arguments.
 
-    What comes once they are ``checked`` may pass, whatever its type: a port in use, memory that another process has not
-    given back yet. The worker is started again, and given up on if that goes on.
+    Errors after the arguments are ``checked`` may be transient, whatever their type: a port in use, or memory that
+    another process has not released yet. The worker is restarted, and abandoned if the failure persists.
     """
     text = f"vLLM does not start with this model on this machine: {advice(error)}"
     if not checked and isinstance(error, (ValueError, TypeError, NotImplementedError)):
@@ -138,9 +142,9 @@ def failure(error: Exception, *, checked: bool) -> ConfigError | EngineError:
 
 
 def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for a run."""
+    """Return vLLM's engine arguments for a run."""
     rollout, vllm = config.rollout, config.rollout.vllm
-    found: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         "model": str(directory),
         "skip_tokenizer_init": True,
         "dtype": config.model.dtype,
@@ -151,17 +155,17 @@ def arguments(config: Config, directory: Path, context: int, *, cpu: bool) -> di
         "enable_prefix_caching": vllm.prefix_caching,
         "enforce_eager": vllm.enforce_eager or cpu,  # the CPU build would compile for minutes
         "generation_config": "vllm",  # no sampling defaults of the model's directory
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
         "stream_interval": STREAM_TOKENS,
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": BACKEND},
     }
     if cpu:
-        found |= {
+        chosen |= {
             "distributed_executor_backend": "uni",
             "block_size": CPU_BLOCK,
             "kv_cache_memory_bytes": vllm.kv_cache_mb << 20,
         }
     else:
-        found["gpu_memory_utilization"] = vllm.gpu_memory_utilization
-    return found
+        chosen["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    return chosen

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""What staleflow adds to each of vLLM's own processes.
+"""The plugin that staleflow adds to each of vLLM's processes.
 
-``register`` is an entry point of ``vllm.general_plugins``: vLLM calls it in the engine core and in every worker, and
-in any other program that uses vLLM where staleflow is installed, which it does not change.
+``register`` is an entry point of ``vllm.general_plugins``: vLLM calls it in the engine core and in every worker, and in
+any other program that uses vLLM where staleflow is installed. It does not change such other programs.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ POLL_INTERVAL_S = 0.5
 
 
 def register() -> None:
-    """Adds the weight transfer backend, and ends this process with the rollout worker that started it."""
+    """Add the weight transfer backend, and tie this process to the rollout worker that started it."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if BACKEND not in Factory._registry:
@@ -25,12 +25,12 @@ def register() -> None:
     started_by = os.environ.get(PARENT)
     if started_by and started_by != str(os.getpid()):
         with contextlib.suppress(PermissionError):
-            os.setpgid(0, 0)  # Ctrl-C is for the worker, which drains first
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="orphan watch", daemon=True).start()
+            os.setpgid(0, 0)  # Ctrl-C must reach only the worker, which drains first
+        threading.Thread(target=_exit_with, args=(os.getppid(),), name="orphan watch", daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    """An engine core whose worker was killed would hold its memory, and the device's, for ever."""
+def _exit_with(parent: int) -> None:
+    """End this process with its parent. An orphaned engine core would keep its memory and the device's indefinitely."""
     while os.getppid() == parent:
         time.sleep(POLL_INTERVAL_S)
     os._exit(1)

@@ -1,10 +1,10 @@
-"""Published weights on their way into vLLM's workers: as places in files, since the workers are other processes.
+"""Pass published weights to vLLM's workers as places in files, since the workers are other processes.
 
-- Tensors that are maps of a file of this host (the parameter server's) are named by path and offset, and each worker
-  maps the same file: no byte is copied but into the model itself.
-- Others (downloaded bytes) go through files in memory that have no name, ``SPOOL_BYTES`` at most at once: no mount
-  bounds them, and they end with this process.
-- A load is cut in parcels, so that one that gets on can be told from one that hangs.
+- Tensors that are maps of a file on this host (the parameter server's) are passed by path and offset. Each worker maps
+  the same file, so the only copy is the one into the model.
+- Other tensors (downloaded bytes) go through unnamed in-memory files of at most ``MAX_SPOOL_BYTES`` at a time. No mount
+  limits these files, and they end with this process.
+- A load is split into parcels, so that slow progress is distinguishable from a hang.
 
 Numpy and the standard library only.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SPOOL_BYTES = 256 << 20
-MAPPED_BYTES = 1 << 30
-"""Of tensors in one map, in a parcel at most, but for one that is larger."""
+MAX_SPOOL_BYTES = 256 << 20
+MAX_MAPPED_BYTES = 1 << 30
+"""Maximum bytes of mapped tensors in a parcel; a single larger tensor forms its own parcel."""
 MAPS = Path("/proc/self/maps")
 
 Place = tuple[str, str, list[int], int]
@@ -35,13 +35,13 @@ class Parcel:
     tensors: list[Place] = field(default_factory=list[Place])
 
     def message(self) -> dict[str, Any]:
-        """What the workers get."""
+        """Return the message for the workers."""
         return {"path": self.path, "tensors": self.tensors}
 
 
 @dataclass(frozen=True, slots=True)
 class FileMap:
-    """A part of this process's memory that is a file's content, shared with everybody who maps it."""
+    """A range of this process's memory that maps a file, shared with all other processes that map it."""
 
     start: int
     end: int
@@ -50,35 +50,35 @@ class FileMap:
 
 
 def parcels(tensors: Mapping[str, NDArray[Any]]) -> Generator[Parcel]:
-    """All tensors, in order. A file of ours is gone when the next parcel is asked for."""
+    """Yield all tensors, in order. A parcel's in-memory file is closed when the next parcel is requested."""
     maps = file_maps()
     parcel: Parcel | None = None
     spool: dict[str, NDArray[Any]] = {}
     named = spooled = 0
     for name, array in tensors.items():
-        if (found := _place(array, maps)) is not None:
-            path, offset = found
-            if parcel is None or parcel.path != path or named + array.nbytes > MAPPED_BYTES:
+        if (place := _find_place(array, maps)) is not None:
+            path, offset = place
+            if parcel is None or parcel.path != path or named + array.nbytes > MAX_MAPPED_BYTES:
                 if parcel is not None:
                     yield parcel
                 parcel, named = Parcel(path), 0
             named += array.nbytes
             parcel.tensors.append((name, array.dtype.str, list(array.shape), offset))
             continue
-        if spool and spooled + array.nbytes > SPOOL_BYTES:
-            yield from _spooled(spool)
+        if spool and spooled + array.nbytes > MAX_SPOOL_BYTES:
+            yield from _spool(spool)
             spool, spooled = {}, 0
         spool[name] = array
         spooled += array.nbytes
     if parcel is not None:
         yield parcel
     if spool:
-        yield from _spooled(spool)
+        yield from _spool(spool)
 
 
 def file_maps() -> list[FileMap]:
-    """The shared maps of files that are still what they were when they were mapped."""
-    found: list[FileMap] = []
+    """Return the shared maps of files that have not been replaced since they were mapped."""
+    maps: list[FileMap] = []
     for line in MAPS.read_text().splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) < 6 or not fields[1].endswith("s"):
@@ -90,12 +90,12 @@ def file_maps() -> list[FileMap]:
         except OSError:
             continue
         if (status.st_ino, status.st_dev) == (int(fields[4]), os.makedev(int(major, 16), int(minor, 16))):
-            found.append(FileMap(int(start, 16), int(end, 16), int(fields[2], 16), fields[5]))
-    return found
+            maps.append(FileMap(int(start, 16), int(end, 16), int(fields[2], 16), fields[5]))
+    return maps
 
 
-def _place(array: NDArray[Any], maps: list[FileMap]) -> tuple[str, int] | None:
-    """File and offset of an array in C order that is a map of one."""
+def _find_place(array: NDArray[Any], maps: list[FileMap]) -> tuple[str, int] | None:
+    """Return the file and offset of a C-ordered array that lies in one of ``maps``, else None."""
     if not array.flags.c_contiguous or array.nbytes == 0:
         return None
     start = array.__array_interface__["data"][0]
@@ -105,8 +105,8 @@ def _place(array: NDArray[Any], maps: list[FileMap]) -> tuple[str, int] | None:
     return None
 
 
-def _spooled(tensors: Mapping[str, NDArray[Any]]) -> Iterator[Parcel]:
-    """The tensors as a file of their own, which lives until the next parcel. Others reach it through this process."""
+def _spool(tensors: Mapping[str, NDArray[Any]]) -> Iterator[Parcel]:
+    """Yield the tensors as an in-memory file that lives until the next parcel. Workers open it through /proc."""
     with open(os.memfd_create("staleflow-weights"), "wb") as file:
         parcel = Parcel(f"/proc/{os.getpid()}/fd/{file.fileno()}")
         for name, array in tensors.items():

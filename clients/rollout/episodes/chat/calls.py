@@ -1,7 +1,7 @@
-"""The OpenAI calls as this server knows them: what is accepted, and what comes back. Pure.
+"""The supported subset of the OpenAI calls: request checks and response bodies. Pure functions.
 
-Whatever would make the trained log-probabilities those of another distribution, or what the engine contract cannot do,
-is refused by name; nothing is silently ignored but ``model``.
+Arguments that would change the distribution of the trained log-probabilities, or that the engine contract does not
+support, are rejected by name. Only ``model`` is ignored.
 """
 
 import math
@@ -20,37 +20,37 @@ COMPLETIONS = "/completions"
 MAX_STOPS = 16
 
 Prompt = list[Message] | str | NDArray[np.int32]
-"""Messages of a chat; text or tokens of a plain completion."""
+"""Messages of a chat, or the text or tokens of a plain completion."""
 
 
 class ChatRefused(Exception):
-    """A call that gets an OpenAI-style error: nothing was sampled."""
+    """A rejected call, answered with an OpenAI-style error; nothing was sampled."""
 
     def __init__(self, message: str, code: str, *, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.status, self.param = code, status, param
 
     def body(self) -> dict[str, Any]:
-        """As the ``openai`` package reads it."""
+        """Return the response body in the form that the ``openai`` package reads."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """One call, checked."""
+    """One validated call."""
 
     prompt: Prompt
     max_tokens: int
     stop: tuple[str, ...]
-    """The answer ends before the first of these; its tokens end with the one that completes it."""
+    """The answer's text ends before the first of these strings; its tokens include the one that completes it."""
     logprobs: bool
     model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """One answered call."""
+    """The result of one call."""
 
     text: str
     token_ids: list[int]
@@ -58,12 +58,12 @@ class ChatAnswer:
     """Text of each token."""
     logprobs: list[float]
     stopped: bool
-    """By a stop token or string; otherwise at the limit."""
+    """True if a stop token or string ended the answer, False if the limit did."""
     prompt_tokens: int
 
 
 def parse(route: str, body: object, sampling: Sampling) -> ChatCall:
-    """The call that ``body`` asks of ``route``. ``ChatRefused`` names the first argument that is wrong."""
+    """Validate ``body`` as a call of ``route``. ``ChatRefused`` names the first invalid argument."""
     if not isinstance(body, dict):
         raise ChatRefused("the body must be a JSON object", "malformed")
     given = {name: value for name, value in cast(dict[str, Any], body).items() if value is not None}
@@ -82,7 +82,7 @@ def parse(route: str, body: object, sampling: Sampling) -> ChatCall:
 
 
 def reply(route: str, call: ChatCall, answer: ChatAnswer, *, number: int, created: int) -> dict[str, Any]:
-    """The answer in the shape of the OpenAI calls, with the sampled ``token_ids`` in its choice besides."""
+    """Return the answer in the shape of the OpenAI calls, with the sampled ``token_ids`` added to its choice."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if answer.stopped else "length"}
     if route == CHAT:
         choice["message"] = {"role": "assistant", "content": answer.text}
@@ -169,7 +169,7 @@ def _logprobs(route: str, value: object) -> bool:
 
 
 def _only(name: str, value: object, sampling: Sampling) -> None:
-    """Arguments that may be there if they ask for what is done anyway."""
+    """Accept an argument only if it requests the fixed behaviour."""
     allowed: dict[str, object] = {
         "n": 1,
         "temperature": sampling.temperature,

@@ -1,4 +1,4 @@
-"""What a conversation needs of a tokenizer, and one for engines that have none. Adapters: ``chat_tokens``."""
+"""The tokenizer interface of a conversation, and an implementation for engines without a tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -7,31 +7,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 Message = Mapping[str, Any]
-"""One message of a chat, as in the OpenAI calls: ``role``, ``content``, perhaps ``tool_calls`` and the like."""
+"""One message of a chat as in the OpenAI calls: ``role``, ``content``, optionally ``tool_calls`` and others."""
 
 
-class Speech(Protocol):
-    """Between text and the engine's tokens."""
+class ChatTemplate(Protocol):
+    """Conversions between text, messages and the engine's tokens."""
 
     def prompt_ids(self, text: str) -> NDArray[np.int32]:
-        """Of a text that begins a sequence, with what the tokenizer puts in front."""
+        """Tokenize a text that begins a sequence, including the tokenizer's leading special tokens."""
         ...
 
     def token_ids(self, text: str) -> NDArray[np.int32]:
-        """Of a text inside a sequence: nothing is added."""
+        """Tokenize a text inside a sequence, without special tokens."""
         ...
 
     def text(self, token_ids: NDArray[np.int32]) -> str:
-        """Without special tokens."""
+        """Decode tokens without special tokens."""
         ...
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The whole conversation by the chat template, the assistant's next turn begun. ``ValueError`` says why not."""
+        """Render the conversation and the start of the assistant's turn. ``ValueError`` gives the reason on failure."""
         ...
 
 
-class ByteSpeech:
-    """Tokens are bytes, a chat is ``role: content`` lines: for the simulated engine, which ends with a 0."""
+class ByteChatTemplate:
+    """Bytes as tokens and ``role: content`` lines as chat, for the simulated engine, which ends with a 0."""
 
     def prompt_ids(self, text: str) -> NDArray[np.int32]:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)

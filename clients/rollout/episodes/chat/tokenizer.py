@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""``Speech`` by the tokenizer of a model directory. Adapter to transformers."""
+"""``ChatTemplate`` for the tokenizer of a model directory. Adapter to transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from staleflow.clients.rollout.episodes.chat.template import Message
 from staleflow.clients.tokens import open_tokenizer
 
 
-class TokenizerSpeech:
-    """A tokenizer with its chat template; without one, chats are refused and plain completions still work."""
+class TokenizerChatTemplate:
+    """A tokenizer with its chat template; without a template only plain completions work."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -34,11 +34,11 @@ class TokenizerSpeech:
             rendered: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template is code of the model's authors, and raises what it likes
+        except Exception as error:  # a template is third-party code and may raise anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return rendered
 
 
-def open_speech(directory: Path) -> TokenizerSpeech:
-    """Of a model directory."""
-    return TokenizerSpeech(open_tokenizer(directory))
+def open_chat_template(directory: Path) -> TokenizerChatTemplate:
+    """Open the tokenizer of a model directory."""
+    return TokenizerChatTemplate(open_tokenizer(directory))

@@ -1,13 +1,13 @@
-"""What one episode's tokens are, turn by turn, and a group of episodes as a payload. Pure.
+"""The tokens of one episode, turn by turn, and the conversion of a group of episodes into a payload. Pure.
 
-A turn is what the environment gave (tokens that the policy reads) and what the policy then wrote. What was given before
-the first turn is the prompt; samples of a group share the part of it that is the same in all of them, the rest is the
-beginning of their completions. In a completion, given tokens have loss mask 0 and log-probability 0, written ones 1 and
-the engine's.
+A turn consists of given tokens, which come from the environment, and the tokens that the policy then generated. The
+tokens given before the first turn are the prompt. The samples of a group share the common part of their prompts; the
+rest begins their completions. In a completion, given tokens have loss mask 0 and log-probability 0. Generated tokens
+have loss mask 1 and the engine's log-probabilities.
 
-Given tokens belong to the segment of the turn that follows: the version that wrote its first token is the one that read
-them. So segments add up to the tokens, none is older than the lease's version, and a group is exactly as old and as new
-as the tokens that its policy wrote. What an environment has to say after the last turn is read by nobody and not kept.
+Given tokens belong to the segment of the turn that follows, since the version that generated its first token is the one
+that read them. Segments therefore cover all tokens, none is older than the lease's version, and a group is exactly as
+old and as new as its generated tokens. Output of the environment after the last turn is not kept, as no model reads it.
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,22 @@ from staleflow.protocols.wire.trajectory import Finish, GroupPayload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call of the client: ``given`` follows the tokens so far, ``segments`` (never empty) were sampled after it."""
+    """One call of the client: ``given`` follows the tokens so far, and ``segments`` (never empty) were sampled next."""
 
     given: NDArray[np.int32]
     segments: tuple[TokenSegment, ...]
     finish: Finish
     by_text: bool = False
-    """It ended at a stop string, not at a stop token."""
+    """The turn ended at a stop string, not at a stop token."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """As sampled."""
+        """Return the sampled tokens."""
         return np.concatenate([segment.token_ids for segment in self.segments])
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """The engine's, of ``token_ids``."""
+        """Return the engine's log-probabilities of ``token_ids``."""
         return np.concatenate([segment.logprobs for segment in self.segments])
 
 
@@ -50,18 +50,18 @@ class Transcript:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """Everything: the exact tokens that the next turn is sampled after."""
+        """Return all tokens: the exact context of the next turn."""
         parts = [part for turn in self.turns for part in (turn.given, turn.token_ids)]
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     @property
     def finish(self) -> Finish:
-        """How the episode ended: by an interrupt, else as its last turn did."""
+        """Return INTERRUPTED after an interrupt, otherwise the finish of the last turn."""
         return Finish.INTERRUPTED if self.interrupted else self.turns[-1].finish
 
 
 def cut(segments: Sequence[TokenSegment], tokens: int) -> tuple[TokenSegment, ...]:
-    """The first ``tokens`` tokens of some segments."""
+    """Return the first ``tokens`` tokens of the segments."""
     kept: list[TokenSegment] = []
     for segment in segments:
         if tokens <= 0:
@@ -79,7 +79,7 @@ def cut(segments: Sequence[TokenSegment], tokens: int) -> tuple[TokenSegment, ..
 
 
 def group_payload(transcripts: Sequence[Transcript], stages: dict[str, NDArray[np.float32]]) -> GroupPayload:
-    """The episodes of one group, each of one turn at least, as columns."""
+    """Convert the episodes of one group, each with at least one turn, into columns."""
     shared = common_prefix([transcript.turns[0].given for transcript in transcripts])
     columns = _Columns()
     for sample, transcript in enumerate(transcripts):
@@ -97,7 +97,7 @@ def group_payload(transcripts: Sequence[Transcript], stages: dict[str, NDArray[n
 
 
 def common_prefix(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """The longest beginning that all have."""
+    """Return the longest common prefix."""
     first, length = sequences[0], min(len(sequence) for sequence in sequences)
     for sequence in sequences[1:]:
         differs = np.flatnonzero(first[:length] != sequence[:length])
@@ -107,7 +107,7 @@ def common_prefix(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 @dataclass(slots=True)
 class _Columns:
-    """The arrays of a group while it fills."""
+    """The arrays of a group while it is built."""
 
     lengths: list[int] = field(default_factory=list[int])
     token_ids: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])

@@ -3,7 +3,7 @@
 import numpy as np
 
 from staleflow.clients.rollout.engines.base import Request, Sampling, TokenSegment
-from staleflow.clients.rollout.engines.running_batch import Rows, uniforms
+from staleflow.clients.rollout.engines.running_batch import RunningBatch, uniforms
 from staleflow.protocols.consistency.ids import Lineage, Version
 from staleflow.protocols.wire.trajectory import Finish
 
@@ -18,7 +18,7 @@ def ask(id: int, prompt: int = 3, prefix: tuple[TokenSegment, ...] = ()) -> Requ
 
 def test_rows_that_leave_are_filled_from_the_end_and_keep_their_columns() -> None:
     rng = np.random.default_rng(0)
-    rows, columns, written = Rows(16), np.full(16, -1), dict[int, list[int]]()
+    rows, columns, written = RunningBatch(16), np.full(16, -1), dict[int, list[int]]()
     for id in range(500):
         if rows.size < 16:
             columns[rows.join(ask(id), 1000, Lineage(0), Version(id))] = id
@@ -41,7 +41,7 @@ def test_rows_that_leave_are_filled_from_the_end_and_keep_their_columns() -> Non
 
 
 def test_a_row_knows_where_its_tokens_stand() -> None:
-    rows = Rows(2)
+    rows = RunningBatch(2)
     prefix = TokenSegment(
         lineage=Lineage(0), version=Version(1), token_ids=np.array([7, 8], np.int32), logprobs=np.zeros(2, np.float32)
     )
@@ -55,7 +55,7 @@ def test_a_row_knows_where_its_tokens_stand() -> None:
 
 def test_an_interrupt_that_comes_with_the_last_token_cuts_nothing() -> None:
     """Called interrupted, it would be asked for another token elsewhere, which no engine can write."""
-    rows = Rows(2)
+    rows = RunningBatch(2)
     for id in range(2):
         rows.join(ask(id), 2 + id, Lineage(0), Version(0))
         rows.interrupt(id)

@@ -1,4 +1,4 @@
-"""Lengths without a model: the distribution asked for, the same for the same seed, and half the prompt's."""
+"""SimulatedLengths without a model: the distribution asked for, the same for the same seed, and half the prompt's."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from statistics import NormalDist, fmean, median, pvariance
 
 import pytest
 
-from staleflow.clients.rollout.engines.simulated_lengths import Lengths, share
+from staleflow.clients.rollout.engines.simulated_lengths import SimulatedLengths, share
 from staleflow.configs.simulation import Simulated
 
 MANY = 4000
@@ -16,7 +16,7 @@ LONGEST = 16_384
 
 def drawn(simulated: Simulated, seed: int = 0) -> list[int]:
     """One trajectory of each of many prompts."""
-    lengths = Lengths(simulated, seed)
+    lengths = SimulatedLengths(simulated, seed)
     return [lengths.tokens(prompt, 7 * prompt, LONGEST) for prompt in range(MANY)]
 
 
@@ -58,19 +58,19 @@ def test_lengths_of_a_trace_are_those_of_the_trace(tmp_path: Path) -> None:
 
 
 def test_nothing_is_longer_than_allowed_or_shorter_than_one_token() -> None:
-    lengths = Lengths(Simulated(mean_tokens=3, sigma=3.0), seed=0)
+    lengths = SimulatedLengths(Simulated(mean_tokens=3, sigma=3.0), seed=0)
     tokens = [lengths.tokens(prompt, prompt, 50) for prompt in range(MANY)]
     assert (min(tokens), max(tokens)) == (1, 50)
 
 
 def test_half_of_the_spread_is_the_prompts() -> None:
-    lengths = Lengths(Simulated(mean_tokens=1000, sigma=0.8, prompt_share=0.5), seed=1)
+    lengths = SimulatedLengths(Simulated(mean_tokens=1000, sigma=0.8, prompt_share=0.5), seed=1)
     logs = [[math.log(lengths.tokens(p, 100 * p + s, LONGEST)) for s in range(20)] for p in range(300)]
     assert pvariance(map(fmean, logs)) == pytest.approx(0.32 + 0.32 / 20, rel=0.25)
 
 
 def test_what_is_expected_is_the_median_of_a_prompts_trajectories() -> None:
-    lengths = Lengths(Simulated(mean_tokens=1000, sigma=0.8, prompt_share=0.5), seed=1)
+    lengths = SimulatedLengths(Simulated(mean_tokens=1000, sigma=0.8, prompt_share=0.5), seed=1)
     for prompt in range(3):
         tokens = [lengths.tokens(prompt, sample, LONGEST) for sample in range(1000)]
         assert median(tokens) == pytest.approx(lengths.expected(prompt, LONGEST), rel=0.1)
@@ -80,7 +80,7 @@ def test_the_same_numbers_give_the_same_length_and_others_another() -> None:
     simulated = Simulated(mean_tokens=1000)
     assert drawn(simulated) == drawn(simulated)
     assert drawn(simulated, seed=1) != drawn(simulated)
-    lengths = Lengths(simulated, seed=0)
+    lengths = SimulatedLengths(simulated, seed=0)
     assert len({lengths.tokens(1, sample, LONGEST) for sample in range(20)}) > 15
 
 

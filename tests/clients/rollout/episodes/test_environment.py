@@ -15,10 +15,10 @@ from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
 from staleflow.clients.rollout.episodes import environment
-from staleflow.clients.rollout.episodes.chat.template import ByteSpeech
+from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate
 from staleflow.clients.rollout.episodes.env_runner import EpisodeFailed
 from staleflow.clients.rollout.episodes.environment import Environments
-from staleflow.clients.rollout.groups import Held, Recipe, interrupt
+from staleflow.clients.rollout.groups import ActiveLease, Recipe, interrupt
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config, Environment, Prompts, Reward
 from staleflow.configs.simulation import Simulated
@@ -38,8 +38,8 @@ class Scene:
         self.engine.load({}, Lineage(0), Version(0))
         self.runner = EngineThread(self.engine)
         recipe = Recipe(group_size=group_size, started=group_size, sampling=Sampling(max_new_tokens=10**6), seed=3)
-        self.environments = Environments(config, self.runner, ByteSpeech(), recipe)
-        self.held = Held(assign(1))
+        self.environments = Environments(config, self.runner, ByteChatTemplate(), recipe)
+        self.held = ActiveLease(assign(1))
 
     async def play(self, prompt: str = "1+1=", **columns: Any) -> GroupPayload:
         payload = await self.environments.produce(self.held, {"prompt": prompt, **columns})
@@ -175,7 +175,7 @@ async def test_an_environment_that_misbehaves_is_named_and_the_next_group_is_pla
     async with playing("Bad", timeout_s=1.0, memory_mb=1024) as scene:
         with pytest.raises(EpisodeFailed, match=why):
             await scene.play(prompt)
-        scene.held = Held(assign(2))
+        scene.held = ActiveLease(assign(2))
         assert (await scene.play("good")).stages["stage/environment/reward"].tolist() == [1.0, 1.0]
 
 
@@ -193,7 +193,7 @@ async def test_without_a_reward_function_the_environment_must_return_one() -> No
 
 async def test_episodes_beside_one_that_blocks_their_process_are_played_again() -> None:
     async with playing("Bad", timeout_s=1.0) as scene:
-        blocked = asyncio.ensure_future(scene.environments.produce(Held(assign(2)), {"prompt": "block"}))
+        blocked = asyncio.ensure_future(scene.environments.produce(ActiveLease(assign(2)), {"prompt": "block"}))
         good = await scene.play("good")
         assert good.stages["stage/environment/reward"].tolist() == [1.0, 1.0]
         with pytest.raises(EpisodeFailed, match="took longer"):
@@ -202,7 +202,7 @@ async def test_episodes_beside_one_that_blocks_their_process_are_played_again() 
 
 async def outcomes(scene: Scene, prompts: Sequence[str]) -> list[str]:
     """Play a group of each prompt, all at once; for each its reward or why it failed."""
-    groups = [scene.environments.produce(Held(assign(n)), {"prompt": p}) for n, p in enumerate(prompts, 1)]
+    groups = [scene.environments.produce(ActiveLease(assign(n)), {"prompt": p}) for n, p in enumerate(prompts, 1)]
     ended = await asyncio.gather(*groups, return_exceptions=True)
     assert all(isinstance(one, GroupPayload | EpisodeFailed) for one in ended), ended
     return [str(one) if isinstance(one, BaseException) else "good" for one in ended]
@@ -236,7 +236,7 @@ async def test_an_episode_beside_a_crash_is_played_again_with_the_same_seed_and_
     async with playing("Bad", group_size=1) as scene:
         undisturbed = await scene.play("good")
     async with playing("Bad", group_size=1) as scene:
-        beside = scene.environments.produce(Held(assign(2)), {"prompt": "exit"})
+        beside = scene.environments.produce(ActiveLease(assign(2)), {"prompt": "exit"})
         payload, crashed = await asyncio.gather(scene.play("good"), beside, return_exceptions=True)
         assert isinstance(payload, GroupPayload)
         assert isinstance(crashed, EpisodeFailed)
@@ -246,7 +246,7 @@ async def test_an_episode_beside_a_crash_is_played_again_with_the_same_seed_and_
 
 async def test_no_more_episodes_share_a_process_than_its_concurrency() -> None:
     async with playing("Counting", group_size=1, processes=2, concurrency=3) as scene:
-        groups = [scene.environments.produce(Held(assign(number)), {"prompt": "1"}) for number in range(1, 19)]
+        groups = [scene.environments.produce(ActiveLease(assign(number)), {"prompt": "1"}) for number in range(1, 19)]
         most = [payload.stages["stage/environment/reward"][0] for payload in await asyncio.gather(*groups)]
         assert max(most) == 3
 
@@ -270,7 +270,7 @@ async def test_an_interrupt_before_the_first_token_leaves_one() -> None:
 
 
 async def test_an_interrupted_episode_that_says_nothing_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "LAST_WORD_S", 0.2)
+    monkeypatch.setattr(environment, "RETURN_TIMEOUT_S", 0.2)
     for prompt in ("speechless", "slow"):
         async with playing("Endless", reward="") as scene:
             group = asyncio.ensure_future(scene.play(prompt))
@@ -296,7 +296,7 @@ async def test_an_aborted_episode_that_will_not_end_is_killed(tmp_path: Path) ->
         group.cancel()
         await asyncio.gather(group, return_exceptions=True)
         await until(lambda: not Path(f"/proc/{pid}").exists())
-        scene.held = Held(assign(2))
+        scene.held = ActiveLease(assign(2))
         assert await scene.play("good")
 
 

@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine  # noqa: E402
-from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerSpeech  # noqa: E402
+from staleflow.clients.rollout.episodes.chat.tokenizer import TokenizerChatTemplate  # noqa: E402
 from staleflow.clients.trainer.algorithms.likelihood import token_logprobs  # noqa: E402
 from staleflow.clients.trainer.backends.tensors import to_arrays  # noqa: E402
 from staleflow.examples.environments.model import chat_tokenizer  # noqa: E402
@@ -68,7 +68,7 @@ class Heard:
 
     def __init__(self, runner: EngineThread, temperature: float, seed: int) -> None:
         sampling = Sampling(max_new_tokens=12, temperature=temperature)
-        self.episode = Episode(runner, TokenizerSpeech(TOKENIZER), sampling, seed=seed, max_turns=0)
+        self.episode = Episode(runner, TokenizerChatTemplate(TOKENIZER), sampling, seed=seed, max_turns=0)
         self.messages: list[dict[str, str]] = []
         self.written: list[list[int]] = []
         self._last_ended = True

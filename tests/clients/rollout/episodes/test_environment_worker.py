@@ -12,7 +12,7 @@ import pytest
 from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.simulated import SimulatedEngine
 from staleflow.clients.rollout.engines.thread import EngineThread
-from staleflow.clients.rollout.episodes.chat.template import ByteSpeech
+from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate
 from staleflow.clients.rollout.episodes.environment import Environments
 from staleflow.clients.rollout.groups import Recipe
 from staleflow.clients.rollout.main import text_bytes
@@ -40,7 +40,7 @@ async def working(short_dir: Path, config: Config) -> AsyncGenerator[Stage]:
     stage = Stage(short_dir)
     runner = EngineThread(SimulatedEngine(Simulated(mean_tokens=8, sigma=0.3, k2=1e-4), slots=16))
     recipe = Recipe(group_size=2, started=3, sampling=Sampling(max_new_tokens=10_000), seed=3)
-    environments = Environments(config, runner, ByteSpeech(), recipe)
+    environments = Environments(config, runner, ByteChatTemplate(), recipe)
     await environments.start()
     worker = Worker(
         stage.me, stage.clients[0], [stage.clients[1]], stage.weights, runner, text_bytes, recipe, environments

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from staleflow.clients.trainer.backends.collectives import OneRank
-from staleflow.clients.trainer.backends.flops import Speed, active_parameters, peak_flops, step_flops
+from staleflow.clients.trainer.backends.flops import FlopsMeter, active_parameters, peak_flops, step_flops
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.protocols.consistency.ids import Step
 from tests.clients.trainer.making import batch, config
@@ -36,7 +36,7 @@ def test_a_step_that_took_no_longer_than_its_arithmetic_used_all_of_the_device(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks, data = OneRank(torch.device("cpu")), batch(0)
-    speed = Speed(TorchTrainer(config(), model_directory).model, ranks, "float32")
+    speed = FlopsMeter(TorchTrainer(config(), model_directory).model, ranks, "float32")
     monkeypatch.setattr(speed, "_peak", 1e6)
     embeddings, layer = 20 * 32, 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 16 + 2 * 32
     flops = step_flops(embeddings + 2 * layer + 32, 2, 32, data.sequence_lengths)
@@ -74,9 +74,9 @@ def test_a_mixture_that_does_not_say_how_many_experts_a_token_has_gives_no_utili
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, ranks = mixture(), OneRank(torch.device("cpu"))
-    known = Speed(model, ranks, "float32")
+    known = FlopsMeter(model, ranks, "float32")
     model.config.num_experts_per_tok = 0
-    unknown = Speed(model, ranks, "float32")
+    unknown = FlopsMeter(model, ranks, "float32")
     for speed in (known, unknown):
         monkeypatch.setattr(speed, "_peak", 1e6)
     assert ("perf/mfu" in known.values(batch(0), 1.0), unknown.values(batch(0), 1.0)) == (True, {})

@@ -16,7 +16,7 @@ from staleflow.clients.rollout.engines.base import Sampling
 from staleflow.clients.rollout.engines.transformers.engine import TransformersEngine, generate
 from staleflow.clients.trainer.algorithms.objective import tokens_of
 from staleflow.clients.trainer.backends.forward import completion_logprobs
-from staleflow.clients.trainer.backends.packing import packs
+from staleflow.clients.trainer.backends.packing import packed_passes
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.configs.errors import ConfigError
 from staleflow.configs.schema import Config
@@ -25,14 +25,14 @@ from tests.clients.trainer.making import batch, config
 
 
 def test_passes_have_about_equally_many_tokens_and_a_row_too_long_goes_alone() -> None:
-    found = packs(np.array([4, 50, 6, 5, 5], np.int64), 12)
+    found = packed_passes(np.array([4, 50, 6, 5, 5], np.int64), 12)
     assert [rows.tolist() for rows in found] == [[1], [0, 2], [3, 4]]
-    assert packs(np.array([], np.int64), 12) == []
+    assert packed_passes(np.array([], np.int64), 12) == []
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 100))
 def test_every_row_is_in_one_pass_and_no_pass_is_too_large(lengths: list[int], micro_tokens: int) -> None:
-    found = packs(np.array(lengths, np.int64), micro_tokens)
+    found = packed_passes(np.array(lengths, np.int64), micro_tokens)
     assert sorted(row for rows in found for row in rows.tolist()) == list(range(len(lengths)))
     for rows in found:
         assert len(rows) == 1 or sum(lengths[row] for row in rows) <= micro_tokens
@@ -78,7 +78,7 @@ def test_an_architecture_that_would_mix_packed_trajectories_is_refused(tmp_path:
     table = msgspec.to_builtins(config(packing=True)) | {"model": {"dtype": dtype}}
     settings, directory = msgspec.convert(table, Config), built(kind, tmp_path)
     if kind in ("opt", "lfm2"):
-        with pytest.raises(ConfigError, match=r"trainer\.packing is true; this model does not keep"):
+        with pytest.raises(ConfigError, match=r"trainer\.packing is true; this model mixes packed"):
             TorchTrainer(settings, directory)
     else:
         trainer = TorchTrainer(settings, directory)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.clients.trainer.backends.base import batch_values
-from staleflow.clients.trainer.data.batch import FetchedGroup, assemble, micro_batches
-from staleflow.clients.trainer.data.fetch import FETCH_GROUPS, taken
+from staleflow.clients.trainer.data.batch import FetchedGroup, assemble, padded_passes
+from staleflow.clients.trainer.data.fetch import MAX_REQUEST_GROUPS, next_request
 from staleflow.protocols.consistency.ids import GroupId, LeaseId, Lineage, Version
 from staleflow.protocols.wire.messages import MemberRef
 from staleflow.protocols.wire.trajectory import Finish, GroupPayload
@@ -126,17 +126,17 @@ def test_a_completion_may_be_empty() -> None:
 
 
 def test_micro_batches_are_longest_first_and_equal_lengths_keep_their_order() -> None:
-    cuts = micro_batches(np.array([3, 10, 3, 7, 10]), micro_tokens=20)
+    cuts = padded_passes(np.array([3, 10, 3, 7, 10]), micro_tokens=20)
     assert [cut.tolist() for cut in cuts] == [[1, 4], [3, 0], [2]]
 
 
 def test_a_row_longer_than_a_micro_batch_goes_alone() -> None:
-    assert [cut.tolist() for cut in micro_batches(np.array([50, 2]), micro_tokens=20)] == [[0], [1]]
+    assert [cut.tolist() for cut in padded_passes(np.array([50, 2]), micro_tokens=20)] == [[0], [1]]
 
 
 @given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 200))
 def test_every_row_is_in_exactly_one_micro_batch_that_fits(lengths: list[int], micro_tokens: int) -> None:
-    cuts = micro_batches(np.array(lengths, np.int64), micro_tokens)
+    cuts = padded_passes(np.array(lengths, np.int64), micro_tokens)
     assert sorted(row for cut in cuts for row in cut.tolist()) == list(range(len(lengths)))
     for cut in cuts:
         longest = max(lengths[int(row)] for row in cut)
@@ -159,15 +159,15 @@ def member(group: int, nbytes: int = 100) -> MemberRef:
 def test_a_request_takes_the_first_members_that_fit() -> None:
     waiting = deque(member(g) for g in range(5))
     most = 2 * member(0).nbytes
-    assert [m.group for m in taken(waiting, most)] == [0, 1]
-    assert [m.group for m in taken(waiting, most + 1)] == [2, 3]
-    assert [m.group for m in taken(waiting, most)] == [4]
+    assert [m.group for m in next_request(waiting, most)] == [0, 1]
+    assert [m.group for m in next_request(waiting, most + 1)] == [2, 3]
+    assert [m.group for m in next_request(waiting, most)] == [4]
     assert not waiting
 
 
 def test_a_request_has_a_member_however_large_it_is_and_no_more_than_a_message_may() -> None:
     large = deque([member(0, 2000), member(1)])
-    assert [m.group for m in taken(large, 1)] == [0]
-    many = deque(member(g) for g in range(FETCH_GROUPS + 1))
-    assert len(taken(many, 1 << 30)) == FETCH_GROUPS
+    assert [m.group for m in next_request(large, 1)] == [0]
+    many = deque(member(g) for g in range(MAX_REQUEST_GROUPS + 1))
+    assert len(next_request(many, 1 << 30)) == MAX_REQUEST_GROUPS
     assert len(many) == 1

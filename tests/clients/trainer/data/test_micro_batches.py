@@ -11,8 +11,8 @@ import pytest
 from staleflow.clients.trainer.backends.base import StepResult, Stopped
 from staleflow.clients.trainer.backends.simulated import SimulatedTrainer
 from staleflow.clients.trainer.data.batch import FetchedGroup, TrainBatch, assemble
-from staleflow.clients.trainer.data.micro_batches import Piece, joined
-from staleflow.clients.trainer.steps import Computed, StreamedSteps, WholeSteps
+from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
+from staleflow.clients.trainer.steps import ComputedStep, StreamedSteps, WholeSteps
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
 from staleflow.protocols.consistency.ids import GroupId, Step
 from tests.clients.trainer.making import batch, config, header, members, payload
@@ -42,12 +42,12 @@ def groups(step: int, lengths: tuple[tuple[int, ...], ...]) -> list[FetchedGroup
     return made
 
 
-def pieces(step: int, fetched: list[FetchedGroup], size: int) -> Iterator[Piece]:
+def pieces(step: int, fetched: list[FetchedGroup], size: int) -> Iterator[MicroBatch]:
     starts = range(0, len(fetched), size)
     for start in starts:
         data = assemble(header(step), fetched[start : start + size])
         last = header(step) if start == starts[-1] else None
-        yield Piece(data=data, first=start == 0, batch=last, header=header(step))
+        yield MicroBatch(data=data, first=start == 0, batch=last, header=header(step))
 
 
 class Served:
@@ -62,7 +62,7 @@ class Served:
         for step in range(steps):
             yield assemble(header(step), self._steps[step])
 
-    def stream(self, steps: int, *, size: int) -> Iterator[Piece]:
+    def stream(self, steps: int, *, size: int) -> Iterator[MicroBatch]:
         for step in range(steps):
             yield from pieces(step, self._steps[step], size)
 
@@ -75,7 +75,7 @@ def copied(trainer: TorchTrainer | SimulatedTrainer) -> dict[str, Any]:
     return {name: array.copy() for name, array in trainer.weights().items()}
 
 
-def ran(steps: Any, client: Any, count: int) -> list[Computed]:
+def ran(steps: Any, client: Any, count: int) -> list[ComputedStep]:
     return list(steps(client, count, going_on))
 
 
@@ -108,9 +108,9 @@ def test_a_step_that_begins_again_forgets_what_it_had(model_directory: Path) -> 
     fetched = groups(0, ((2, 9), (12, 1), (5, 5)))
 
     class Again(Served):
-        def stream(self, steps: int, *, size: int) -> Iterator[Piece]:
+        def stream(self, steps: int, *, size: int) -> Iterator[MicroBatch]:
             lost = assemble(header(0), groups(7, ((4, 4), (6, 2))))
-            yield Piece(data=lost, first=True, batch=None, header=header(0))
+            yield MicroBatch(data=lost, first=True, batch=None, header=header(0))
             yield from pieces(0, fetched, size)
 
     once, again = TorchTrainer(settings, model_directory), TorchTrainer(settings, model_directory)
@@ -137,7 +137,7 @@ def test_a_step_that_is_stopped_in_the_middle_leaves_the_weights_and_no_gradient
 def test_joined_pieces_are_the_batch(size: int) -> None:
     fetched = groups(3, ((2, 9), (12, 1), (0, 5)))
     whole = assemble(header(3), fetched)
-    found = joined([piece.data for piece in pieces(3, fetched, size)], header(3))
+    found = concatenated([piece.data for piece in pieces(3, fetched, size)], header(3))
     for name in TrainBatch.__slots__:
         left, right = getattr(whole, name), getattr(found, name)
         if isinstance(left, dict):
@@ -153,7 +153,7 @@ def test_a_stage_column_that_one_piece_lacks_is_empty_there() -> None:
     fetched = groups(3, ((2, 9), (12, 1)))
     del fetched[1].payload.stages["stage/reference/logprobs"]
     fetched[0].payload.stages["stage/judge/score"] = np.array([0.25, 0.5], np.float32)
-    found = joined([piece.data for piece in pieces(3, fetched, 1)], header(3))
+    found = concatenated([piece.data for piece in pieces(3, fetched, 1)], header(3))
     whole = assemble(header(3), fetched)
     assert same(found.token_stages, whole.token_stages)
     np.testing.assert_equal(found.sample_stages, whole.sample_stages)

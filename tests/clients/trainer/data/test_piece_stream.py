@@ -8,7 +8,7 @@ import pytest
 
 from staleflow.clients.trainer.backends.base import NoBatch
 from staleflow.clients.trainer.data.batch import FetchedGroup
-from staleflow.clients.trainer.data.micro_batches import Piece, PieceStream
+from staleflow.clients.trainer.data.micro_batches import MicroBatch, MicroBatchStream
 from staleflow.net.client import Client
 from staleflow.net.errors import Refused
 from staleflow.protocols.consistency.effects import Code
@@ -49,7 +49,7 @@ def sealed(*groups: int, batch: int = 9) -> Batch:
     )
 
 
-class Script(PieceStream):
+class Script(MicroBatchStream):
     """Answers are given in order; ``corrupt`` groups are refused the first time that they are fetched."""
 
     def __init__(self, *answers: Reply | Refused, size: int = 1, corrupt: Sequence[int] = ()) -> None:
@@ -73,11 +73,11 @@ class Script(PieceStream):
                 raise Refused(Code.STALE, f"group {one.group} is quarantined")
         return [FetchedGroup(group=m.group, row={}, payload=payload(m.group, [3, 2])) for m in members]
 
-    async def all(self) -> list[Piece]:
-        return [piece async for piece in self.pieces(STEP)]
+    async def all(self) -> list[MicroBatch]:
+        return [piece async for piece in self.micro_batches(STEP)]
 
 
-def seen(pieces: Sequence[Piece]) -> list[tuple[bool, list[int], bool]]:
+def seen(pieces: Sequence[MicroBatch]) -> list[tuple[bool, list[int], bool]]:
     """(first, groups, last) of each."""
     return [(p.first, list(dict.fromkeys(p.data.group_ids.tolist())), p.batch is not None) for p in pieces]
 
@@ -136,10 +136,10 @@ def _at_once(sleep: Callable[[float], Any]) -> Callable[[float], Any]:
 )
 async def test_what_ends_the_stream_reaches_the_reader(answer: Reply | Refused, error: type[Exception]) -> None:
     script = Script(claims(5), answer)
-    feeding = asyncio.create_task(script.feed_pieces(STEP, STEP + 1))
-    assert (await script.piece()).first
+    feeding = asyncio.create_task(script.feed_micro_batches(STEP, STEP + 1))
+    assert (await script.micro_batch()).first
     with pytest.raises(error):
-        await script.piece()
+        await script.micro_batch()
     await feeding
 
 

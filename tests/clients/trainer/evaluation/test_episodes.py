@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from staleflow.clients.rollout.engines.thread import CLOSE_S
+from staleflow.clients.rollout.engines.thread import CLOSE_TIMEOUT_S
 from staleflow.clients.trainer.backends.base import OutOfMemory, Stopped
 from staleflow.clients.trainer.evaluation.factory import open_evaluation
 from staleflow.clients.trainer.torch_trainer import TorchTrainer
@@ -125,7 +125,7 @@ def test_asked_to_end_it_ends_once_the_engine_has_let_go_of_the_model(
     def slow(**inputs: Any) -> Any:
         if not begun.is_set():
             begun.set()
-            time.sleep(CLOSE_S + 0.5)
+            time.sleep(CLOSE_TIMEOUT_S + 0.5)
         return forward(**inputs)
 
     monkeypatch.setattr(one.model, "forward", slow)
@@ -149,8 +149,8 @@ def test_an_engine_that_fails_ends_it_with_the_reason(
     with pytest.raises(OutOfMemory if memory else RuntimeError) as error:
         evaluated(one)
     told = (
-        "version 0: out of memory while it answers the held-out prompts. A run's configuration is fixed: begin a new "
-        "one with rollout.max_inflight below 64, and model.path at the newest checkpoint if there is one; its "
+        "version 0: out of memory during the evaluation on the held-out prompts. A run's configuration is fixed: start "
+        "a new one with rollout.max_inflight below 64, and model.path at the newest checkpoint if there is one; its "
         "optimizer starts afresh "
     )
     assert str(error.value) == (f"{told}({reason})" if memory else reason)

@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.clients.trainer.backends.base import Array, OutOfMemory, Published, StepResult, Stopped, Stopping
 from staleflow.clients.trainer.data.batch import TrainBatch, assemble
-from staleflow.clients.trainer.data.micro_batches import Piece, joined
+from staleflow.clients.trainer.data.micro_batches import MicroBatch, concatenated
 from staleflow.clients.trainer.ranks.leader import Leader, Order, follow
 from staleflow.protocols.consistency.ids import BatchId, Step, TrainerTerm, Version
 from staleflow.protocols.wire.messages import Batch
@@ -40,10 +40,10 @@ class Ranks:
         self._room, self._rank = room, rank
         self.closed = False
 
-    def tell(self, order: list[int], text: str = "") -> None:
+    def broadcast(self, order: list[int], text: str = "") -> None:
         self._room.exchange(self._rank, ([*order, 0, 0, 0][:4], text))
 
-    def hear(self) -> tuple[list[int], str]:
+    def receive(self) -> tuple[list[int], str]:
         order, text = self._room.exchange(self._rank, None)[0]
         return order, text
 
@@ -124,7 +124,7 @@ class Fed:
     def give_up(self, why: str) -> None:
         self.gave_up.append(why)
 
-    def piece(self, header: Batch) -> TrainBatch | None:
+    def micro_batch(self, header: Batch) -> TrainBatch | None:
         """As ``batch``; the end of what there is to find is the end of the process."""
         try:
             return next(self._found)
@@ -239,7 +239,7 @@ class Ordered(Ranks):
         super().__init__(Room(), 1)
         self._orders = iter(orders)
 
-    def hear(self) -> tuple[list[int], str]:
+    def receive(self) -> tuple[list[int], str]:
         return [*next(self._orders), 0, 0, 0][:4], ""
 
     def gather(self, values: Array) -> Array:
@@ -254,13 +254,13 @@ def test_a_rank_whose_device_does_not_hold_a_step_tells_the_run_so_itself() -> N
     assert (fed.followed, fed.gave_up) == ([(3, 5)], ["step 5: out of memory on rank 1"])
 
 
-def piece(step: int, group: int, *, last: bool = False) -> Piece:
+def piece(step: int, group: int, *, last: bool = False) -> MicroBatch:
     """A group of a step, of which each rank has two rows."""
     data = assemble(header(step), members(step, lengths=(3, 2))[group : group + 1])
-    return Piece(data=data, first=group == 0, batch=header(step) if last else None, header=header(step))
+    return MicroBatch(data=data, first=group == 0, batch=header(step) if last else None, header=header(step))
 
 
-def take(leader: Leader, *pieces: Piece) -> None:
+def take(leader: Leader, *pieces: MicroBatch) -> None:
     for one in pieces:
         assert leader.share(one)
         if one.first:
@@ -272,7 +272,7 @@ def test_every_rank_takes_its_share_of_every_piece_and_finishes_the_step(scene: 
     pieces = [piece(5, 0), piece(5, 1, last=True)]
     leader, first, second, _, wait = scene(piece(5, 1).data, piece(5, 2).data)
     take(leader, *pieces)
-    whole = joined([one.data for one in pieces], header(5))
+    whole = concatenated([one.data for one in pieces], header(5))
     assert leader.finish(whole, Step(5)).values == {"loss": 2.0}
     leader.close()
     wait()
@@ -287,7 +287,7 @@ def test_a_step_that_begins_again_begins_again_on_every_rank(scene: Callable[...
     assert not leader.share(piece(5, 1)), "the other rank could not fetch it"
     again = piece(5, 0, last=True)
     take(leader, again)
-    leader.finish(joined([again.data], header(5)), Step(5))
+    leader.finish(concatenated([again.data], header(5)), Step(5))
     leader.close()
     wait()
     assert second.calls[:2] == ["begin", ("add", [1], False)]

@@ -366,7 +366,7 @@ async def test_weights_that_vllms_own_loader_leaves_aside_are_named(saying: bool
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    from staleflow.clients.rollout.engines.vllm.receiver import FileWeights, Places
+    from staleflow.clients.rollout.engines.vllm.receiver import FileWeights, ParcelInfo
 
     class Model(torch.nn.Sequential):
         def load_weights(self, weights: Any) -> Any:
@@ -386,7 +386,7 @@ async def test_weights_that_vllms_own_loader_leaves_aside_are_named(saying: bool
         receiver.model, receiver.model_config = model, SimpleNamespace(quantization=None, dtype=torch.float32)
         receiver.start_weight_update()
         for name in names:
-            receiver.receive_weights(Places(str(tmp_path / "ones"), [[name, "<f4", [2, 2], 0]]))
+            receiver.receive_weights(ParcelInfo(str(tmp_path / "ones"), [[name, "<f4", [2, 2], 0]]))
         receiver.finish_weight_update()
         return [float(parameter.sum()) for parameter in model.parameters()]
 
@@ -430,12 +430,12 @@ async def test_a_map_of_a_file_is_read_by_the_engine_itself(
 
 
 async def test_a_file_that_vllms_process_cannot_open_is_told_with_what_is_needed() -> None:
-    from staleflow.clients.rollout.engines.vllm.receiver import Places, mapped
+    from staleflow.clients.rollout.engines.vllm.receiver import ParcelInfo, mapped
 
     with pytest.raises(
         OSError, match=r"cannot read the rollout worker's weights: .*/proc/0/fd/9.* as one user, in one"
     ):
-        list(mapped(Places("/proc/0/fd/9", [])))
+        list(mapped(ParcelInfo("/proc/0/fd/9", [])))
 
 
 async def test_a_load_shows_as_stuck_while_a_parcel_hangs_and_not_while_it_gets_on(
@@ -469,7 +469,7 @@ async def test_a_load_shows_as_stuck_while_a_parcel_hangs_and_not_while_it_gets_
     engine: Any = VllmEngine(llm, counters, model, [], context=512)
     engine._drafts[0] = SimpleNamespace(name="", task=None)
     engine._busy()
-    monkeypatch.setattr(vllm_weights, "SPOOL_BYTES", 1)
+    monkeypatch.setattr(vllm_weights, "MAX_SPOOL_BYTES", 1)
     load = asyncio.ensure_future(engine.load(published(model), Lineage(0), Version(1)))
     await asyncio.wait_for(hangs.wait(), 60)
     assert max(begun) < 50, begun

@@ -53,7 +53,7 @@ def test_tensors_in_one_map_of_a_file_are_named_by_their_offsets(tmp_path: Path)
 def test_a_map_is_named_in_parcels_that_are_read_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_weights, "MAPPED_BYTES", 80)
+    monkeypatch.setattr(vllm_weights, "MAX_MAPPED_BYTES", 80)
     data = mapped(tmp_path / "version", np.arange(100, dtype=np.float32).tobytes())
     ends = {"a": (0, 10), "b": (10, 20), "c": (20, 21), "large": (21, 60), "d": (60, 70)}
     tensors: dict[str, Any] = {name: np.frombuffer(data, np.float32)[slice(*end)] for name, end in ends.items()}
@@ -66,7 +66,7 @@ def test_a_map_is_named_in_parcels_that_are_read_one_after_the_other(
 
 
 def test_what_is_no_map_goes_through_short_lived_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_weights, "SPOOL_BYTES", 100)
+    monkeypatch.setattr(vllm_weights, "MAX_SPOOL_BYTES", 100)
     tensors: dict[str, Any] = {name: np.arange(10, dtype=np.float32) + index for index, name in enumerate("abcde")}
     tensors["t"] = np.arange(6, dtype=np.float32).reshape(2, 3).T  # not in C order
     names: list[list[str]] = []

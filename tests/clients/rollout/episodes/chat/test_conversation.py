@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from staleflow.clients.rollout.episodes.chat.calls import ChatRefused
 from staleflow.clients.rollout.episodes.chat.conversation import Conversation
-from staleflow.clients.rollout.episodes.chat.template import ByteSpeech, Message
+from staleflow.clients.rollout.episodes.chat.template import ByteChatTemplate, Message
 
 
-class Forgetful(ByteSpeech):
+class Forgetful(ByteChatTemplate):
     """Ends a turn with ``.``, which is also the stop token, and leaves reasoning out of history as some models do."""
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -37,7 +37,7 @@ def after_one_turn(sampled: str) -> tuple[Conversation, NDArray[np.int32], list[
     conversation = Conversation(Forgetful())
     given = conversation.given([USER], ids(""), ended_itself=False)
     assert text(given) == "[u]hi.\n[a]"
-    conversation.said([USER], ANSWER)
+    conversation.record([USER], ANSWER)
     return conversation, np.concatenate([given, ids(sampled)]), [USER, {"role": "assistant", "content": ANSWER}]
 
 
@@ -86,20 +86,20 @@ def test_another_history_is_refused_and_the_conversation_goes_on(prompt: Any, co
 
 
 def test_a_template_that_drops_the_answer_is_refused() -> None:
-    class Mute(ByteSpeech):
+    class Mute(ByteChatTemplate):
         def render(self, messages: Sequence[Message]) -> str:
             return "assistant: "
 
     conversation = Conversation(Mute())
-    conversation.said([USER], "4")
-    with pytest.raises(ChatRefused, match="leaves out the last answer"):
+    conversation.record([USER], "4")
+    with pytest.raises(ChatRefused, match="omits the last answer"):
         conversation.given([USER, {"role": "assistant", "content": "4"}, USER], ids("x"), ended_itself=True)
 
 
 def test_plain_text_goes_on_where_it_ended_and_nowhere_else() -> None:
-    conversation = Conversation(ByteSpeech())
+    conversation = Conversation(ByteChatTemplate())
     assert text(conversation.given("2+2=", ids(""), ended_itself=False)) == "2+2="
-    conversation.said("2+2=", "4")
+    conversation.record("2+2=", "4")
     assert text(conversation.given("2+2=4\n3+3=", ids("2+2=4\0"), ended_itself=True)) == "\n3+3="
     for other, code in (("2+2=5", "other_history"), ("3", "other_history"), ("2+2=4", "nothing_new")):
         with pytest.raises(ChatRefused) as refused:
@@ -108,8 +108,8 @@ def test_plain_text_goes_on_where_it_ended_and_nowhere_else() -> None:
 
 
 def test_tokens_go_on_with_the_exact_tokens_so_far() -> None:
-    conversation = Conversation(ByteSpeech())
-    conversation.said(ids("ab"), "c")
+    conversation = Conversation(ByteChatTemplate())
+    conversation.record(ids("ab"), "c")
     assert text(conversation.given(ids("abc\0d"), ids("abc\0"), ended_itself=True)) == "d"
     for other in ("abd", "ab", "abc\0"):
         with pytest.raises(ChatRefused):

@@ -188,7 +188,7 @@ async def test_a_stranger_is_refused_before_its_body_is_read() -> None:
 
 
 async def test_strangers_are_limited_in_number_and_keep_no_episode_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(chat_server, "MAX_UNAUTHENTICATED", 2)
     async with serving() as server, connected(server) as (mine, to_mine):
         key = server.open(echo)
         to_mine.write(head(key, 2) + b"{}")
