@@ -76,7 +76,7 @@ class LiveView:
         screen = dashboard(it, self._look, width, height - 1, footer=footer, telling=telling)
         self._live.update(screen, refresh=True)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self._console.print(Text(printable_lines(text), style="yellow"), soft_wrap=True)
 
     def stop(self) -> None:

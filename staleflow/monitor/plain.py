@@ -41,7 +41,7 @@ class PlainView:
 
     def start(self) -> None:
         if self._run_dir is not None:
-            self.say(f"run directory: {self._run_dir}")
+            self.notify(f"run directory: {self._run_dir}")
 
     def show(self, snapshot: Snapshot) -> None:
         self._history.see(snapshot)
@@ -49,9 +49,9 @@ class PlainView:
         if snapshot.phase == self._phase and now - self._shown_at < self._every_s:
             return
         self._phase, self._shown_at = snapshot.phase, now
-        self.say(line(board(self._name, snapshot, self._history)))
+        self.notify(line(board(self._name, snapshot, self._history)))
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         print(printable_lines(text), file=self._to, flush=True)
 
     def stop(self) -> None:

@@ -138,7 +138,9 @@ def _outcome(facts: Facts, ended: summaries.Summary | None) -> tuple[str, str]:
     if ended is not None:
         return ended.outcome, {"finished": GOOD, "drained": GOOD, "failed": BAD}.get(ended.outcome, OPEN)
     return (
-        (facts.closed, GOOD if facts.closed in summaries.ENDED_WELL else OPEN) if facts.closed else ("not ended", OPEN)
+        (facts.closed, GOOD if facts.closed in summaries.GOOD_OUTCOMES else OPEN)
+        if facts.closed
+        else ("not ended", OPEN)
     )
 
 

@@ -77,8 +77,8 @@ class Written:
         self._tell()
         self._view.show(snapshot)
 
-    def say(self, text: str) -> None:
-        self._view.say(text)
+    def notify(self, text: str) -> None:
+        self._view.notify(text)
 
     def stop(self) -> None:
         """Give the writers their last words."""
@@ -87,7 +87,7 @@ class Written:
         for thread in self._threads:
             thread.join(LAST_WORDS_S)
             if thread.is_alive():
-                self._view.say(f"{thread.name} does not come to an end; it may lack the last numbers")
+                self._view.notify(f"{thread.name} does not come to an end; it may lack the last numbers")
         self._tell()
         self._view.stop()
 
@@ -96,7 +96,7 @@ class Written:
 
     def _tell(self) -> None:
         while not self._told.empty():
-            self._view.say(self._told.get())
+            self._view.notify(self._told.get())
 
     def _write(
         self, name: str, make: Callable[[], Writer], lines: "queue.SimpleQueue[Mapping[str, Any] | None]"

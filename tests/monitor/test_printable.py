@@ -80,7 +80,7 @@ def renderings(*shots: Snapshot) -> str:
     console.print(dashboard(it, Look(story=4), 200, 60, telling=telling))
     plain = PlainView(to, EVIL)
     plain.show(shots[-1])
-    plain.say(EVIL)
+    plain.notify(EVIL)
     print(line(it), encoded(it), json_line(dict(shots[-1].status)), file=to)
     return to.getvalue()
 
@@ -114,7 +114,7 @@ def test_the_end_of_a_run_and_what_its_processes_said_are_shown_too() -> None:
 
 def test_the_live_view_says_it_as_text(tmp_path: Any) -> None:
     to = io.StringIO()
-    LiveView("x", tmp_path, Console(file=to, width=80, highlight=False)).say(f"rollout-0 died\n  {EVIL}")
+    LiveView("x", tmp_path, Console(file=to, width=80, highlight=False)).notify(f"rollout-0 died\n  {EVIL}")
     assert controls(to.getvalue()) == set()
     assert to.getvalue().splitlines()[0] == "rollout-0 died"
 

@@ -335,7 +335,7 @@ def test_the_live_view_leaves_the_summary_and_what_was_said(tmp_path: Path) -> N
     view = LiveView("quickstart", tmp_path, console)
     view.start()
     view.show(snapshot())
-    view.say("rollout-0 died with SIGKILL; it is started again")
+    view.notify("rollout-0 died with SIGKILL; it is started again")
     view.stop()
     view.summary(SUMMARY)
     file = console.file

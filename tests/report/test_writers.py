@@ -36,7 +36,7 @@ class Seen:
     def show(self, snapshot: Snapshot) -> None:
         self.heard.append(snapshot.phase)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         self.heard.append(text)
 
     def stop(self) -> None:
