@@ -1,4 +1,4 @@
-"""The same for a log: a line now and then."""
+"""Plain-text view of a run for logs: one line every few seconds."""
 
 import time
 from pathlib import Path
@@ -18,8 +18,10 @@ INTERVAL_S = 5.0
 
 
 class PlainView:
-    """A line every few seconds and at every new phase, the first with ``run_dir`` if it is given. ``summary_to``: the
-    summary goes there, as JSON."""
+    """View that prints a line every few seconds and at every phase change, preceded by ``run_dir`` if given.
+
+    The summary goes to ``summary_to`` as JSON if given, else to ``to`` as a table.
+    """
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class PlainView:
 
 
 def line(it: Board) -> str:
-    """One moment in one line."""
+    """Return the state of the run as one line."""
     parts = [f"{clock(it.elapsed_s):>7}  {it.phase}"]
     if it.steps:
         parts.append(f"{it.step}/{it.steps} steps")
@@ -78,7 +80,7 @@ def line(it: Board) -> str:
         parts.append(INSECURE)
     if it.violations:
         parts.append(plural(it.violations, "violation").upper())
-    said = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")
+    note = it.why or (it.roles[0].doing if len(it.roles) == 1 else "")
     loading = next((f"{role.name} {role.doing}" for role in it.roles if role.doing.startswith("loading: ")), "")
-    said = "; ".join(filter(None, (said, loading)))
-    return "  ".join(parts) + (f"  ({said})" if said else "")
+    note = "; ".join(filter(None, (note, loading)))
+    return "  ".join(parts) + (f"  ({note})" if note else "")

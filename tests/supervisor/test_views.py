@@ -79,7 +79,7 @@ def test_a_view_whose_disk_is_full_ends_nothing() -> None:
             return [
                 view.start,
                 partial(view.show, Snapshot(phase="training", elapsed_s=1.0)),
-                partial(view.say, "rollout-0 died with SIGKILL; restarting it"),
+                partial(view.notify, "rollout-0 died with SIGKILL; restarting it"),
                 partial(view.summary, summary),
             ]
 
