@@ -215,7 +215,7 @@ class Run:
         self._admin.close()
 
     def status(self) -> dict[str, Any]:
-        """Return the output of ``staleflow status --json``: phase, ledger, window, instances, workers, stages, metrics …"""
+        """Return the values of ``staleflow status --json``: phase, ledger, window, instances, workers, metrics …"""
         values = self._admin.status(timeout_s=self._timeout_s)
         return {"phase": phase_of(values), **values}
 
@@ -238,7 +238,7 @@ class Run:
         self._admin.drain(why, timeout_s=self._timeout_s)
 
     def trainer(self, name: str = "trainer", *, rank: int = 0, world: int = 1) -> "TrainerClient":
-        """Return a client for a training loop: ``join``, ``batches``, ``commit``. docs/python.md has a complete loop."""
+        """Return a client for a training loop: ``join``, ``batches``, ``commit``. For an example see docs/python.md."""
         from staleflow.clients.trainer.client import TrainerClient
         from staleflow.configs.loading.load import config_sha
 
@@ -350,7 +350,7 @@ class Trace:
         return read_events(self.path)
 
     def check(self) -> AuditReport:
-        """Audit the trace: hash chain, bound, exactly-once, fencing. The result has ``ok``, ``violations``, ``checks``."""
+        """Audit hash chain, bound, exactly-once and fencing. The report has ``ok``, ``violations``, ``checks``."""
         return audit(self.path)
 
     def story(self, group: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ def describe(line: Line) -> tuple[str, str]:
 
 
 def _open(line: Line) -> tuple[str, str]:
-    return f"the scheduler started: bound {line['max_staleness']}, batches of {line['batch_size']}", "good"
+    return f"scheduler started: bound {line['max_staleness']}, batches of {line['batch_size']}", "good"
 
 
 def _auth(line: Line) -> tuple[str, str]:
@@ -43,8 +43,9 @@ def _pull(line: Line) -> tuple[str, str]:
 
 
 def _join(line: Line) -> tuple[str, str]:
+    version, term = line["checkpoint"]["version"], line["trainer_term"]
     return (
-        f"{worker_name(line['trainer'])} joined at version {line['checkpoint']['version']}, term {line['trainer_term']}",
+        f"{worker_name(line['trainer'])} joined at version {version}, term {term}",
         "",
     )
 

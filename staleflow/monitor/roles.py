@@ -149,7 +149,7 @@ def _trainer(status: Mapping[str, Any]) -> str:
     if version < 0:
         return "publishing version 0"
     if version >= int(status.get("steps") or 0) > 0:
-        return "judging stored-out prompts"
+        return "judging held-out prompts"
     sealed = groups_in(status, "sealed") and not status.get("trainer_waits")
     return f"trains step {version}" if sealed else f"waits for the batch of step {version}"
 

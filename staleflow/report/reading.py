@@ -56,7 +56,7 @@ class Reader:
         self._seen: dict[str, bool] = {}
         """Names of earlier workers, and whether they detached in order."""
         self._lost: tuple[str, float, int, int] = ("", 0.0, 0, 0)
-        """Worker whose leases expired last: its name, the time, the count, and the index of the event that reports it."""
+        """Worker whose leases expired last: its name, the time, the count, and the index of the reporting event."""
         self._joined_s = 0.0
         """Time at which the trainer of this term joined."""
         self._now_s = 0.0

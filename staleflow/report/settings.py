@@ -35,8 +35,10 @@ def changes(config: Config) -> list[tuple[str, object, object]]:
 
 
 def _shown(value: Any, *, of_user: bool, secret: bool) -> Any:
-    """``of_user``: inside a table of ``options``, whose keys the user chose. Numbers such as ``max_new_tokens`` are never
-    secrets."""
+    """Redact ``value``. ``of_user``: inside a table of ``options``, whose keys the user chose.
+
+    Numbers such as ``max_new_tokens`` are never secrets.
+    """
     match value:
         case str():
             return HIDDEN if secret and value else _GIVEN.sub(rf"\1{HIDDEN}", _USERINFO.sub("", value))

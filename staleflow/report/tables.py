@@ -12,7 +12,7 @@ from staleflow.trace.running_time import timed
 
 
 def columns(events: Iterable[Mapping[str, Any]], kinds: Collection[str] = ()) -> dict[str, list[Any]]:
-    """Return one list per column, all of equal length; None where an event lacks the field. ``kinds`` filters events."""
+    """Return one list per column, all of equal length; None where an event lacks the field. ``kinds`` is a filter."""
     found: dict[str, list[Any]] = {}
     rows = 0
     for seconds, event in timed(events):

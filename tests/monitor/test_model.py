@@ -87,9 +87,9 @@ def test_pins_versions_and_events_are_told_with_names_and_times() -> None:
         VersionRow(version=22, lineage=0, nbytes=2_200_000, engines=1, pinned_by=("rollout-1",)),
     )
     assert it.events == (
-        EventRow(ago_s=2.0, words="version 23 is published, 2.2 MB", tone="good"),
-        EventRow(ago_s=12.0, words="group 98 is given up: expired", tone="warn"),
-        EventRow(ago_s=90.0, words="rollout-0 attaches", tone=""),
+        EventRow(ago_s=2.0, words="version 23 published, 2.2 MB", tone="good"),
+        EventRow(ago_s=12.0, words="group 98 is released: expired", tone="warn"),
+        EventRow(ago_s=90.0, words="rollout-0 attached", tone=""),
     )
 
 
@@ -225,15 +225,15 @@ def test_each_role_says_what_it_does() -> None:
     assert doing("judge-0") == "judging, 5 groups to go"
     assert doing("reward-0", stages=[]) == "waits for groups"
     assert doing("scheduler") == "5 leases out, 3 engines"
-    assert doing("trajectories-0") == "keeps 19 groups to train"
+    assert doing("trajectories-0") == "stores 19 groups to train"
     shards = [{"shard": 0, "used_share": 0.42}, {"shard": 1, "used_share": None}]
-    assert doing("trajectories-0", shards=shards[:1]) == "keeps 19 groups to train, 42 % full"
+    assert doing("trajectories-0", shards=shards[:1]) == "stores 19 groups to train, 42 % full"
     assert doing("trajectories-0", shards=shards) == "stores its part of the groups, 42 % full"
     assert doing("trajectories-1", shards=shards) == "stores its part of the groups"
-    full = "full: pushes wait until a checkpoint frees space; keeps 19 groups to train"
+    full = "full: pushes wait until a checkpoint frees space; stores 19 groups to train"
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.9}]) == full
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.7, "full": "map"}]) == full
-    disk = "its disk is full: pushes wait; keeps 19 groups to train"
+    disk = "its disk is full: pushes wait; stores 19 groups to train"
     assert doing("trajectories-0", shards=[{"shard": 0, "used_share": 0.1, "full": "disk"}]) == disk
     assert doing("parameters") == "serves version 23"
     assert doing("parameters", version=-1) == "waits for version 0"

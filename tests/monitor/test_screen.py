@@ -110,7 +110,7 @@ def test_every_list_fits_every_terminal(tab: str, width: int, height: int) -> No
         ("groups", "117         22  31.0 s  about 20.0 s  rollout-1"),
         ("stages", "judge         1        1  1 of 8        4"),
         ("versions", "22       2.2 MB        1  rollout-1"),
-        ("events", "12 s  group 98 is given up: expired"),
+        ("events", "12 s  group 98 released: expired"),
         ("processes", "rollout-0       version 23, 32 decoding, 5 queued, 1,234 tokens/s"),
     ],
 )

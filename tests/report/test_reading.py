@@ -103,7 +103,7 @@ def test_who_came_and_went_is_told_and_who_left_at_the_end_is_not() -> None:
         Happening(at_s=14, bad=True, text="rollout-0 died: a new process has its name"),
         Happening(at_s=14.5, bad=False, text="rollout-0 left: asked to end"),
         Happening(at_s=15, bad=False, text="rollout-0 came back"),
-        Happening(at_s=15, bad=True, text="the scheduler came back, with 4 groups and version 2"),
+        Happening(at_s=15, bad=True, text="the scheduler restarted, with 4 groups and version 2"),
     ]
 
 
@@ -181,7 +181,7 @@ def test_a_run_that_ended_and_goes_on_lost_nobody() -> None:
     ]
     facts = read([*PLAIN, *again])
     assert [(one.text, one.bad) for one in facts.happenings] == [
-        ("the scheduler came back, with 3 groups and version 2", False),
+        ("the scheduler restarted, with 3 groups and version 2", False),
         ("rollout-0 came back", False),
         ("rollout-0 died: a new process has its name", True),
     ]
