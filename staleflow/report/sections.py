@@ -289,7 +289,7 @@ def tiles(facts: Facts, curves: Curves, config: Config, generated: int) -> list[
     steps = f"{len(facts.steps):,} of {config.trainer.steps:,}"
     found = [Tile(label="steps", value=steps, note=f"{facts.batch_size} groups of {facts.group_size} each")]
     for key, what in (("reward/eval", "held-out prompts"), ("reward/mean", "training groups")):
-        if known := curves.known(key):
+        if known := curves.measured(key):
             found.append(Tile(label="reward", value=f"{known[0]:.2f} → {known[-1]:.2f}", note=what))
             break
     if facts.steps:

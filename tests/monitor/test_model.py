@@ -88,7 +88,7 @@ def test_pins_versions_and_events_are_told_with_names_and_times() -> None:
     )
     assert it.events == (
         EventRow(ago_s=2.0, words="version 23 published, 2.2 MB", tone="good"),
-        EventRow(ago_s=12.0, words="group 98 is released: expired", tone="warn"),
+        EventRow(ago_s=12.0, words="group 98 released: expired", tone="warn"),
         EventRow(ago_s=90.0, words="rollout-0 attached", tone=""),
     )
 

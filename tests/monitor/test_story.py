@@ -80,7 +80,7 @@ def test_what_was_lost_moved_or_refused_is_said() -> None:
         "a pushed 256 tokens: 200 of version 1, 56 of version 2, cut short; 2.0 KB at shard 1",
         "promoted from spare to counted group instead of group 9",
         "dropped: quarantine, 256 tokens discarded",
-        "a was refused a push: stale_lease, 2 times",
+        "push of a rejected: stale_lease, 2 times",
     ]
     assert headline(events[:2], 7) == "group 7: released: filtered, 0 leases, 0.00 s"
     assert headline(events[2:3], 7) == "group 7: in its stages, 0 leases, 0.00 s"

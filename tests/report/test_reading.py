@@ -67,7 +67,7 @@ def test_a_rollback_takes_steps_back_and_their_groups_are_there_again() -> None:
     assert [(step.step, step.lineage) for step in facts.steps] == [(0, 0), (1, 1)]
     assert (facts.undone_steps, facts.undone_tokens) == (1, 10)
     assert facts.steps[1].waited_s == 0, "what it waited for at first is gone with the first try"
-    assert told(facts) == ["trainer took over, term 2", "back to version 1: 1 step is trained again"]
+    assert told(facts) == ["trainer took over, term 2", "rolled back to version 1: 1 step is trained again"]
     assert facts.levels.points[-1] == Level(at_s=21, leased=0, pushed=0, occupied=0, sealed=1)
 
 
@@ -131,7 +131,7 @@ def test_leases_that_are_lost_around_another_happening_leave_it_there() -> None:
     ]
     assert read([*PLAIN[:-1], *lost]).happenings == [
         Happening(at_s=13, bad=True, text="rollout-3 lost 2 leases: not heard from in time"),
-        Happening(at_s=13.5, bad=True, text="back to version 2"),
+        Happening(at_s=13.5, bad=True, text="rolled back to version 2"),
     ]
 
 

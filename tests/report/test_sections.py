@@ -101,7 +101,7 @@ def test_a_curve_ends_with_the_steps_that_a_rollback_left() -> None:
     ]
     curves = Curves(said)
     assert curves.steps == list(range(12))
-    assert (curves.known("loss")[-3:], curves.known("reward/eval")) == ([9.0, 9.0, 9.0], [0.5])
+    assert (curves.measured("loss")[-3:], curves.measured("reward/eval")) == ([9.0, 9.0, 9.0], [0.5])
     said = [line for line in said if "reward/eval" not in line]
     config = Config(prompts=Prompts(path="p.jsonl"), reward=Reward(run="r:f"))
     tiles = {tile.label: tile.value for tile in sections.tiles(facts(), Curves(said), config, 0)}
