@@ -1,7 +1,7 @@
 """Rebuild from a trace the status that the scheduler would have reported at each moment.
 
-Windows and pins come from the ledger's own ``Window``; the lines only say which group is where. What a trace does not
-tell (what engines queue, how full their caches are) is left at nothing.
+Windows and pins come from the ledger's own ``Window``; events supply the state of each group. Values that a trace does
+not contain, such as the engines' queues and caches, stay empty.
 """
 
 from collections import Counter, deque

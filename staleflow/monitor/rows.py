@@ -63,7 +63,7 @@ class InstanceRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return f"{self.name} {self.command}"
 
 
@@ -89,7 +89,7 @@ class StageRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return self.name
 
 
@@ -107,7 +107,7 @@ class VersionRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return f"{self.version} {' '.join(self.pinned_by)}"
 
 
@@ -124,7 +124,7 @@ class PinRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return f"{self.group} {self.where}"
 
 
@@ -138,7 +138,7 @@ class EventRow:
 
     @property
     def text(self) -> str:
-        """What a filter looks in."""
+        """Text that a filter searches."""
         return self.words
 
 

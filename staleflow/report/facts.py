@@ -1,6 +1,6 @@
 """Plain records of what a trace contains: steps, waits, versions, waste, and failures.
 
-Times are seconds since the first line, by the scheduler's clock, without those in which there was none. Filled by
+Times are seconds since the first event by the scheduler's clock, without periods in which no scheduler ran. Filled by
 ``staleflow.report.reading`` in one pass.
 """
 

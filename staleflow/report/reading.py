@@ -1,7 +1,7 @@
 """Compute ``Facts`` in one pass over a trace.
 
-Keeps the groups that live, and those of batches that a rollback could still bring back. Nothing is judged here: that is
-``staleflow.trace.audit.report``'s.
+The reader keeps live groups and the groups of batches that a rollback could still restore. It does not validate the
+trace; ``staleflow.trace.audit.report`` does.
 """
 
 from collections.abc import Callable, Iterable, Mapping

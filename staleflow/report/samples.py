@@ -29,7 +29,8 @@ _decode = msgspec.json.Decoder(Sample).decode
 def samples(path: Path) -> list[Sample]:
     """Return the samples of ``MAX_STEPS`` evenly spread steps, including both ends; skip malformed lines.
 
-    A step that was trained again after a rollback is there as it was written last. The file is read by lines, twice.
+    A step that was trained again after a rollback appears with its last samples. The file is read line by line, twice,
+    to bound the memory.
     """
     places: dict[int, tuple[int, list[int]]] = {}
     try:

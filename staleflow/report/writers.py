@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingImports=false
 """Write the metrics of a run to TensorBoard and W&B, under their names in ``metrics.jsonl``.
 
-A view like any other, in front of the one that a person looks at: it hands on what it is told, and a thread of its own
-writes the numbers. A writer that fails is told of once, and costs its numbers only.
+The writers form a view in front of the terminal's view: it forwards every call, and a thread per writer writes the
+metrics. A writer that fails is reported once; the run and the other writers continue.
 """
 
 import math

@@ -142,7 +142,7 @@ def test_a_shard_that_the_run_does_not_have(cli: Cli) -> None:
 
 def test_words_that_do_not_exist(cli: Cli) -> None:
     refused(cli("rum"), "No such command 'rum': did you mean 'run'?")
-    refused(cli("zzz"), "No such command 'zzz': there are init, run,")
+    refused(cli("zzz"), "No such command 'zzz': valid commands are init, run,")
     refused(cli("run", SIMULATED, "--fast"), "No such option '--fast'")
     refused(cli("serve", "coffee", "--run-dir", "r"), "'coffee' is not one of 'scheduler'")
     refused(cli("serve", "scheduler"), "Missing option '--run-dir'")
@@ -303,7 +303,7 @@ def test_ranks_that_torchrun_did_not_start(cli: Cli, short_dir: Path, monkeypatc
 
 
 def test_status_and_trace_of_nothing(cli: Cli) -> None:
-    refused(cli("status"), "RUN_DIR and --connect exclude each other")
+    refused(cli("status"), "give RUN_DIR or --connect ADDRESS")
     assert cli("report").err == "staleflow: no run given and none found under runs/: give RUN_DIR\n"
     refused(cli("status", "none"), "it has no config.json")
     refused(cli("trace", "check", "none.jsonl"), "no such file")
@@ -313,7 +313,7 @@ def test_status_and_trace_of_nothing(cli: Cli) -> None:
 def test_top_of_nothing(cli: Cli, short_dir: Path) -> None:
     from staleflow.configs.loading.load import load, write_resolved
 
-    refused(cli("top"), "RUN_DIR and --connect exclude each other")
+    refused(cli("top"), "give RUN_DIR or --connect ADDRESS")
     refused(cli("top", "none"), "it has no config.json")
     refused(cli("top", "none", "--replay"), 'trace is "none"; no such file')
     refused(cli("top", "--connect", "ipc:///nobody", "--replay"), "--replay reads a trace: give RUN_DIR")

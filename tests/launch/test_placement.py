@@ -153,7 +153,7 @@ def test_ranks_of_several_machines_meet_under_torchrun_at_the_first() -> None:
     ("overrides", "said"),
     [
         (["launch.rollout_nodes=9"], "launch.rollout_nodes is 9; it must be at most rollout.workers, 4"),
-        (["rollout.gpus=[0]"], "rollout.gpus is [0]; GPUs of launched machines are given out by launch.gpus_per_node"),
+        (["rollout.gpus=[0]"], "rollout.gpus is [0]; launch.gpus_per_node assigns the GPUs of launched machines"),
         (
             ["launch.trainer_nodes=2"],
             'launch.trainer_nodes is 2; with trainer.backend "simulated", which is one process',

@@ -26,7 +26,7 @@ HELLO = Attach(worker=WorkerId("w.1"), name="w", role="rollout")
 
 async def finish(run: Run) -> None:
     trainer = await run.trainer()
-    await trainer.scheduler.ask(Finished(trainer_term=trainer.join_run.trainer_term), Done)
+    await trainer.scheduler.ask(Finished(trainer_term=trainer.joined.trainer_term), Done)
 
 
 async def closed(run: Run) -> None:
@@ -85,7 +85,7 @@ async def test_a_machine_is_told_of_the_end_before_the_trace_is_closed(
     await trainer.publish(0, {"w": np.zeros(4, np.float32)})
     rollout = await run.rollout()
     await rollout.leases(1)  # so that the trace stays open
-    await trainer.scheduler.ask(Finished(trainer_term=trainer.join_run.trainer_term), Done)
+    await trainer.scheduler.ask(Finished(trainer_term=trainer.joined.trainer_term), Done)
     assert await asyncio.to_thread(look) is True
     assert not (await run.status(run.where.scheduler))["closed"]
 
