@@ -385,7 +385,7 @@ def _await_servers(part: str, config: Config) -> str:
     if part == f"{name}-servers":
         return ""
     look = f"import socket; socket.create_connection(('{name}-servers', {config.launch.port}), 3)"
-    return f' && until python3 -c "{look}" 2>/dev/null; do sleep 2; result'
+    return f' && until python3 -c "{look}" 2>/dev/null; do sleep 2; done'
 
 
 def _job(name: str, what: str, pods: int, pod: Object) -> Object:

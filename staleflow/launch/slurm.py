@@ -47,7 +47,7 @@ run={run}
 export scheduler=tcp://$head:{port}
 {meet}
 # gone SECONDS PID...: wait until these processes have exited; fails after SECONDS.
-gone() {{ for ((left = $1; left; left--)); do kill -0 "${{@:2}}" 2>/dev/null || return 0; sleep 1; result; return 1; }}
+gone() {{ for ((left = $1; left; left--)); do kill -0 "${{@:2}}" 2>/dev/null || return 0; sleep 1; done; return 1; }}
 # A signal ends the run: first the trainer, which writes a checkpoint, then the servers.
 stop() {{
     trap '' TERM INT
@@ -64,7 +64,7 @@ servers=$!
 # One task per node; each starts the processes of its node. If all tasks of a component fail, the run ends.
 {steps}
 
-while wait "$servers"; code=$?; [ "$code" -gt 128 ] && kill -0 "$servers" 2>/dev/null; do :; result
+while wait "$servers"; code=$?; [ "$code" -gt 128 ] && kill -0 "$servers" 2>/dev/null; do :; done
 # After a successful run the machines exit by themselves, else they get SIGTERM. The end of the script kills the rest.
 [ "$code" = 0 ] && gone {last} "$rollout" "$trainer"
 scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1" "$SLURM_JOB_ID_HET_GROUP_2" 2>/dev/null
