@@ -80,15 +80,15 @@ class Injected(msgspec.Struct, frozen=True, kw_only=True):
 
 def victims(run_dir: Path) -> list[Victim]:
     """Return the live processes of this run, sorted by name."""
-    payloads: list[Victim] = []
+    members: list[Victim] = []
     for process in psutil.process_iter():
         try:
             name = name_of(process.cmdline(), run_dir, Path(process.cwd()))
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
         if name:
-            payloads.append(Victim(name, process))
-    return sorted(payloads, key=lambda victim: (victim.name, victim.pid))
+            members.append(Victim(name, process))
+    return sorted(members, key=lambda victim: (victim.name, victim.pid))
 
 
 def name_of(words: Sequence[str], run_dir: Path, folder: Path) -> str:
