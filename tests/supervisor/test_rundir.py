@@ -54,7 +54,7 @@ def test_a_neighbour_that_cannot_be_read_is_none_to_go_on_with(tmp_path: Path) -
 
 def test_a_used_run_directory_needs_resume(tmp_path: Path) -> None:
     used = make(tmp_path / "used")
-    with pytest.raises(ConfigError, match="add --resume to go on with it, or choose a new --run-dir"):
+    with pytest.raises(ConfigError, match="add --resume to continue it, or choose a new --run-dir"):
         rundir.choose(config(), used, resume=False)
     assert rundir.choose(config(), used, resume=True) == used
 
